@@ -30,12 +30,13 @@ class NumberedRows(Rows):
     def lengths(self) -> Array:
         return 2 + np.arange(self._count) % 8
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         self.threads.add(threading.current_thread().name)
-        length = int(self.lengths()[row])
-        batch.input_ids_BT[at, :length] = row
-        batch.labels_BT[at, 1:length] = row
-        batch.segments_BT[at, :length] = 0
+        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
+            length = int(self.lengths()[row])
+            batch.input_ids_BT[at, :length] = row
+            batch.labels_BT[at, 1:length] = row
+            batch.segments_BT[at, :length] = 0
 
     def counts(self) -> dict[str, int | float]:
         return {"rows": self._count}
@@ -180,7 +181,7 @@ def test_a_loader_that_is_left_early_takes_its_threads_with_it() -> None:
 @pytest.mark.parametrize("prefetch_steps", [0, 2])
 def test_an_error_in_a_thread_rises_where_the_step_is_asked_for(prefetch_steps: int) -> None:
     class Broken(NumberedRows):
-        def fill(self, row: int, batch: Batch, at: int) -> None:
+        def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
             raise OSError("the disk is gone")
 
     broken = Loader(Broken(4), ShuffledOrder(4, 2, 4, seed=1), rows_per_device=1, prefetch_steps=prefetch_steps)

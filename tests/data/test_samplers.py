@@ -149,8 +149,9 @@ class OfLength(Rows):
     def lengths(self) -> Array:
         return self._lengths
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        batch.segments_BT[at, : self._lengths[row]] = 0
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        for at, length in zip(lines.tolist(), self._lengths[rows].tolist(), strict=True):
+            batch.segments_BT[at, :length] = 0
 
     def counts(self) -> dict[str, int | float]:
         return {}

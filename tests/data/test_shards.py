@@ -141,9 +141,20 @@ def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: P
     found = ShardSet(tmp_path)
     expected = [(number, starts[number]) for number, (ids, _) in enumerate(rows) for _ in ids]
     for start, end in [(0, found.tokens), (7, 8), (3, 100), (found.tokens - 5, found.tokens), (4, 4)]:
-        numbers, firsts, counts = (values.tolist() for values in found.documents(start, end))
+        _, numbers, firsts, counts = (values.tolist() for values in found.ranges(np.array([start]), np.array([end])))
         by_record = zip(numbers, firsts, counts, strict=True)
         assert [(number, first) for number, first, count in by_record for _ in range(count)] == expected[start:end]
+
+
+def test_ranges_in_any_order_are_what_each_is_alone(tmp_path: Path, layout: int) -> None:
+    write(tmp_path, some_records(40), kind="documents", tokens_per_shard=layout)
+    found = ShardSet(tmp_path)
+    generator = np.random.default_rng(0)
+    bounds = np.sort(generator.integers(0, found.tokens + 1, (60, 2)), axis=1)
+    together = found.ranges(bounds[:, 0], bounds[:, 1])
+    alone = [found.ranges(start, end) for start, end in zip(bounds[:, :1], bounds[:, 1:], strict=True)]
+    for place, column in enumerate(together):
+        assert column.tolist() == [value for one in alone for value in one[place].tolist()]
 
 
 def test_opening_reads_the_index_and_not_the_shards(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ttrain.config import Settings
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, Batch, Counts, Rows
+from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
 from ttrain.doctor.run import gather
@@ -62,9 +62,10 @@ class Spoilt(Rows):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        self.rows.fill(row, batch, at)
-        self.spoil(batch.input_ids_BT[at], batch.labels_BT[at], batch.segments_BT[at])
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        self.rows.fill(rows, batch, lines)
+        for at in lines.tolist():
+            self.spoil(batch.input_ids_BT[at], batch.labels_BT[at], batch.segments_BT[at])
 
     def counts(self) -> Counts:
         return self.rows.counts()

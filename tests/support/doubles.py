@@ -28,7 +28,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader, ShuffledOrder
-from ttrain.data.packing import Batch, Rows
+from ttrain.data.packing import Array, Batch, Rows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.evaluate import perplexity
 from ttrain.model import factory
@@ -180,7 +180,11 @@ class NumberedRows(Rows):
     def __len__(self) -> int:
         return self.count
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
+            self._fill(row, batch, at)
+
+    def _fill(self, row: int, batch: Batch, at: int) -> None:
         self.asked.append(row)
         generator = np.random.default_rng(row)
         T = self.row_length

@@ -26,7 +26,7 @@ LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is 
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
-OF_EXISTING = {**dict.fromkeys((f"{OPTIM}{name}" for name in sorted(OF_WIDTH))), BETAS_KEY: USUAL_BETAS}
+OF_EXISTING = {**dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)), BETAS_KEY: USUAL_BETAS}
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
 
 

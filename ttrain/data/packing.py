@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 IGNORE = -100
 
+FILLED_TOGETHER = 1 << 13  # positions; larger temporary arrays come from the kernel anew each time: twice the CPU
+
 WIDTH_STEP = 8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
 
 Array = npt.NDArray[np.int64]
@@ -56,8 +58,8 @@ class Rows(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        """Write row number `row` into line `at` of the batch."""
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        """Write the rows with these numbers into these lines of the batch, which are padding before."""
 
     @abstractmethod
     def counts(self) -> Counts:
@@ -76,15 +78,14 @@ class Rows(ABC):
 
     def batch(self, rows: Collection[int]) -> Batch:
         """A batch of the rows with these numbers."""
-        shape = (len(rows), self.width(rows))
-        batch = Batch(
-            np.full(shape, self.pad_id, np.int64),
-            np.full(shape, IGNORE, np.int64),
-            np.zeros(shape, np.int64),
-            np.full(shape, -1, np.int64),
-        )
-        for at, row in enumerate(rows):
-            self.fill(int(row), batch, at)
+        arrays = np.empty((4, len(rows), self.width(rows)), np.int64)  # in one piece, which malloc keeps for the next batch
+        arrays[:] = np.reshape([self.pad_id, IGNORE, 0, -1], (4, 1, 1))
+        batch = Batch(*arrays)
+        numbers, lines = np.asarray(rows, np.int64), np.arange(len(rows))
+        together = max(1, FILLED_TOGETHER // arrays.shape[2])
+        for first in range(0, len(lines), together):
+            part = slice(first, first + together)
+            self.fill(numbers[part], batch, lines[part])
         return batch
 
 
@@ -108,9 +109,12 @@ class MixedRows(Rows):
     def _lengths(self) -> Array:
         return np.concatenate([group.lengths() for group in self.groups])
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        group = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        self.groups[group].fill(row - int(self._firsts[group]), batch, at)
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        numbers = np.searchsorted(self._firsts, rows, side="right") - 1
+        for number, group in enumerate(self.groups):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                group.fill(rows[mine] - self._firsts[number], batch, lines[mine])
 
     def counts(self) -> Counts:
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
-from ttrain.data.shards import Column, ShardSet
+from ttrain.data.shards import Column, ShardSet, counted_up
 
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
 
@@ -33,31 +33,33 @@ class WindowRows(Rows):
         assert 1 <= self.stride <= row_length, f"stride {stride} with rows of {row_length} would leave tokens out"
 
     @abstractmethod
-    def windows(self, row: int) -> list[tuple[int, int]]:
-        """(position of the first input, position after the last input) of each window in a row."""
+    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+        """(position of the first input, number of inputs) of each window of these rows, and the windows of each row."""
 
     @abstractmethod
     def times(self, places: Array, firsts: Array) -> Array:
         """In how many rows each position can be a target; `firsts` is where its document begins."""
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        place = 0
-        for start, end in self.windows(row):
-            self._fill(start, end, batch, at, slice(place, place + end - start))
-            place += end - start
-
-    def _fill(self, start: int, end: int, batch: Batch, at: int, row_range: slice) -> None:
-        ids = self.shards.stream(start, end + 1)
-        numbers, firsts, places = self.shards.documents(start, end + 1)
-        batch.input_ids_BT[at, row_range] = ids[:-1]
-        labels = batch.labels_BT[at, row_range]
-        labels[:] = ids[1:]
-        labels[places.cumsum()[:-1] - 1] = IGNORE  # the first token of a document, predicted from another one
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        starts, lengths, windows = self.windows(rows)
+        found = self.shards.ranges(starts, starts + lengths + 1)
+        window_ends = (lengths + 1).cumsum()
+        piece_starts = found.counts.cumsum() - found.counts
+        labels = found.ids.copy()
+        labels[piece_starts] = IGNORE  # the first token of a document, predicted from another one
         if self.masks:
-            labels[~self._targets(ids, firsts.repeat(places), start)[1:]] = IGNORE
-        begins = np.maximum(firsts, start)
-        np.subtract(np.arange(start, end), begins.repeat(places)[:-1], out=batch.positions_BT[at, row_range])
-        batch.segments_BT[at, row_range] = numbers.repeat(places)[:-1]
+            firsts = found.firsts.repeat(found.counts)
+            for start, first, end in zip(starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False):
+                window = slice(first, end)
+                labels[window][~self._targets(found.ids[window], firsts[window], start)] = IGNORE
+        inputs, targets = np.ones(len(labels), bool), np.ones(len(labels), bool)
+        inputs[window_ends - 1] = targets[window_ends - lengths - 1] = False
+        row_lengths = np.add.reduceat(lengths, windows.cumsum() - windows)
+        at = counted_up(lines * batch.input_ids_BT.shape[1], row_lengths)
+        batch.input_ids_BT.reshape(-1)[at] = found.ids[inputs]
+        batch.labels_BT.reshape(-1)[at] = labels[targets]
+        batch.positions_BT.reshape(-1)[at] = (np.arange(len(labels)) - piece_starts.repeat(found.counts))[inputs]
+        batch.segments_BT.reshape(-1)[at] = found.numbers.repeat(found.counts)[inputs]
 
     def counts(self) -> Counts:
         """Counts of the rows; `target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
@@ -84,10 +86,9 @@ class WindowRows(Rows):
         distinct = total = 0
         for start in range(0, self.shards.tokens, TOKENS_PER_PASS):
             places = np.arange(start, min(start + TOKENS_PER_PASS, self.shards.tokens))
-            _, firsts, counts = self.shards.documents(start, start + len(places))
-            firsts = firsts.repeat(counts)
-            ids = self.shards.stream(start, start + len(places))
-            targets = self._targets(ids, firsts, start) & (places != firsts)
+            found = self.shards.ranges(places[:1], places[-1:] + 1)
+            firsts = found.firsts.repeat(found.counts)
+            targets = self._targets(found.ids, firsts, start) & (places != firsts)
             distinct += int(targets.sum())
             total += int(self.times(places[targets], firsts[targets]).sum())
         return distinct, total
@@ -112,9 +113,9 @@ class DocumentRows(WindowRows):
     def __len__(self) -> int:
         return 0 if self.shards.tokens < 2 else int(window_count(self.shards.tokens - 1, self.row_length, self.stride))
 
-    def windows(self, row: int) -> list[tuple[int, int]]:
-        start = row * self.stride
-        return [(start, min(start + self.row_length, self.shards.tokens - 1))]
+    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+        starts = rows * self.stride
+        return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
 
     def times(self, places: Array, firsts: Array) -> Array:
         return windows_over(places, len(self), self.row_length, self.stride)
@@ -122,8 +123,7 @@ class DocumentRows(WindowRows):
     def lengths(self) -> Array:
         lengths = super().lengths()
         if len(lengths):
-            start, end = self.windows(len(self) - 1)[0]
-            lengths[-1] = end - start
+            lengths[-1] = self.windows(np.array([len(self) - 1]))[1][0]
         return lengths
 
 
@@ -162,13 +162,16 @@ class SeparateDocumentRows(WindowRows):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def windows(self, row: int) -> list[tuple[int, int]]:
-        return [self._window(number) for number in self._order[self._ends[row - 1] if row else 0 : self._ends[row]].tolist()]
-
-    def _window(self, number: int) -> tuple[int, int]:
-        document = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        start = int(self.shards.starts[document]) + (number - int(self._firsts[document])) * self.stride
-        return start, start + int(self._inputs[number])
+    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+        begins = np.where(rows, self._ends[rows - 1], 0)
+        windows = self._ends[rows] - begins
+        numbers = self._order[counted_up(begins, windows)]
+        documents = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return (
+            self.shards.starts[documents] + (numbers - self._firsts[documents]) * self.stride,
+            self._inputs[numbers],
+            windows,
+        )
 
     def times(self, places: Array, firsts: Array) -> Array:
         count = self._windows[np.searchsorted(self.shards.starts, places, side="right") - 1]
@@ -246,7 +249,11 @@ class ChatRows(Rows):
     def lengths(self) -> Array:
         return self._lengths
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
+            self._fill(row, batch, at)
+
+    def _fill(self, row: int, batch: Batch, at: int) -> None:
         position = 0
         for segment, piece in enumerate(self._rows[row]):
             ids, live = self.shards.row(int(self._records[piece]))

@@ -12,12 +12,11 @@ import hashlib
 import itertools
 import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +50,35 @@ class Column:
         flags = np.repeat(selected, lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths[selected])]).astype(np.int64)
         return Column(self.tokens[flags], offsets, None if self.live is None else self.live[flags])
+
+
+class Ranges(NamedTuple):
+    """Tokens of ranges of the stream of all records, of length N, and the P pieces of records that they consist of.
+
+    A piece is the part of one record that lies in one range: number of the record, position of its first token in the
+    stream, and tokens of the piece, which add up to N.
+    """
+
+    ids: Offsets
+    numbers: Offsets
+    firsts: Offsets
+    counts: Offsets
+
+
+def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
+    """`starts[i]`, `starts[i] + 1`, ... of `lengths[i]` numbers each, one after the other."""
+    ends = lengths.cumsum()
+    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths))
+
+
+def _back(order: Offsets, lengths: Offsets) -> Offsets:
+    """Where to take numbers from that lie group by group in an order, to have them in the groups' own order.
+
+    `lengths` are those of the groups as they lie.
+    """
+    firsts, own_lengths = np.empty_like(order), np.empty_like(order)
+    firsts[order], own_lengths[order] = lengths.cumsum() - lengths, lengths
+    return counted_up(firsts, own_lengths)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -167,7 +195,7 @@ class ShardSet:
         self._verified: set[str] = set()
         self._columns: list[Column | None] = [None] * len(self._shards)
         self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
-        self._first_token = list(itertools.accumulate((shard["tokens"] for shard in self._shards), initial=0))
+        self._first_token = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:
@@ -209,39 +237,39 @@ class ShardSet:
 
     def stream(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens `start` to `end` of all records, one after the other."""
-        pieces = [column.tokens[low:high] for column, low, high, _, _ in self._spans(start, end)]
-        if len(pieces) == 1:
-            return pieces[0].astype(np.int64)
-        return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+        return self.ranges(np.array([start]), np.array([end])).ids
 
-    def documents(self, start: int, end: int) -> tuple[Offsets, Offsets, Offsets]:
-        """(number, position of the first token, tokens in the range) of each record of the stream from `start` to `end`."""
-        numbers, firsts, counts = [], [], []
-        for column, low, high, first_row, first_token in self._spans(start, end):
-            offsets = column.offsets
-            first, last = int(offsets.searchsorted(low, "right")) - 1, int(offsets.searchsorted(high))
-            bounds = offsets[first : last + 1].copy()
-            firsts.append(bounds[:-1] + first_token)
-            bounds[0], bounds[-1] = low, high
-            numbers.append(np.arange(first + first_row, last + first_row))
-            counts.append(bounds[1:] - bounds[:-1])
-        if not numbers:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if len(numbers) == 1:
-            return numbers[0], firsts[0], counts[0]
-        return np.concatenate(numbers), np.concatenate(firsts), np.concatenate(counts)
+    def ranges(self, starts: Offsets, ends: Offsets) -> Ranges:
+        """Tokens `starts[i]` to `ends[i]` of the stream of all records, range by range."""
+        bounds = self._first_token
+        first_shard = bounds.searchsorted(starts, "right") - 1
+        spread = np.maximum(0, bounds.searchsorted(ends) - first_shard)
+        shards = counted_up(first_shard, spread)
+        low, high = np.maximum(starts.repeat(spread), bounds[shards]), np.minimum(ends.repeat(spread), bounds[shards + 1])
+        filled = high > low
+        shards, low, high = shards[filled], low[filled], high[filled]
+        order = shards.argsort(kind="stable")
+        groups = [(shard, order[shards[order] == shard]) for shard in sorted(set(shards.tolist()))]
+        parts = [self._in_shard(shard, low[group], high[group]) for shard, group in groups]
+        if not parts:
+            return Ranges(*(np.zeros(0, np.int64) for _ in Ranges._fields))
+        if len(parts) == 1:
+            return Ranges(*parts[0][1:])
+        pieces, ids, *records = (np.concatenate(column) for column in zip(*parts, strict=True))
+        records_at = _back(order, pieces)
+        return Ranges(ids[_back(order, (high - low)[order])], *(column[records_at] for column in records))
 
-    def _spans(self, start: int, end: int) -> list[tuple[Column, int, int, int, int]]:
-        """(records, first and last token in them, number of their first record, offset of their first token) of a range."""
-        spans = []
-        which = bisect_right(self._first_token, start) - 1
-        while start < end:
-            first = self._first_token[which]
-            high = min(end, self._first_token[which + 1])
-            if high > start:
-                spans.append((self._column(which), start - first, high - first, self._first_row[which], first))
-            start, which = max(start, high), which + 1
-        return spans
+    def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> tuple[Offsets, ...]:
+        """(pieces of each range, then the fields of `Ranges`) of ranges of the stream that lie in this shard."""
+        column, first_token = self._column(shard), self._first_token[shard]
+        low, high = low - first_token, high - first_token
+        ids = np.concatenate([column.tokens[start:end] for start, end in zip(low.tolist(), high.tolist(), strict=True)])
+        first = column.offsets.searchsorted(low, "right") - 1
+        pieces = column.offsets.searchsorted(high) - first
+        records = counted_up(first, pieces)
+        firsts = column.offsets[records]
+        counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(firsts, low.repeat(pieces))
+        return pieces, ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts
 
     def verify(self) -> None:
         """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""

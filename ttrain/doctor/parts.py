@@ -14,7 +14,7 @@ from torch import nn
 
 from ttrain.config import Runtime, Training
 from ttrain.data.loader import Loader, ShuffledOrder
-from ttrain.data.packing import IGNORE, Batch, Counts, Rows
+from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.errors import TTrainError, UsageError
 from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
@@ -52,11 +52,11 @@ class InMemoryRows(Rows):
     def __len__(self) -> int:
         return len(self.whole.input_ids_BT)
 
-    def fill(self, row: int, batch: Batch, at: int) -> None:
-        batch.input_ids_BT[at] = self.whole.input_ids_BT[row]
-        batch.labels_BT[at] = self.whole.labels_BT[row]
-        batch.positions_BT[at] = self.whole.positions_BT[row]
-        batch.segments_BT[at] = self.whole.segments_BT[row]
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        batch.input_ids_BT[lines] = self.whole.input_ids_BT[rows]
+        batch.labels_BT[lines] = self.whole.labels_BT[rows]
+        batch.positions_BT[lines] = self.whole.positions_BT[rows]
+        batch.segments_BT[lines] = self.whole.segments_BT[rows]
 
     def counts(self) -> Counts:
         return {"rows": len(self), "records": len(self)}
