@@ -37,7 +37,17 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.reports import summary
-from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, SHARDS_PRETRAIN, Stage
+from ttrain.stages import (
+    EVALUATE,
+    EVALUATE_CHAMPION,
+    EXISTING_MODEL,
+    HELDOUT,
+    LEARNT_BEFORE,
+    PRETRAIN,
+    REPLAY,
+    SHARDS_PRETRAIN,
+    Stage,
+)
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
@@ -129,7 +139,8 @@ class NightRun:
     def _completed(self, night: NightRecord, frozen: InputSnapshot) -> NightResult:
         execution, inputs = self._train(night, frozen)
         decision = self._decide(night, frozen, execution, inputs)
-        night.note(heldout=_heldout_of(execution))
+        shards = execution.artifacts.get(SHARDS_PRETRAIN.name)
+        night.note(heldout=_heldout_of(execution), documents=f"{shards.stage}/{shards.key}" if shards else None)
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
         self.say(f"{decision.word}: {decision.reason}")
         _send_pending(self.settings, night)
@@ -298,6 +309,9 @@ def recipe_of(inputs: NightInputs) -> Recipe:
                 return None
             if inputs.keeps_base and of is EXISTING_MODEL:
                 return inputs.replacements["pretrain"]
+            if of is PRETRAIN and inputs.replayed:
+                learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(inputs.replayed)}
+                stage_inputs["replay"] = stage(REPLAY, documents=stage_inputs["shards"], **learnt)
             if of is not EVALUATE:
                 return stage(of, **stage_inputs)
             measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
@@ -352,7 +366,15 @@ def choose_inputs(
         return None, nothing
     earlier = night_inputs.earlier_heldout(champion, nights.all(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
-    frozen = InputSnapshot(chosen.files, settings.model_dump(mode="json"), champion, earlier, learnt_before)
+    continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
+    documents: tuple[str, ...] = ()
+    replay = 0.0
+    if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
+        documents = night_inputs.learnt_documents(champion, nights.all(), store)
+        replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
+    frozen = InputSnapshot(
+        chosen.files, settings.model_dump(mode="json"), champion, earlier, learnt_before, documents, replay
+    )
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
 

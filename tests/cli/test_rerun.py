@@ -40,6 +40,7 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
         ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
         ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
         ("model.preset=25m", "model.layers=3"),
+        ("model.layers=8", "model.tie_embeddings=true"),  # the default, and not what auto makes of the size
         ("model.kind=llama", "model.fields.attention_bias=true"),
         ("pretrain.mask_intervals=[[1, 2], ['a', 'b']]",),
     ],

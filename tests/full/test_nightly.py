@@ -102,6 +102,7 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
     assert (champion(second), found.data["version"]) == ("2", "2")
+    assert outcomes["replay"] == "completed" and "of 1 earlier night" in second.output
     names = {name for (name,) in second.rows("prefect", "select name from flow_run")}
     assert "night-000002" in names and not any(name.startswith("nightly-") for name in names)
 
@@ -155,6 +156,16 @@ def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second:
     assert manifest["files"]["model/model.safetensors"]["sha256"] in [f["sha256"] for f in files["weights"]]
 
 
+def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(second: Any) -> None:
+    keys = tracking.find_set(second.home, NAME, "2").keys
+    base, sample = (second.home / "store" / stage / keys[stage] / "manifest.json" for stage in ("pretrain", "replay"))
+    rows = json.loads(base.read_bytes())["result"]["rows"]
+    assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
+    first = tracking.find_set(second.home, NAME, "1").keys["shards-pretrain"]
+    assert json.loads(sample.read_bytes())["inputs"]["learnt-0000"]["key"] == first
+    assert nights(second)[0].learnt_documents == (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
+
+
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
     keys = tracking.find_set(second.home, NAME, "2").keys
 
@@ -175,7 +186,9 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     before = [one.data for one in nights(second)]
     planned = json.loads(second.in_process("pipeline", "plan", "nightly", "--json"))
     assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
-    assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "pretrain", "evaluate-champion"}
+    assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "replay", "pretrain", "evaluate-champion"}
+    without = json.loads(second.in_process("pipeline", "plan", "nightly", "--json", "nightly.replay=0"))
+    assert "replay" not in {stage["name"] for stage in without["stages"]}
     assert [one.data for one in nights(second)] == before
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 

@@ -524,14 +524,36 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
     assert after.learnt == (), "the night before has it"
 
 
+def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in_the_store(
+    store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
+    assert night_inputs.learnt_documents(None, known.all(), store) == ()
+    assert night_inputs.learnt_documents(champion, known.all(), store) == ("shards-pretrain/s",)
+    for number, own in (("1", "b"), ("2", None), ("3", "c"), ("4", "gone")):
+        if own and own != "gone":
+            artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
+        before = night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store)
+        night = known.begin(InputSnapshot({}, {}, champion, documents=before), None)
+        night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
+        night.end_try("promoted", "", closed=True)
+    learnt = {
+        number: night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store) for number in "1235"
+    }
+    assert learnt["1"] == ("shards-pretrain/s",)
+    assert learnt["2"] == learnt["3"] == ("shards-pretrain/s", "shards-pretrain/b")
+    assert learnt["5"] == ("shards-pretrain/s", "shards-pretrain/b", "shards-pretrain/c")
+
+
 def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_path: Path) -> None:
     for number in (1, 2):
         night = known.begin(frozen(str(number)), None)
-        night.note(heldout=f"heldout/h{number}")
+        night.note(heldout=f"heldout/h{number}", documents=f"shards-pretrain/s{number}")
         night.end_try("promoted", "", closed=True)
-    assert records.needed_keys(tmp_path) == {"h2"}
-    known.begin(InputSnapshot({}, {}, Champion("2", {"sft": "q", "pretrain": "p"}), "heldout/h2"), None)
-    assert records.needed_keys(tmp_path) == {"h2", "q", "p"}
+    assert records.needed_keys(tmp_path) == {"h2", "s2"}
+    champion = Champion("2", {"sft": "q", "pretrain": "p"})
+    known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)
+    assert records.needed_keys(tmp_path) == {"h2", "s1", "s2", "q", "p"}
     assert records.needed_keys(tmp_path / "elsewhere") == set()
 
 

@@ -20,7 +20,7 @@ from ttrain.flows.full import full
 from ttrain.model import registry
 from ttrain.pipeline.plan import plan, plan_json, plan_stage
 from ttrain.pipeline.recipe import Planned
-from ttrain.stages import EVALUATE_CHAMPION, EXISTING_MODEL, HELDOUT, NEW_MODEL, PRETRAIN, SFT, STAGES
+from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -302,7 +302,7 @@ def test_a_stage_whose_inputs_are_not_built_has_no_key_and_says_for_what_it_wait
 def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: House) -> None:
     quickstart = plan(full, load([], environment={}).settings, house.store)
     others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
-    others |= {HELDOUT.name, EVALUATE_CHAMPION.name}  # of nights
+    others |= OF_NIGHTS
     assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
     files = quickstart[0].ingredients["files"]
     assert files == {"python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]}

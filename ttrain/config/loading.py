@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ttrain.config import Section, Settings, flatten, rules, yaml_text
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, trainings_of
-from ttrain.config.training import NONE, TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
@@ -218,13 +218,10 @@ def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> l
 
 def _by_rule(overrides: Sequence[Override]) -> list[Override]:
     """The settings that are `auto` and follow from others, where their value is not the default."""
-    asked = {item.key: item.value for item in overrides}
-    if asked.get("pretrain.start_from", NONE) != NONE:
-        return [Override("pretrain.start_from is set", key, value) for key, value in rules.OF_EXISTING.items()]
-    automatic = dict.fromkeys(rules.KEYS, rules.AUTO)
-    found = rules.by_rule({**_default_values(), **automatic, **asked})
     usual = _default_values()
-    return [Override("auto", key, rule.value) for key, rule in found.items() if rule.value != usual[key]]
+    values = {**usual, **dict.fromkeys(rules.KEYS, rules.AUTO), **{item.key: item.value for item in overrides}}
+    origin = "auto" if values[rules.START] == rules.NEW else f"{rules.START} is set"
+    return [Override(origin, key, value) for key, value in rules.automatic(values).items() if value != usual[key]]
 
 
 @functools.cache

@@ -25,6 +25,12 @@ class Nightly(Section):
     data: Literal["new", "all"] = Field(
         "new", description="documents that the champion has not learnt, or all of them; SFT and LoRA always take all chats"
     )
+    replay: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="share of a night's tokens that the champion has learnt before, where data=new; 0: none",
+    )
     again: bool = Field(
         True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )

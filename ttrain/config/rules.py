@@ -28,6 +28,11 @@ BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
 OF_EXISTING = {**dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)), BETAS_KEY: USUAL_BETAS}
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
+START, NEW = "pretrain.start_from", "none"
+NEEDED = frozenset({
+    *(f"model.{name}" for name in SIZES), "tokenizer.vocab_size", f"{OPTIM}kind",
+    *(f"pretrain.{name}" for name in ("row_length", "epochs", "tokens")),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,16 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     return rules
 
 
+def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the settings `KEYS` become where they are `auto`, from the values of all; {} where some are not there."""
+    if values.get(START, NEW) != NEW:
+        return OF_EXISTING
+    return {key: rule.value for key, rule in by_rule(values).items()} if values.keys() >= NEEDED else {}
+
+
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
     """The rules whose value the settings have; {} where pretraining makes no new model."""
-    new = values["pretrain.start_from"] == "none"
-    return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if new else {}
+    return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if values[START] == NEW else {}
 
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:

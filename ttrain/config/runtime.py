@@ -28,7 +28,7 @@ STAGE_NAMES = (
     *(f"shards-{dataset}" for dataset in LEARNT),
     *("base-model", "new-model"),
     *TRAININGS,
-    *("evaluate", "evaluate-champion", "heldout"),
+    *("evaluate", "evaluate-champion", "heldout", "replay"),
 )
 StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out
 

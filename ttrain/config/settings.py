@@ -13,7 +13,7 @@ from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft, Training
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
 
 
 def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
@@ -145,15 +145,33 @@ class ExistingModelConfig(Section):
     """No settings: the model is defined by its files."""
 
 
-class FirstWeights(Section):
+class PartOfSection(Section):
+    """Some settings of a section, where a stage may see no others of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_section(cls, settings: Any) -> Any:
+        return {name: getattr(settings, name) for name in cls.model_fields} if isinstance(settings, Section) else settings
+
+
+class FirstWeights(PartOfSection):
     """The settings, beside the sizes, that the weights before the first step depend on."""
 
     seed: int
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_training(cls, settings: Any) -> Any:
-        return {"seed": settings.seed} if isinstance(settings, Training) else settings
+
+class Budget(PartOfSection):
+    """How much a training reads, and the seed of what is drawn."""
+
+    tokens: int | None
+    epochs: float | None
+    seed: int
+
+
+class ReplayShare(PartOfSection):
+    """The share of a night's tokens that were learnt before."""
+
+    replay: float
 
 
 class NewModelConfig(Section):
@@ -188,6 +206,11 @@ class EvaluateConfig(Section):
 
 class HeldoutConfig(Section):
     """No settings: the set is defined by its inputs."""
+
+
+class ReplayConfig(Section):
+    nightly: ReplayShare
+    pretrain: Budget
 
 
 class UserTaskConfig(Section):

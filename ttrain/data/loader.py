@@ -237,23 +237,30 @@ class WeightedOrder(Order):
     """
 
     def __init__(
-        self, group_rows: Sequence[int], weights: Sequence[float], rows_per_step: int, total_rows: int, seed: int
+        self,
+        group_rows: Sequence[int],
+        weights: Sequence[float],
+        rows_per_step: int,
+        total_rows: int,
+        seed: int,
+        *,
+        draws: int = DRAWS_PER_CYCLE,
     ) -> None:
-        """Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
+        """`draws`: of a cycle. Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
         super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
-        self.group_rows, self.quotas = list(group_rows), quotas(weights, DRAWS_PER_CYCLE)
+        self.group_rows, self.draws, self.quotas = list(group_rows), draws, quotas(weights, draws)
         for group, (rows, quota, weight) in enumerate(zip(group_rows, self.quotas, weights, strict=True)):
             if rows == 0 or quota == 0:
-                why = "gave no row to learn from" if rows == 0 else f"would get none of {DRAWS_PER_CYCLE} draws"
+                why = "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
                 raise DataError(f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out")
         self._firsts = np.cumsum([0, *group_rows])
         self._cycle = lru_cache(CACHED_PARTS)(self._draws_of_cycle)
 
     def rows_at(self, places: Numbers) -> Numbers:
         groups, draws = np.empty_like(places), np.empty_like(places)
-        for cycle in np.unique(places // DRAWS_PER_CYCLE):
-            mask = places // DRAWS_PER_CYCLE == cycle
-            groups[mask], draws[mask] = (column[places[mask] % DRAWS_PER_CYCLE] for column in self._cycle(int(cycle)))
+        for cycle in np.unique(places // self.draws):
+            mask = places // self.draws == cycle
+            groups[mask], draws[mask] = (column[places[mask] % self.draws] for column in self._cycle(int(cycle)))
         row_numbers = np.empty_like(places)
         for group in np.unique(groups):
             size, seed = self.group_rows[group], derived_seed(self.seed, int(group) + 1)
@@ -264,7 +271,7 @@ class WeightedOrder(Order):
 
     def _draws_of_cycle(self, cycle: int) -> tuple[Numbers, Numbers]:
         """(group, how many draws of that group came before) of each draw of a cycle."""
-        slots = permute(np.arange(DRAWS_PER_CYCLE), DRAWS_PER_CYCLE, derived_seed(self.seed, 0), cycle)
+        slots = permute(np.arange(self.draws), self.draws, derived_seed(self.seed, 0), cycle)
         groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")
         draws = np.empty_like(groups)
         for group, quota in enumerate(self.quotas):

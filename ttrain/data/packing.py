@@ -65,6 +65,11 @@ class Rows(ABC):
     def counts(self) -> Counts:
         """Counts of rows and tokens, for the manifest."""
 
+    @property
+    def epoch(self) -> int:
+        """Rows of one pass."""
+        return len(self)
+
     def lengths(self) -> Array:
         """Positions of each row that hold a token, of shape [rows]."""
         return np.full(len(self), self.row_length)
@@ -92,15 +97,25 @@ class Rows(ABC):
 class MixedRows(Rows):
     """The rows of several groups, one group after the other; `weights[g]` is the share of group g among the rows drawn."""
 
-    def __init__(self, groups: Sequence[Rows], weights: Sequence[float]) -> None:
+    def __init__(self, groups: Sequence[Rows], weights: Sequence[float], *, epoch: int | None = None) -> None:
+        """`epoch`: rows of one pass, each of which has exactly these shares; None: as many as there are."""
         assert len(groups) == len(weights) > 0, f"{len(groups)} groups with {len(weights)} weights"
-        self.groups, self.weights = tuple(groups), tuple(weights)
+        self.groups, self.weights, self._epoch = tuple(groups), tuple(weights), epoch
         self.row_length, self.pad_id = groups[0].row_length, groups[0].pad_id
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch or len(self)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a pass has exactly the shares."""
+        return self._epoch is not None
 
     def lengths(self) -> Array:
         return self._lengths
@@ -121,6 +136,7 @@ class MixedRows(Rows):
         parts = [group.counts() for group in self.groups]
         total: Counts = {name: sum(group_counts[name] for group_counts in parts) for name in parts[0]}
         total["row_length"] = self.row_length
+        total["epoch"] = self.epoch
         total["fill"] = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts) / max(1, total["rows"])
         if "target_multiplicity" in total:
             distinct = sum(group_counts["target_tokens"] / group_counts["target_multiplicity"] for group_counts in parts)

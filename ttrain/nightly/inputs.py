@@ -36,12 +36,14 @@ class NightInputs:
 
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights.
+    `replayed`: documents of earlier nights, of which a sample is learnt again.
     """
 
     settings: Settings
     champion: Mapping[str, Artifact] = field(default_factory=dict)
     replacements: Mapping[str, Artifact] = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
+    replayed: tuple[Artifact, ...] = ()
 
     @property
     def keeps_base(self) -> bool:
@@ -172,9 +174,13 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
                 replacements["pretrain"] = base
+    replayed: tuple[Artifact, ...] = ()
+    if frozen.replay and "pretrain" not in replacements:
+        tree["nightly"]["replay"] = frozen.replay
+        replayed = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     earlier = _find_reference(store, frozen.heldout) if frozen.heldout else None
-    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier)
+    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, replayed)
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:
@@ -212,6 +218,21 @@ def earlier_heldout(
     shards = base.manifest["inputs"].get("shards") if base else None
     reference = f"{shards['stage']}/{shards['key']}" if shards else ""
     return reference if reference and _find_reference(store, reference) else None
+
+
+def learnt_documents(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
+    """References ("stage/key") of the documents that the champion has learnt and that are in the store, the oldest first.
+
+    Those of its night and of the nights before; of a champion that no night made, those of its base model.
+    """
+    if champion is None:
+        return ()
+    its_night = next((n for n in nights if n.outcome in COMPLETED and n.data.get("version") == champion.version), None)
+    references = its_night.learnt_documents if its_night else ()
+    base = store.find("pretrain", champion.keys["pretrain"]) if "pretrain" in champion.keys else None
+    if not references and base and (shards := base.manifest["inputs"].get("shards")):
+        references = (f"{shards['stage']}/{shards['key']}",)
+    return tuple(reference for reference in dict.fromkeys(references) if _find_reference(store, reference))
 
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:

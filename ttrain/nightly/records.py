@@ -54,11 +54,13 @@ class InputSnapshot:
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
     learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
+    documents: tuple[str, ...] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
+    replay: float = 0.0  # share of the night's tokens that are of these
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
         files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
-        return {**asdict(self), "files": files, "learnt": list(self.learnt)}
+        return {**asdict(self), "files": files, "learnt": list(self.learnt), "documents": list(self.documents)}
 
 
 def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,9 +94,17 @@ class NightRecord:
         """The night's inputs."""
         snapshot = self.data["frozen"]
         champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
+        lists = {name: tuple(snapshot.get(name, ())) for name in ("learnt", "documents")}
+        replay = snapshot.get("replay", 0.0)
         return InputSnapshot(
-            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), tuple(snapshot.get("learnt", ()))
+            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, replay=replay
         )
+
+    @property
+    def learnt_documents(self) -> tuple[str, ...]:
+        """Shards ("stage/key") of all documents that this night's models have learnt, the oldest first."""
+        own = self.data.get("documents")
+        return (*self.frozen.documents, *([own] if own else []))
 
     @property
     def last_try(self) -> Mapping[str, Any]:
@@ -286,12 +296,13 @@ class Nights:
 
 
 def needed_keys(home: Path) -> set[str]:
-    """Keys of the artifacts that nights will read: the champions of open nights, and the newest held-out documents of each
-    pipeline, to which the next night's are added."""
+    """Keys of the artifacts that nights will read: the champions of open nights, the newest held-out documents of each
+    pipeline, to which the next night's are added, and the documents that were learnt."""
     keys: set[str] = set()
     for directory in (home / "nightly").glob("*"):
         for night in Nights(home, directory.name).all():
             frozen = night.frozen
+            keys |= {reference.partition("/")[2] for reference in night.learnt_documents}
             if night.is_open:
                 keys |= set(frozen.champion.keys.values() if frozen.champion else ())
                 keys.add((frozen.heldout or "").partition("/")[2])

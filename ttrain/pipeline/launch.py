@@ -78,7 +78,7 @@ def build(
         if forced and stored:
             remove_tree(work)
         for name, input_artifact in inputs.items():
-            store.complete(input_artifact, stage.inputs[name], report=lambda line: observer.fetching(stage, line))
+            store.complete(input_artifact, stage.inputs.get(name, ()), report=lambda line: observer.fetching(stage, line))
         verify_inputs(stage, store, inputs)
         if planned.partial_run:
             resume.take_over(store, planned.partial_run, planned.key, planned.ingredients)

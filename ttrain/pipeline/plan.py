@@ -193,7 +193,7 @@ def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, input
             for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
             if _counts(name, stage, settings)
         },
-        "inputs": {name: inputs[name].part(stage.inputs[name]) for name in sorted(inputs)},
+        "inputs": {name: inputs[name].part(stage.inputs.get(name, ())) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
     }

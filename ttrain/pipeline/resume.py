@@ -203,7 +203,8 @@ def extension_of(
         same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
         if not same or not changed <= budget or store.damage(artifact):
             continue
-        new_steps = steps_of(config, artifact.result["rows"]["rows"])[0]
+        rows = artifact.result["rows"]
+        new_steps = steps_of(config, rows.get("epoch", rows["rows"]))[0]
         whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
         limit = min(whole_steps, *(decay_start(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
         for path in (artifact.path / "checkpoints").glob("step-*"):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ttrain.config import Settings, flatten
+from ttrain.config import Settings, flatten, rules
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT
@@ -24,13 +24,23 @@ MAIN_SETTINGS = frozenset({
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (value, default)} of the settings that are not the defaults; also of settings that are texts."""
+    """{dotted name: (value, default)} of the settings that are not the defaults, or not what `auto` makes of the others;
+    also of settings that are texts."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    return {
+    changed = {
         name: (value, defaults.get(name, ABSENT))
         for name, value in settings.items()
         if name not in defaults or value not in (defaults[name], str(defaults[name]))
     }
+    automatic = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()
+    }
+    others = {
+        name: (settings[name], value)
+        for name, value in automatic.items()
+        if name in settings and name not in changed and settings[name] not in (value, str(value))
+    }
+    return changed | others
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:

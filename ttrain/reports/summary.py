@@ -92,6 +92,9 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         return f"{counts}{left_out}{reused_text}{overlap_text}"
     if stage == "heldout":
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
+    if stage == "replay":
+        nights = len(result["nights"])
+        return f"{result['records']:,} documents, {result['tokens']:,} tokens, of {counted(nights, 'earlier night')}"
     if stage in ("evaluate", "evaluate-champion"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"

@@ -13,7 +13,7 @@ from ttrain.config.training import PrimaryMetric
 class Stage:
     """One step of a pipeline.
 
-    `inputs` names the artifacts that it reads and which of their files (none named: all that others may read).
+    `inputs` names the artifacts that it reads and which of their files (none named, or not in it: all that others may read).
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
     `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
     `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
@@ -97,7 +97,7 @@ def _training(row: config.TrainingStage) -> Stage:
         row.name,
         row.module or f"ttrain.stages.{row.name}",
         config.TRAINING_CONFIGS[row.name],
-        {**({"tokenizer": ()} if row.role == "base" else {}), "base": (), "shards": ()},
+        {**({"tokenizer": (), "replay": ()} if row.role == "base" else {}), "base": (), "shards": ()},
         uses_ranks=True,
         primary_metric=row.metric,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
@@ -120,7 +120,16 @@ EVALUATE = Stage(
     spreads=True,
     about="Measure the models on held-out data and on the suites of the evaluation",
 )
-# Stages of nights only: the held-out set that a night's models are evaluated on, and the champion's evaluation on it.
+# Stages of nights only: documents learnt before, the held-out set that a night's models are evaluated on, and the champion's
+# evaluation on it.
+LEARNT_BEFORE = "learnt-"
+REPLAY = Stage(
+    "replay",
+    "ttrain.stages.replay",
+    config.ReplayConfig,
+    {"documents": ()},  # and those of each earlier night, by names that begin with LEARNT_BEFORE
+    about="Sample documents that the champion has learnt before",
+)
 HELDOUT = Stage(
     "heldout",
     "ttrain.stages.heldout",
@@ -129,13 +138,13 @@ HELDOUT = Stage(
     about="Collect the held-out documents of all nights",
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")
-OF_NIGHTS = frozenset({HELDOUT.name, EVALUATE_CHAMPION.name})
+OF_NIGHTS = frozenset({REPLAY.name, HELDOUT.name, EVALUATE_CHAMPION.name})
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
-        *(*TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION),
+        *(REPLAY, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION),
     )
 }
 

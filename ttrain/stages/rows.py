@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 from ttrain.config import Training
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.packing import Intervals, MixedRows, Rows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
 from ttrain.train.schedules import steps_of
+
+MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
+SHARE = "share"  # in the index of documents learnt before: of all tokens of the night
 
 
 def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
@@ -29,6 +33,17 @@ def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: b
         groups = [_rows(shards.group(number), encoder, config) for number in range(len(shards.weights))]
         return MixedRows(groups, shards.weights)
     return _rows(shards, encoder, config, overlap=not heldout)
+
+
+def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training) -> Rows:
+    """The rows, and beside them those of a sample of documents learnt before, whose index has its share of all tokens."""
+    shards = ShardSet(directory, encoder.digest)
+    replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
+    if not len(replayed):
+        return rows
+    groups, weights = (rows.groups, rows.weights) if isinstance(rows, MixedRows) else ((rows,), (1.0,))
+    new = [(1 - share) * weight / sum(weights) for weight in weights]
+    return MixedRows([*groups, replayed], [*new, share], epoch=round(len(rows) / (1 - share)))
 
 
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
@@ -71,14 +86,17 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
 def order_of(config: Training, rows: Rows) -> Order:
     """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on."""
     _check(config, rows)
-    size, (_, total) = config.rows_per_step, steps_of(config, len(rows))
+    size, (_, total) = config.rows_per_step, steps_of(config, rows.epoch)
     if isinstance(rows, MixedRows):
         if config.order != "shuffled":
             raise UsageError(
                 f"{config.section}.order is {config.order}, but the data is mixed by weight; "
                 f"set {config.section}.order=shuffled, or leave the weights out"
             )
-        return WeightedOrder([len(group) for group in rows.groups], rows.weights, size, total, config.seed)
+        draws = DRAWS_PER_CYCLE
+        if rows.is_exact:
+            draws = max(min(rows.epoch, total, MOST_DRAWS), math.ceil(1 / min(rows.weights)))
+        return WeightedOrder([len(group) for group in rows.groups], rows.weights, size, total, config.seed, draws=draws)
     if config.order == "length-grouped":
         return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
     return ShuffledOrder(len(rows), size, total, config.seed)

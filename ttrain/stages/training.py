@@ -14,7 +14,7 @@ from ttrain.errors import UsageError
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import StageContext
 from ttrain.stages.new_model import tokenizer_files
-from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
 from ttrain.train import checkpoint, language_modeling, precision
 from ttrain.train.distributed import Ranks
@@ -40,6 +40,8 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
 def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
     """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    if "replay" in job.inputs:
+        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     order = order_of(config, rows)
     runtime = job.runtime

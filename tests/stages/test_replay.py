@@ -1,0 +1,122 @@
+"""What a night reads again: a sample of documents learnt before, and its exact share of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.config import Pretrain, ReplayConfig, Settings
+from ttrain.data.packing import MixedRows
+from ttrain.data.record_rows import SeparateDocumentRows
+from ttrain.data.shards import Column, ShardSet, write_index, write_shard
+from ttrain.stages import replay, rows
+
+VOCAB = 300
+
+
+def documents(first: int, count: int) -> list[list[int]]:
+    """Documents of 5 to 24 tokens, no two alike."""
+    return [[100, number % 256, number // 256, *range(2 + number % 20)] for number in range(first, first + count)]
+
+
+def write(
+    directory: Path, sources: list[list[list[int]]], heldout: list[list[int]], weights: tuple[float, ...] = ()
+) -> Path:
+    for part, groups in (("train", sources), ("heldout", [heldout])):
+        (directory / part).mkdir(parents=True)
+        entries = []
+        for group, found in enumerate(groups):
+            column = Column(np.concatenate(found).astype(np.uint16), np.cumsum([0, *map(len, found)]))
+            entry = write_shard(directory / part / f"{group}.arrow", column, VOCAB)
+            entries.append({**entry, "bytes": 0, "group": group})
+        more: dict[str, Any] = {"weights": weights} if weights and part == "train" else {}
+        write_index(directory / part, kind="documents", vocab_size=VOCAB, tokenizer="mine", shards=entries, **more)
+    return directory
+
+
+def read(directory: Path) -> list[list[int]]:
+    shards = ShardSet(directory)
+    return [shards.row(number)[0].tolist() for number in range(len(shards))]
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> dict[str, Path]:
+    """Two nights, the second of two weighted sources, and tonight, which holds out a document of the first."""
+    return {
+        "learnt-0000": write(tmp_path / "a", [documents(0, 400)], documents(5000, 1)),
+        "learnt-0001": write(tmp_path / "b", [documents(1000, 200), documents(2000, 100)], documents(6000, 1), (1.0, 2.0)),
+        "documents": write(tmp_path / "c", [documents(3000, 200)], documents(7, 1)),
+    }
+
+
+def run(nights: dict[str, Path], output: Path, share: float, **budget: Any) -> tuple[dict[str, Any], list[list[int]]]:
+    pretrain = Pretrain(**{"tokens": None, "epochs": 1.0, **budget})
+    config = ReplayConfig(nightly={"replay": share}, pretrain=pretrain)
+    result = replay.run(config, SimpleNamespace(inputs=nights, output=output))  # type: ignore[arg-type]
+    return result, read(output / "train")
+
+
+def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_held_out(
+    nights: dict[str, Path], tmp_path: Path
+) -> None:
+    result, found = run(nights, tmp_path / "out", 0.2)
+    new = sum(map(len, documents(3000, 200)))
+    wanted = 0.2 * new / 0.8
+    assert wanted <= result["tokens"] <= wanted + 3 * 24 and result["records"] == len(found) == len(set(map(tuple, found)))
+    ranges = [documents(0, 400), documents(1000, 200), documents(2000, 100)]
+    total = sum(len(one) for source in ranges for one in source)
+    for source in ranges:
+        taken = sum(len(one) for one in found if one in source)
+        assert taken == pytest.approx(wanted * sum(map(len, source)) / total, abs=24)
+    assert [night["of"] for night in result["nights"].values()] == [
+        sum(map(len, ranges[0])), sum(len(one) for source in ranges[1:] for one in source),
+    ]  # fmt: skip
+    everything, all_found = run(nights, tmp_path / "all", 0.9)
+    assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
+
+
+def test_the_sample_follows_seed_and_new_documents_alone(nights: dict[str, Path], tmp_path: Path) -> None:
+    _, first = run(nights, tmp_path / "1", 0.2)
+    assert run(nights, tmp_path / "2", 0.2)[1] == first
+    assert run(nights, tmp_path / "3", 0.2, seed=2)[1] != first
+    other = {**nights, "documents": write(tmp_path / "d", [documents(4000, 200)], documents(7, 1))}
+    assert run(other, tmp_path / "4", 0.2)[1] != first
+
+
+def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:
+    result, _ = run(nights, tmp_path / "out", 0.5, tokens=1000, epochs=None)
+    assert 500 <= result["tokens"] <= 500 + 3 * 24
+
+
+def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(nights: dict[str, Path], tmp_path: Path) -> None:
+    run(nights, tmp_path / "out", 0.25)
+    config = Pretrain(tokens=None, epochs=1.0, tokens_per_step=256, row_length=32)
+    encoder: Any = SimpleNamespace(digest="mine", pad_id=0)
+    new = SeparateDocumentRows(ShardSet(nights["documents"] / "train"), 32, 0, packed=True)
+    mixed = rows.with_replay(new, tmp_path / "out" / "train", encoder, config)
+    assert isinstance(mixed, MixedRows) and mixed.counts()["epoch"] == mixed.epoch == round(len(new) / 0.75)
+    order = rows.order_of(config, mixed)
+    read_rows = np.concatenate([order.step_rows(step) for step in range(order.steps)]).tolist()
+    assert sorted(row for row in read_rows if row < len(new)) == list(range(len(new)))
+    old = [row for row in read_rows if row >= len(new)]
+    assert len(old) == mixed.epoch - len(new) and len(set(old)) == min(len(old), len(mixed) - len(new))
+
+
+def test_a_night_of_few_rows_has_an_order_all_the_same(nights: dict[str, Path], tmp_path: Path) -> None:
+    """One in twenty rows is an old one, of which an epoch of eight rows may have none."""
+    run(nights, tmp_path / "out", 0.05)
+    config = Pretrain(tokens=None, epochs=1.0, tokens_per_step=32, row_length=32)
+    new = SeparateDocumentRows(ShardSet(write(tmp_path / "few", [documents(0, 8)], documents(9, 1)) / "train"), 32, 0)
+    mixed = rows.with_replay(new, tmp_path / "out" / "train", SimpleNamespace(digest="mine", pad_id=0), config)  # type: ignore[arg-type]
+    order = rows.order_of(config, mixed)
+    assert sum(len(order.step_rows(step)) for step in range(order.steps)) == mixed.epoch == 8
+
+
+def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> None:
+    settings = Settings.model_validate({"nightly": {"replay": 0.1, "attempts": 5}})
+    config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
+    assert config.model_dump() == {"nightly": {"replay": 0.1}, "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1}}

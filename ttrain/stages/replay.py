@@ -1,0 +1,90 @@
+"""Stage `replay`: documents that the champion has learnt before, for a night to read beside the new ones.
+
+A model that learns new documents alone forgets the old ones; a share of 5 % of old ones keeps most of them
+(arXiv:2403.08763).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.config import ReplayConfig
+from ttrain.core.hashing import digest_of
+from ttrain.data.loader import permute
+from ttrain.data.shards import Column, ShardSet, write_index, write_shard
+from ttrain.stages import LEARNT_BEFORE
+from ttrain.stages.job import StageContext
+from ttrain.stages.rows import SHARE
+
+
+def run(config: ReplayConfig, job: StageContext) -> dict[str, Any]:
+    """Write `train/`, a sample of the documents of all nights, in proportion to their tokens by night and by source.
+
+    It has as many tokens as the night reads again, or all of them. A document that tonight's held-out part has is left out.
+    Seed and new documents determine the sample.
+    """
+    new, heldout = (ShardSet(job.inputs["documents"] / part) for part in ("train", "heldout"))
+    tokenizer, share = new.index["tokenizer"], config.nightly.replay
+    names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
+    learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
+    read = config.pretrain.tokens or math.ceil((config.pretrain.epochs or 0) * new.tokens / (1 - share))
+    total = sum(source.tokens for sources in learnt.values() for source in sources)
+    taken = min(1.0, share * read / max(1, total))
+    seed = int(digest_of([config.pretrain.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
+    held_out = {_bytes(column, record) for column in heldout.columns() for record in range(len(column))}
+    directory = job.output / "train"
+    directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    nights: dict[str, dict[str, int]] = {}
+    for name, sources in learnt.items():
+        columns = [sample(source, taken, seed, len(entries) + number, held_out) for number, source in enumerate(sources)]
+        nights[name.removeprefix(LEARNT_BEFORE)] = {
+            "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
+            "of": sum(source.tokens for source in sources),
+        }  # fmt: skip
+        for column in columns:
+            entry = write_shard(directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"])
+            entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
+    index = write_index(
+        directory,
+        kind="documents",
+        vocab_size=new.index["vocab_size"],
+        tokenizer=tokenizer,
+        shards=entries,
+        **{SHARE: share},
+    )
+    return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": nights}
+
+
+def _sources(shards: ShardSet) -> Iterator[ShardSet]:
+    """The sources of a night, which are apart where they have weights."""
+    numbers = range(len(shards.weights))
+    yield from (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
+
+
+def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Collection[bytes]) -> Column:
+    """Documents of a source that have this share of its tokens, rounded up to a document, without held-out ones."""
+    order = permute(np.arange(len(source)), len(source), seed, number)
+    before = source.lengths[order].cumsum() - source.lengths[order]
+    chosen = np.zeros(len(source), bool)
+    chosen[order[before < share * source.tokens]] = True
+    parts, first = [], 0
+    for column in source.columns():
+        flags = chosen[first : first + len(column)].copy()
+        for record in np.flatnonzero(flags).tolist():
+            flags[record] = _bytes(column, record) not in heldout
+        parts.append(column.select(flags))
+        first += len(column)
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    tokens: npt.NDArray[Any] = np.concatenate([part.tokens for part in parts])
+    return Column(tokens, np.concatenate([[0], lengths.cumsum()]).astype(np.int64))
+
+
+def _bytes(column: Column, record: int) -> bytes:
+    """The tokens of a record, as bytes that are the same in every set of one tokenizer."""
+    return column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes()
