@@ -157,7 +157,7 @@ def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built
     assert planned.why == (
         "starts from an existing model instead of a new one", "pretrain.optim.betas: [0.5, 0.95] → [0.9, 0.95]",
         "pretrain.optim.embedding_lr: 0.04 → null",
-        "pretrain.optim.head_lr: 0.008 → null", f"pretrain.optim.lr: {lr} → 0.5",
+        "pretrain.optim.head_lr: 0.004 → null", f"pretrain.optim.lr: {lr} → 0.5",
     )  # fmt: skip
     for artifact in built.store.artifacts("pretrain"):
         shutil.rmtree(artifact.path)

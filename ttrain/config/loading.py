@@ -69,7 +69,9 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
     _refuse_sizes_of_new_models(overrides, base)
     known = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
-    settings, sources = merge(Settings, [*_by_rule(known), *(item for item in known if not _is_auto(item))])
+    strongest = {item.key: item.value for item in known}
+    automatic = {key for key in rules.KEYS if strongest.get(key) == rules.AUTO}
+    settings, sources = merge(Settings, [*_by_rule(known), *(item for item in known if item.key not in automatic)])
     return LoadedSettings(settings, sources)
 
 
@@ -227,10 +229,6 @@ def _by_rule(overrides: Sequence[Override]) -> list[Override]:
 @functools.cache
 def _default_values() -> dict[str, Any]:
     return dict(flatten(defaults(Settings)))
-
-
-def _is_auto(item: Override) -> bool:
-    return item.key in rules.KEYS and item.value == rules.AUTO
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Override]) -> None:

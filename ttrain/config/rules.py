@@ -18,7 +18,8 @@ AUTO = "auto"
 BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
 SMALLEST_BATCH = 1024
 TOKENS_PER_PARAMETER = 20  # of a budget in epochs, whose tokens are not known yet (arXiv:2203.15556)
-RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 8e-3}
+RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
+OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # of AdamW beside Muon, and alone
 LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is tied to the embedding
@@ -28,9 +29,10 @@ BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
 OF_EXISTING = {**dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)), BETAS_KEY: USUAL_BETAS}
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
+TRUE = ("true", "1", "yes", "y", "on", "t")
 START, NEW = "pretrain.start_from", "none"
 NEEDED = frozenset({
-    *(f"model.{name}" for name in SIZES), "tokenizer.vocab_size", f"{OPTIM}kind",
+    *(f"model.{name}" for name in (*SIZES, "tie_embeddings")), "tokenizer.vocab_size", f"{OPTIM}kind",
     *(f"pretrain.{name}" for name in ("row_length", "epochs", "tokens")),
 })  # fmt: skip
 
@@ -65,10 +67,11 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     )
     size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, a power of two, in whole rows"
     rules = {TIED: Rule(share > LARGEST_HEAD, large), BATCH_KEY: Rule(batch, size)}
+    tied = rules[TIED].value if values[TIED] == AUTO else str(values[TIED]).lower() in TRUE
     muon = values[f"{OPTIM}kind"] == "muon"
     beside = "beside Muon" if muon else f"since optim.kind is {values[f'{OPTIM}kind']}"
     rules[BETAS_KEY] = Rule(BETAS if muon else USUAL_BETAS, beside)
-    for name, rate in RATES.items():
+    for name, rate in {**RATES, **({} if tied else {"head_lr": OWN_HEAD_LR})}.items():
         if name in OF_WIDTH and not muon:
             rules[f"{OPTIM}{name}"] = Rule(None, f"as lr, since optim.kind is {values[f'{OPTIM}kind']}")
             continue
