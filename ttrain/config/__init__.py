@@ -2,7 +2,7 @@
 
 What changes the weights sits in a stage's sections and enters its key; what changes only how fast or where it runs sits in
 `runtime`, `tracking` and `data` (whose files count by their bytes, never by their path) and does not.
-Defaults are the quickstart: a model of 1 M parameters that learns in 80 seconds on two cores.
+Defaults are the quickstart: a model of 1 M parameters that learns in 80 to 120 seconds on two cores.
 """
 
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
