@@ -17,7 +17,7 @@ AUTO = "auto"
 
 BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
 SMALLEST_BATCH = 1024
-TOKENS_PER_PARAMETER = 20  # of a budget in epochs, whose tokens are not known yet (arXiv:2203.15556)
+TOKENS_PER_PARAMETER = 2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
 OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
