@@ -43,7 +43,7 @@ def test_a_weighted_order_equals_drawing_one_row_after_the_other(
     monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]
 ) -> None:
     monkeypatch.setattr(loader, "DRAWS_PER_CYCLE", 50)
-    order = WeightedOrder(group_rows, weights, rows_per_step=7, total_rows=230, seed=4)
+    order = WeightedOrder(group_rows, weights, rows_per_step=7, total_rows=230, seed=4, draws=50)
     expected = naive_weighted(group_rows, weights, 230, seed=4)
     assert all_rows(order) == expected
     assert [order.step_rows(step).tolist() for step in (20, 3)] == [expected[140:147], expected[21:28]]

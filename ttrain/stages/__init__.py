@@ -123,6 +123,7 @@ EVALUATE = Stage(
 # Stages of nights only: documents learnt before, the held-out set that a night's models are evaluated on, and the champion's
 # evaluation on it.
 LEARNT_BEFORE = "learnt-"
+SHARE = "share"  # in the index of documents learnt before: of all tokens of the night
 REPLAY = Stage(
     "replay",
     "ttrain.stages.replay",

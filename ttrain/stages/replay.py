@@ -17,9 +17,8 @@ from ttrain.config import ReplayConfig
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.stages import LEARNT_BEFORE
+from ttrain.stages import LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
-from ttrain.stages.rows import SHARE
 
 
 def run(config: ReplayConfig, job: StageContext) -> dict[str, Any]:

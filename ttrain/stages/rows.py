@@ -16,10 +16,10 @@ from ttrain.data.packing import Intervals, MixedRows, Rows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
+from ttrain.stages import SHARE
 from ttrain.train.schedules import steps_of
 
 MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
-SHARE = "share"  # in the index of documents learnt before: of all tokens of the night
 
 
 def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
