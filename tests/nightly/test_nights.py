@@ -21,7 +21,7 @@ from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, TooFewRows, UsageError
-from ttrain.flows import nightly
+from ttrain.flows import night_plan
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, InputSnapshot, Nights, StillRunning
@@ -504,8 +504,8 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
     trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(old, store).files["pretrain"]]}}
     artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
     champions = [champion]
-    monkeypatch.setattr(nightly, "current_champion", lambda settings, store: champions[-1])
-    frozen, _ = nightly.choose_inputs(settings, store, known, None)
+    monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champions[-1])
+    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
     assert (
         frozen is not None and records.shortened_names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
     )
@@ -515,9 +515,9 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
     night.end_try("promoted", "", closed=True)
     shutil.rmtree(store.path("shards-pretrain", "s"))
     champions.append(Champion("8", {}))
-    assert nightly.choose_inputs(settings, store, known, None)[0] is None, "nothing is new"
+    assert night_plan.choose_inputs(settings, store, known, None)[0] is None, "nothing is new"
     (tmp_path / "inbox" / "newer.jsonl").write_text("3")
-    after, _ = nightly.choose_inputs(settings, store, known, None)
+    after, _ = night_plan.choose_inputs(settings, store, known, None)
     assert (
         after is not None and records.shortened_names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
     )
@@ -606,7 +606,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path:
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in " ".join(
         out.getvalue().split()
     )
-    frozen, reason = nightly.choose_inputs(settings, store, Nights(store.root, "quickstart"), night)
+    frozen, reason = night_plan.choose_inputs(settings, store, Nights(store.root, "quickstart"), night)
     assert frozen is not None
     assert frozen.settings["model"]["kind"] == settings.model.kind and "with the current settings" in reason
 

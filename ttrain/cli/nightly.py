@@ -35,7 +35,7 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     """Print what a night would do now."""
     from ttrain.config import LEARNT
     from ttrain.core import redact
-    from ttrain.flows.nightly import plan_night
+    from ttrain.flows.night_plan import plan_night
     from ttrain.pipeline import plan
     from ttrain.pipeline.provenance import with_absolute_paths
 
@@ -208,7 +208,7 @@ def escaped_lines(text: str) -> str:
 
 def _schedule(kind: str, given: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
     from ttrain.flows import schedule_files
-    from ttrain.flows.nightly import check
+    from ttrain.flows.night_plan import check
     from ttrain.flows.schedule_files import Schedule
     from ttrain.pipeline.provenance import with_absolute_paths
     from ttrain.store.layout import usable_home

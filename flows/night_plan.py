@@ -1,0 +1,158 @@
+"""The plan of a night: what it reads, and the recipe of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ttrain import tracking
+from ttrain.config import Settings
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.errors import UsageError
+from ttrain.evaluate import promotion
+from ttrain.flows.full import full
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import records
+from ttrain.nightly.inputs import NightInputs
+from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
+from ttrain.pipeline.plan import plan
+from ttrain.pipeline.recipe import Planned, Recipe
+from ttrain.pipeline.run_models import REGISTERED
+from ttrain.stages import (
+    EVALUATE,
+    EVALUATE_CHAMPION,
+    EXISTING_MODEL,
+    HELDOUT,
+    LEARNT_BEFORE,
+    PRETRAIN,
+    REPLAY,
+    SHARDS_PRETRAIN,
+    Stage,
+)
+from ttrain.store.artifacts import ArtifactStore
+
+
+@dataclass(frozen=True)
+class NightPlan:
+    """The plan of a night that would begin now."""
+
+    reason: str
+    frozen: InputSnapshot | None = None  # None: there is nothing to read
+    stages: tuple[Planned, ...] = ()
+
+
+def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
+    """Plan a night that would begin now. Changes nothing."""
+    check(settings)
+    nights = Nights(store.root, settings.name)
+    newest = nights.newest()
+    frozen, reason = choose_inputs(settings, store, nights, newest if newest and newest.is_open else None)
+    if frozen is None:
+        return NightPlan(reason)
+    inputs = night_inputs.inputs_of(frozen, settings, store)
+    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
+
+
+def recipe_of(inputs: NightInputs) -> Recipe:
+    """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
+
+    def nightly(stage: Callable[..., Any], settings: Settings) -> None:
+        def build(of: Stage, **stage_inputs: Any) -> Any:
+            if of.name in inputs.replacements:
+                return inputs.replacements[of.name]
+            if inputs.keeps_base and of is SHARDS_PRETRAIN:
+                return None
+            if inputs.keeps_base and of is EXISTING_MODEL:
+                return inputs.replacements["pretrain"]
+            if of is PRETRAIN and inputs.replayed:
+                learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(inputs.replayed)}
+                stage_inputs["replay"] = stage(REPLAY, documents=stage_inputs["shards"], **learnt)
+            if of is not EVALUATE:
+                return stage(of, **stage_inputs)
+            measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
+            if inputs.champion:
+                models = {row.model: inputs.champion.get(row.model) for row in TRAINING_STAGES.values()}
+                stage(EVALUATE_CHAMPION, **{**measured, **models})
+            return stage(EVALUATE, **measured)
+
+        def documents(new: Any) -> Any:
+            if new is None or inputs.earlier_heldout is None:
+                return inputs.earlier_heldout if new is None else new
+            return stage(HELDOUT, earlier=inputs.earlier_heldout, documents=new)
+
+        full(build, settings)
+
+    return nightly
+
+
+def check(settings: Settings) -> None:
+    """Raise UsageError for settings that a night cannot have."""
+    promotion.check_metric(settings)
+    if not settings.tracking.enabled:
+        raise UsageError(
+            "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"
+        )
+    if settings.runtime.nodes > 1:
+        raise UsageError(
+            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
+            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
+        )
+
+
+def choose_inputs(
+    settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
+) -> tuple[InputSnapshot | None, str]:
+    """The inputs of a night, or None, and the reason: those of an unfinished night, else what is new."""
+    if night is not None:
+        return _resumed_inputs(settings, store, night)
+    watched = night_inputs.watched_files(settings, store, may_be_gone=True)
+    nothing = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
+    read = nights.read()
+    if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
+        return None, nothing  # most nights: MLflow, 2 s of a core, is not even asked
+    champion = current_champion(settings, store)
+    if champion is None:
+        watched = night_inputs.watched_files(settings, store, may_be_gone=False)
+    learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
+    chosen = night_inputs.select_files(
+        settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
+    )
+    if not chosen.new:
+        return None, nothing
+    earlier = night_inputs.earlier_heldout(champion, nights.all(), store, settings)
+    learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
+    continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
+    documents: tuple[str, ...] = ()
+    replay = 0.0
+    if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
+        documents = night_inputs.learnt_documents(champion, nights.all(), store)
+        replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
+    frozen = InputSnapshot(
+        chosen.files, settings.model_dump(mode="json"), champion, earlier, learnt_before, documents, replay
+    )
+    base = f"the champion, version {champion.version}" if champion else "no champion yet"
+    return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
+
+
+def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
+    """The registered champion with the artifacts of its models; None if there is none."""
+    champion = tracking.champion(store.root, settings.name)
+    if champion is None:
+        return None
+    return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})
+
+
+def _resumed_inputs(settings: Settings, store: ArtifactStore, night: NightRecord) -> tuple[InputSnapshot, str]:
+    """The inputs of an unfinished night, with its files as they are now; after a failure with the current settings."""
+    frozen = night.frozen
+    ended = night.ended or {"outcome": night.outcome, "reason": "in another process"}
+    reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
+    if ended["outcome"] in (records.FAILED, records.REFUSED) and frozen.settings != (
+        now := settings.model_dump(mode="json")
+    ):
+        frozen, reason = replace(frozen, settings=now), f"{reason}; with the current settings"
+    current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
+    if changed := night_inputs.changed_files(frozen, current_files):
+        reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
+    return night_inputs.refreshed_snapshot(frozen, current_files), reason
