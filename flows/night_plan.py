@@ -12,8 +12,8 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
+from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly import records
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.plan import plan
@@ -120,7 +120,7 @@ def choose_inputs(
     )
     if not chosen.new:
         return None, nothing
-    earlier = night_inputs.earlier_heldout(champion, nights.all(), store, settings)
+    earlier = heldout.earlier_heldout(champion, nights.all(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
     continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
     documents: tuple[str, ...] = ()
@@ -129,8 +129,9 @@ def choose_inputs(
         documents = night_inputs.learnt_documents(champion, nights.all(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
     frozen = InputSnapshot(
-        chosen.files, settings.model_dump(mode="json"), champion, earlier, learnt_before, documents, replay
-    )
+        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, replay,
+        heldout_nights=earlier.nights,
+    )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
 

@@ -33,7 +33,7 @@ from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
-from ttrain.stages import SHARDS_PRETRAIN
+from ttrain.stages import EVALUATE, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
@@ -125,9 +125,11 @@ class NightRun:
     def _completed(self, night: NightRecord, frozen: InputSnapshot) -> NightResult:
         execution, inputs = self._train(night, frozen)
         decision = self._decide(night, execution, inputs)
-        shards = execution.artifacts.get(SHARDS_PRETRAIN.name)
+        shards, evaluation = execution.artifacts.get(SHARDS_PRETRAIN.name), execution.artifacts[EVALUATE.name]
         night.note(
-            heldout=night_decision.heldout_of(execution), documents=f"{shards.stage}/{shards.key}" if shards else None
+            heldout=night_decision.heldout_of(evaluation),
+            heldout_nights=list(night_decision.heldout_nights(night, evaluation)),
+            documents=f"{shards.stage}/{shards.key}" if shards else None,
         )
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
         self.say(f"{decision.word}: {decision.reason}")
@@ -198,15 +200,16 @@ class NightRun:
 
     def _decide(self, night: NightRecord, execution: PipelineRun, inputs: NightInputs) -> promotion.Decision:
         """Decide, show the decision in Prefect, promote or keep."""
-        decision = night_decision.decide(night, inputs, execution, self.settings, self.store, self.say)
+        decided = night_decision.decide(night, inputs, execution, self.settings, self.store, self.say)
         if self.engine == "prefect":
             from ttrain.flows import prefect_run
 
-            prefect_run.show_decision(night_decision.table(decision), night.name, in_flow=self.in_flow)
-        if decision.promote:
+            text = "\n\n".join(filter(None, (decided.table(), decided.texts_table())))
+            prefect_run.show_decision(text, night.name, in_flow=self.in_flow)
+        if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"
             tracking.promote(self.store.root, self.settings.name, execution.model_set)
-        return decision
+        return decided.decision
 
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""

@@ -20,7 +20,8 @@ from ttrain.config import Evaluate, EvaluateConfig, Promotion
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
-from ttrain.evaluate.promotion import decide, scores_of
+from ttrain.evaluate.promotion import decide
+from ttrain.evaluate.scores import scores_of
 from ttrain.pipeline.names import resolve
 from ttrain.stages import evaluate
 from ttrain.store.artifacts import ArtifactStore

@@ -14,7 +14,8 @@ from ttrain.config import Promotion, Settings
 from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
-from ttrain.evaluate.promotion import FIGURES, Scores, check_metric, decide, scores_of
+from ttrain.evaluate.promotion import FIGURES, check_metric, decide
+from ttrain.evaluate.scores import Scores, scores_of
 from ttrain.evaluate.task_result import FILE, ScoreTable
 from ttrain.store.layout import Artifact
 

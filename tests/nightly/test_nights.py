@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, TooFewRows, UsageError
+from ttrain.evaluate.task_result import record_name
 from ttrain.flows import night_plan
+from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly import records
 from ttrain.nightly.records import Champion, InputSnapshot, Nights, StillRunning
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -471,19 +473,59 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings = inbox(tmp_path, a="1")
-    of_base = night_inputs.earlier_heldout(champion, known.all(), store, settings)
-    assert of_base == "shards-pretrain/s"  # no night yet: those beside which the champion's base was trained
+
+    def chosen(now: Settings) -> heldout.EarlierHeldout:
+        return heldout.earlier_heldout(champion, known.all(), store, now)
+
+    of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
+    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,))
+    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
+    night = known.begin(list_of(settings, store), None)
+    night.note(heldout="heldout/h", heldout_nights=[heldout.BEFORE, night.name])
+    night.end_try("kept", "", closed=True)
+    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name))
+    less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
+    assert chosen(less).reference is None  # some may be learnt from now on
+    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
+    assert chosen(own).reference is None
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, harm: str
+) -> None:
+    """Whether they are lost before a night begins or while it is unfinished."""
+    settings = inbox(tmp_path, a="1")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     night = known.begin(list_of(settings, store), None)
     night.note(heldout="heldout/h")
     night.end_try("kept", "", closed=True)
-    assert night_inputs.earlier_heldout(champion, known.all(), store, settings) == "heldout/h"
-    less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
-    assert night_inputs.earlier_heldout(champion, known.all(), store, less) is None  # some may be learnt from now on
-    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
-    assert night_inputs.earlier_heldout(champion, known.all(), store, own) is None
-    (store.path("heldout", "h") / "manifest.json").unlink()
-    assert night_inputs.earlier_heldout(champion, known.all(), store, settings) is None
+    unfinished = replace(list_of(settings, store, champion), heldout="heldout/h")
+    lost = store.path("heldout", "h")
+    if harm == "gone":
+        shutil.rmtree(lost)
+    else:
+        (lost / "heldout/index.json").write_text("{ }")
+    why = r"held-out documents heldout h, which are not in .*, or are damaged.*data\.pretrain_heldout"
+    with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
+        heldout.earlier_heldout(champion, known.all(), store, settings)
+    with pytest.raises(ArtifactError, match=why):
+        night_inputs.inputs_of(unfinished, settings, store)
+
+
+def test_each_night_has_the_held_out_records_that_it_brought(tmp_path: Path, store: ArtifactStore) -> None:
+    """Also where a record of an earlier version does not name its nights."""
+    whole = artifact(store, "heldout", "h", {"heldout/nights.json": json.dumps([["a", "b"], ["c"], ["d"]])})
+    named = heldout.names_by_night(whole, ["night-000001", "night-000002", "night-000005"])
+    assert named == {"night-000001": ["a", "b"], "night-000002": ["c"], "night-000005": ["d"]}
+    assert list(heldout.names_by_night(whole, ["night-000005"]).items()) == [
+        (heldout.UNNAMED, ["a", "b", "c"]), ("night-000005", ["d"])
+    ]  # fmt: skip
+    assert heldout.names_by_night(artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}), ["x"]) == {}
+    for damaged in ("no JSON", '{"a": 1}', "[1]"):
+        (whole.path / "heldout/nights.json").write_text(damaged)
+        with pytest.raises(ArtifactError, match=r"nights\.json is damaged"):
+            heldout.names_by_night(whole, [])
 
 
 def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifacts(
@@ -678,7 +720,7 @@ def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_n
     from support.doubles import run_here
 
     from ttrain.config import HeldoutConfig, Runtime
-    from ttrain.stages import heldout
+    from ttrain.stages import heldout as stage
     from ttrain.stages.shards import heldout_records
 
     def given(name: str, texts: list[str], **labels: str) -> Path:
@@ -691,14 +733,18 @@ def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_n
 
     old, new = [f"old {n}" for n in range(40)], [f"new {n}" for n in range(40)]
     inputs = {"earlier": given("a", old), "documents": given("b", [*new, "old 3"], lang="en")}
-    figures = run_here(heldout, HeldoutConfig(), tmp_path / "output", inputs, Runtime())
+    figures = run_here(stage, HeldoutConfig(), tmp_path / "output", inputs, Runtime())
     texts = [record["text"] for record in heldout_records(tmp_path / "output")]
-    assert sorted(texts) == sorted([*old, *new]) and figures == {"records": 80, "new": 40}
+    assert sorted(texts) == sorted([*old, *new]) and figures == {"records": 80, "new": 40, "nights": [40, 40]}
+    assert stage.read_nights(tmp_path / "output") == [sorted(map(record_name, texts)) for texts in (old, new)]
     assert 8 <= sum(text.startswith("old") for text in texts[:40]) <= 32
-    again = run_here(heldout, HeldoutConfig(), tmp_path / "again", inputs, Runtime())
+    again = run_here(stage, HeldoutConfig(), tmp_path / "again", inputs, Runtime())
     assert again == figures
     name = "heldout/records.jsonl"
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "output" / name).read_bytes()
+    later = {"earlier": tmp_path / "output", "documents": given("c", ["newer", "new 3"])}
+    assert run_here(stage, HeldoutConfig(), tmp_path / "third", later, Runtime())["nights"] == [40, 40, 1]
+    assert stage.read_nights(tmp_path / "third")[:2] == stage.read_nights(tmp_path / "output")
 
 
 # --- secrets of sources ---

@@ -31,6 +31,7 @@ pretrain: {tokens: 20480, tokens_per_step: 512, row_length: 64, validation_rows:
 sft: {epochs: 1, tokens_per_step: 512, row_length: 64, validation_rows: 16}
 lora: {epochs: 1, tokens_per_step: 256, row_length: 64, validation_rows: 16, rank: 4, alpha: 8}
 evaluate: {row_length: 64, stride: 32, new_tokens: 4}
+promotion: {baseline: null}
 runtime: {rows_per_device: 4, threads: 1, checkpoint_every_steps: 5, log_every_steps: 5}
 """
 

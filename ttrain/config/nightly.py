@@ -60,6 +60,17 @@ class Promotion(Section):
     resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: the figures alone decide")
     min_samples: int = Field(20, ge=2, description="held-out records below which the figures alone decide")
     seed: int = Field(1, ge=0, lt=2**32, description="of the paired resampling")
+    forgetting: float | None = Field(
+        0.03,
+        ge=0,
+        description="share of the champion's figure by which the challenger may be worse on the held-out text of an earlier "
+        "night or of a source; empty: any share",
+    )
+    baseline: Literal["zlib", "xz", "order0", "order3"] | float | None = Field(
+        "xz",
+        description="what a first champion must beat: a baseline, in bits per byte of the base model, or a value of the "
+        "metric; empty: nothing",
+    )
 
 
 class Notify(Section):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import UsageError
+from ttrain.evaluate import forgetting, suites, task_result
 from ttrain.evaluate import statistics as confidence
-from ttrain.evaluate import suites, task_result
-from ttrain.evaluate.task_result import Metric
-from ttrain.store.layout import Artifact
+from ttrain.evaluate.forgetting import TextFigure
+from ttrain.evaluate.scores import Scores
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
@@ -25,26 +25,10 @@ FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
 
 
 @dataclass(frozen=True)
-class Scores:
-    """One model's metric, with the sums and sizes of each record that it is computed from.
-
-    The metric is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens; if `shown` is "exp", its exponential, a
-    perplexity. Without records only its value is known.
-    """
-
-    metric: str
-    value: float
-    sums: tuple[float, ...] = ()
-    sizes: tuple[float, ...] = ()
-    records: tuple[str, ...] = ()  # digests of the scored records
-    higher_is_better: bool | None = None  # None: the evaluation does not say
-    shown: Literal["exp"] | None = None
-
-
-@dataclass(frozen=True)
 class Decision:
     """A decision and its inputs. `difference` is by how much the challenger is better, in the metric's unit;
-    `smallest_difference` is the difference that records like these would show in four cases of five.
+    `smallest_difference` is the difference that records like these would show in four cases of five; `lost` names the
+    held-out texts on which the challenger is worse by more than `promotion.forgetting`.
     """
 
     promote: bool
@@ -58,6 +42,7 @@ class Decision:
     margin: float
     confidence: float
     reason: str
+    lost: tuple[str, ...] = ()
 
     @property
     def word(self) -> str:
@@ -81,6 +66,7 @@ class Decision:
             ("minimum detectable", "" if self.smallest_difference is None else f"{self.smallest_difference:.5f}"),
             ("held-out records", f"{self.samples:,}"),
             ("margin", f"{self.margin:g}"),
+            ("lost", ", ".join(self.lost)),
             ("reason", self.reason),
         ]
 
@@ -115,40 +101,59 @@ def check_metric(settings: Settings) -> None:
     )
 
 
-def scores_of(evaluation: Artifact, metric: str) -> Scores:
-    """Read a metric of an evaluation, with its records if it has them.
+@dataclass(frozen=True)
+class Baseline:
+    """What a first champion must beat: its name, its figure, and the challenger's figure."""
 
-    Raises UsageError if there is no such metric, and ArtifactError if its value does not follow from its records, or if
-    these were not fetched.
+    name: str
+    value: float
+    challenger: float
+    higher_is_better: bool = False
+
+    @property
+    def is_beaten(self) -> bool:
+        """Whether the challenger is better."""
+        return self.challenger > self.value if self.higher_is_better else self.challenger < self.value
+
+
+def baseline_of(metrics: Mapping[str, float], challenger: Scores, settings: Promotion) -> Baseline | None:
+    """The baseline that `promotion.baseline` names, from the metrics of the challenger's evaluation.
+
+    None where there is none, as without held-out documents.
     """
-    if task_result.FILE in evaluation.absent:  # without them it would be compared like a metric without records
-        raise ArtifactError(
-            f"{task_result.FILE} of {evaluation.stage} {evaluation.key[:12]} is missing; it was not fetched yet"
-        )
-    metrics: Mapping[str, float] = evaluation.result["metrics"]
-    if metric not in metrics:
-        raise UsageError(
-            f"promotion.metric is {metric}, which the evaluation does not have; choose one of {', '.join(sorted(metrics))}"
-        )
-    value = float(metrics[metric])
-    stored = task_result.sums_of(evaluation.path, metric)
-    if stored is None:
-        return Scores(metric, value)
-    if not len(stored.sums) == len(stored.sizes) == len(stored.records):
-        raise ArtifactError(f"{evaluation.path / task_result.FILE} does not have a sum, a size and a digest for each record")
-    scored = Scores(metric, value, *stored)
-    again = _figure(scored).value
-    if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
-        raise ArtifactError(f"{evaluation.path / task_result.FILE} gives {metric} {again}, but the evaluation says {value}")
-    return scored
+    if settings.baseline is None:
+        return None
+    if not isinstance(settings.baseline, str):
+        return Baseline("promotion.baseline", settings.baseline, challenger.value, challenger.sign(settings) > 0)
+    value, own = (metrics.get(name) for name in (BITS_PER_BYTE.of(settings.baseline), BITS_PER_BYTE.name))
+    return None if value is None or own is None else Baseline(settings.baseline, value, own)
 
 
-def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> Decision:
+def decide(
+    challenger: Scores,
+    champion: Scores | None,
+    settings: Promotion,
+    *,
+    baseline: Baseline | None = None,
+    texts: Sequence[TextFigure] = (),
+) -> Decision:
     """Decide whether the challenger becomes champion.
 
-    It does if it is better by more than the margin; with enough records, only if the whole interval of the difference lies
-    beyond the margin. The first challenger becomes champion if its metric is finite.
+    It does if it is better by more than the margin and has lost none of the texts; with enough records, only if the whole
+    interval of the difference lies beyond the margin. The first challenger becomes champion if its metric is finite and it
+    beats the baseline.
     """
+    decision = _compared(challenger, champion, settings, baseline)
+    lost = [figure for figure in texts if figure.lost]
+    decision = replace(decision, lost=tuple(figure.name for figure in lost))
+    if not lost or not decision.promote:
+        return decision
+    reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
+    return replace(decision, promote=False, reason=reason)
+
+
+def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, baseline: Baseline | None) -> Decision:
+    """Decide by the metric over all records."""
 
     def decided(promote: bool, reason: str, **figures: Any) -> Decision:
         fields = {"difference": None, "interval": None, "smallest_difference": None, "samples": 0, **figures}
@@ -161,13 +166,12 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     if not math.isfinite(challenger.value):
         return decided(False, f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number")
     if champion is None:
-        return decided(True, "there is no champion yet")
+        return decided(*_first(baseline))
     if not math.isfinite(champion.value):
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
     if challenger.records != champion.records or challenger.sizes != champion.sizes:
         return decided(False, _incomparable_reason(challenger, champion))
-    higher_is_better = challenger.higher_is_better
-    sign = 1.0 if (settings.higher_is_better if higher_is_better is None else higher_is_better) else -1.0
+    sign = challenger.sign(settings)
     difference = sign * (challenger.value - champion.value) + 0.0  # avoids -0.0
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     samples = len(challenger.records)
@@ -183,7 +187,7 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     if samples < settings.min_samples:
         return alone(f"{samples} held-out records are too few for an interval")
     rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
-    compared = confidence.compare(_figure(challenger), _figure(champion), rule)
+    compared = confidence.compare(challenger.figure, champion.figure, rule)
     if compared.interval is None:
         return alone(f"{samples} held-out records are too few for an interval")
     low, high = sorted(sign * end + 0.0 for end in compared.interval)
@@ -198,8 +202,18 @@ def decide(challenger: Scores, champion: Scores | None, settings: Promotion) -> 
     )
 
 
-def _figure(scored: Scores) -> Metric:
-    return Metric(scored.metric, scored.sums, scored.sizes, True, unit="", shown=scored.shown)  # the sign is the caller's
+def _first(baseline: Baseline | None) -> tuple[bool, str]:
+    """(promote, reason) where there is no champion."""
+    if baseline is None:
+        return True, "there is no champion yet"
+    verdict = "beats" if baseline.is_beaten else "does not beat"
+    figures = f"its {baseline.challenger:.5f} {verdict} {baseline.value:.5f} of {baseline.name}"
+    if baseline.is_beaten:
+        return True, f"there is no champion yet, and {figures}"
+    return False, (
+        f"there is no champion yet, but {figures}; train longer or on more text, or set promotion.baseline, which is what a "
+        f"first champion must beat"
+    )
 
 
 def _incomparable_reason(challenger: Scores, champion: Scores) -> str:

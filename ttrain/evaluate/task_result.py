@@ -120,6 +120,11 @@ FILE = "scores.json"  # of an evaluation
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
 
 
+def record_name(record: object) -> str:
+    """What identifies a record among the scores: a digest of its content, such as a document's text."""
+    return digest_of(record)[:DIGEST_CHARACTERS]
+
+
 class ScoreTable:
     """Collects the parts and metrics of one evaluation."""
 
@@ -130,7 +135,7 @@ class ScoreTable:
     def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
         """Add records to score; `sizes` are their bytes, if bytes count. Records are identified by digests of their content,
         which does not depend on a tokenizer."""
-        names = [digest_of(record)[:DIGEST_CHARACTERS] for record in records]
+        names = [record_name(record) for record in records]
         self._parts[name] = {"records": names, "bytes": list(sizes), "tokens": [], "nats": {}}
 
     def figure(

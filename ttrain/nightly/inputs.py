@@ -15,6 +15,7 @@ from ttrain.core import redact
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations, python_docs
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.nightly.heldout import find_heldout
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
@@ -179,7 +180,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         tree["nightly"]["replay"] = frozen.replay
         replayed = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
-    earlier = _find_reference(store, frozen.heldout) if frozen.heldout else None
+    earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
     return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, replayed)
 
 
@@ -197,27 +198,6 @@ def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict
             )
         artifacts[stage] = artifact
     return artifacts
-
-
-def earlier_heldout(
-    champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore, settings: Settings
-) -> str | None:
-    """Reference ("stage/key") of the earlier held-out documents that both models are also evaluated on, if any.
-
-    Those of the last completed night, else those of the champion's base model. They are not used if the user names the
-    held-out documents, or has changed the held-out share: some may have been learnt since.
-    """
-    if settings.data.pretrain_heldout:
-        return None
-    for night in nights:
-        if night.outcome in COMPLETED and (reference := night.data.get("heldout")):
-            reading = night.frozen.settings.get("reading", {})
-            same = reading.get("heldout_fraction") == settings.reading.heldout_fraction
-            return str(reference) if same and _find_reference(store, reference) else None
-    base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
-    shards = base.manifest["inputs"].get("shards") if base else None
-    reference = f"{shards['stage']}/{shards['key']}" if shards else ""
-    return reference if reference and _find_reference(store, reference) else None
 
 
 def learnt_documents(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:

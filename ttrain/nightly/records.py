@@ -45,6 +45,9 @@ class Champion:
     keys: Mapping[str, str]
 
 
+SNAPSHOT_LISTS = ("learnt", "documents", "heldout_nights")
+
+
 @dataclass(frozen=True)
 class InputSnapshot:
     """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
@@ -56,11 +59,13 @@ class InputSnapshot:
     learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
     documents: tuple[str, ...] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
     replay: float = 0.0  # share of the night's tokens that are of these
+    heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
         files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
-        return {**asdict(self), "files": files, "learnt": list(self.learnt), "documents": list(self.documents)}
+        lists = {name: list(getattr(self, name)) for name in SNAPSHOT_LISTS}
+        return {**asdict(self), "files": files, **lists}
 
 
 def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +99,7 @@ class NightRecord:
         """The night's inputs."""
         snapshot = self.data["frozen"]
         champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
-        lists = {name: tuple(snapshot.get(name, ())) for name in ("learnt", "documents")}
+        lists = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
         replay = snapshot.get("replay", 0.0)
         return InputSnapshot(
             snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, replay=replay

@@ -327,7 +327,8 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
     if not name.startswith(EVALUATED):
         return ""
     from ttrain.config import Promotion
-    from ttrain.evaluate.promotion import Scores, decide
+    from ttrain.evaluate.promotion import decide
+    from ttrain.evaluate.scores import Scores
     from ttrain.evaluate.task_result import sums_in
 
     metric, rule = name.removeprefix(EVALUATED), Promotion()

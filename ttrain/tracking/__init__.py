@@ -249,10 +249,20 @@ def rollback(home: Path, name: str) -> ModelSet:
 
 
 def log_decision(
-    home: Path, name: str, version: str, decision: Mapping[str, Any], table: str, *, run_id: str | None = None
+    home: Path,
+    name: str,
+    version: str,
+    decision: Mapping[str, Any],
+    table: str,
+    *,
+    run_id: str | None = None,
+    figures: str = "",
 ) -> None:
-    """Log a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run."""
-    _champions(home).log_decision(name, version, decision, table, run_id)
+    """Log a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run.
+
+    `figures`: a table that only the run gets.
+    """
+    _champions(home).log_decision(name, version, decision, table, run_id, figures)
 
 
 def _champions(home: Path) -> Champions:

@@ -101,9 +101,11 @@ class Champions:
                 self._note(snapshot.chosen(name, history[-1]), "ttrain.rolled_back")
             return self._repaired_set(name, earlier[-1])
 
-    def log_decision(self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None) -> None:
+    def log_decision(
+        self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None, figures: str = ""
+    ) -> None:
         """Log a decision about a set in the tags and the description of its version, and in the tags, metrics and files of
-        the run. Replaces an earlier one, so it can be repeated."""
+        the run; `figures` in a file alone. Replaces an earlier one, so it can be repeated."""
         chosen = self.find(name, version)
         text = json.dumps(dict(decision), sort_keys=True)
         word = "promoted" if decision["promote"] else "kept"
@@ -116,7 +118,7 @@ class Champions:
             run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
             run.log_summary(decision_metrics(decision))
             run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
-            run.log_text(table, "decision.md")
+            run.log_text("\n\n".join(filter(None, (table, figures))), "decision.md")
             store.close()
 
     def _repaired_set(self, name: str, version: str) -> ModelSet:

@@ -1,0 +1,197 @@
+"""The gate over all nights: a gain on the new does not pay for a loss on the old, and the reason says which."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.config import Promotion
+from ttrain.evaluate import forgetting
+from ttrain.evaluate.forgetting import HeldoutText, TextFigure, heldout_texts
+from ttrain.evaluate.promotion import Decision, baseline_of, decide
+from ttrain.evaluate.scores import Scores
+
+COUNT = 40  # records of each night
+
+
+def model(costs: Mapping[str, float], *, count: int = COUNT, spread: float = 0.02, seed: int = 1) -> Scores:
+    """A model with these bits a byte on the records of each night, give or take."""
+    random, sizes = np.random.default_rng(seed), np.random.default_rng(7).integers(50, 500, count * len(costs)).astype(float)
+    level = np.repeat([*costs.values()], count)
+    sums = sizes * (level + spread * random.standard_normal(len(sizes)))
+    names = tuple(f"{name}/{number}" for name in costs for number in range(count))
+    return Scores("bits_per_byte", float(sums.sum() / sizes.sum()), tuple(sums), tuple(sizes), names)
+
+
+def nights_of(scores: Scores) -> dict[str, list[str]]:
+    nights: dict[str, list[str]] = {}
+    for record in scores.records:
+        nights.setdefault(record.split("/")[0], []).append(record)
+    return nights
+
+
+def judged(challenger: Scores, champion: Scores, new: str = "", **rules: Any) -> tuple[Decision, dict[str, TextFigure]]:
+    nights = nights_of(challenger)
+    settings = Promotion(**rules)
+    texts = heldout_texts(challenger.records, nights, {}, new or [*nights][-1])
+    figures = forgetting.figures(challenger, champion, texts, settings)
+    return decide(challenger, champion, settings, texts=figures), {figure.name: figure for figure in figures}
+
+
+def test_a_gain_on_the_new_does_not_pay_for_a_loss_on_one_old_night() -> None:
+    champion = model({"night-1": 2.0, "night-2": 2.0, "night-3": 2.0}, seed=2)
+    challenger = model({"night-1": 2.01, "night-2": 2.2, "night-3": 1.2})
+    decision, figures = judged(challenger, champion)
+    assert not decision.promote and decision.difference is not None and decision.difference > 0.1
+    assert decision.lost == ("night-2", "all earlier nights")
+    lost = figures["night-2"]
+    assert lost.interval is not None and lost.difference == pytest.approx(lost.champion - lost.challenger)  # type: ignore[operator]
+    assert f"night-2: {lost.champion:.5f} became {lost.challenger:.5f}, 9.6% worse" in decision.reason, decision.reason
+    assert (
+        "promotion.forgetting allows 3.0%" in decision.reason and "over all held-out text it is better by" in decision.reason
+    )
+    assert not figures["night-1"].lost and not figures["night-3"].judged
+    assert dict(decision.rows())["lost"] == "night-2, all earlier nights"
+    assert json.loads(json.dumps(decision.to_json()))["lost"] == ["night-2", "all earlier nights"]
+
+
+@pytest.mark.parametrize(
+    ("old", "rules", "promote"),
+    [
+        (2.05, {}, True),  # 2.5 %: within the bound
+        (2.05, {"forgetting": 0.01}, False),
+        (2.2, {"forgetting": None}, True),
+        (2.2, {"forgetting": 0.2}, True),
+        (1.9, {"forgetting": 0}, True),
+        (2.2, {"resamples": 0}, False),  # the figures alone
+    ],
+)
+def test_the_bound_is_a_share_of_the_champion_s_figure(old: float, rules: dict[str, Any], promote: bool) -> None:
+    champion, challenger = model({"night-1": 2.0, "night-2": 2.0}, seed=2), model({"night-1": old, "night-2": 1.2})
+    decision, _ = judged(challenger, champion, **rules)
+    assert decision.promote == promote, decision.reason
+
+
+def test_a_loss_that_may_be_chance_refuses_nothing() -> None:
+    """On noisy records the figure is beyond the bound, but not all of its interval."""
+    champion = model({"night-1": 2.0, "night-2": 2.0}, spread=0.6, seed=2)
+    challenger = model({"night-1": 2.15, "night-2": 1.0}, spread=0.6, seed=3)
+    decision, figures = judged(challenger, champion)
+    old = figures["night-1"]
+    assert old.difference is not None and old.champion is not None and -old.difference > 0.03 * old.champion
+    assert decision.promote and decision.lost == ()
+
+
+def test_small_nights_are_judged_together_and_count_by_their_figures_where_even_these_are_few() -> None:
+    costs = {"night-1": 2.2, "night-2": 2.2, "night-3": 2.2, "night-4": 1.0}
+    champion, challenger = model(dict.fromkeys(costs, 2.0), count=8, seed=2), model(costs, count=8)
+    decision, figures = judged(challenger, champion)
+    assert not decision.promote and decision.lost == ("all earlier nights",)
+    assert figures["all earlier nights"].records == 24 and figures["all earlier nights"].interval is not None
+    assert not any(figures[name].judged for name in costs)
+    few, figures = judged(challenger, champion, min_samples=30)
+    assert few.lost == ("all earlier nights",) and figures["all earlier nights"].interval is None
+
+
+def test_small_nights_beside_large_ones_are_one_text() -> None:
+    champion, challenger = model({"a": 2.0, "b": 2.0}, seed=2), model({"a": 2.0, "b": 2.0}, seed=2)
+    texts = [HeldoutText("night", name, tuple(range(8 * n, 8 * n + 8))) for n, name in enumerate(("x", "y"))]
+    texts.append(HeldoutText("night", "z", tuple(range(16, 80))))
+    figures = forgetting.figures(challenger, champion, texts, Promotion())
+    assert {figure.name: (figure.records, figure.judged) for figure in figures} == {
+        "x": (8, False),
+        "y": (8, False),
+        "z": (64, True),
+        "nights of fewer than 20 records": (16, True),
+        "all earlier nights": (80, True),
+    }
+
+
+def test_sources_are_judged_like_nights_also_those_of_the_new_text() -> None:
+    champion, challenger = model({"code": 2.0, "prose": 2.0}, seed=2), model({"code": 1.0, "prose": 2.3})
+    sources = nights_of(champion)
+    texts = heldout_texts(champion.records, {"night-1": champion.records}, sources, "night-1")
+    assert [(text.kind, text.name) for text in texts] == [("source", "code"), ("source", "prose")], "one night is all text"
+    figures = forgetting.figures(challenger, champion, texts, Promotion())
+    decision = decide(challenger, champion, Promotion(), texts=figures)
+    assert decision.lost == ("prose",) and "it forgets prose: " in decision.reason
+    assert [row[0] for row in forgetting.rows(figures)] == ["source code", "source prose"]
+    assert [row[-1] for row in forgetting.rows(figures)] == ["", "lost"]
+
+
+def test_an_accuracy_that_falls_is_a_loss() -> None:
+    def right(share: float) -> Scores:
+        sums = tuple(float(number < share * 100) for number in range(100))
+        return Scores("poems/accuracy/base", share, sums, (1.0,) * 100, tuple(map(str, range(100))), higher_is_better=True)
+
+    texts = [HeldoutText("source", name, tuple(range(start, start + 50))) for name, start in (("a", 0), ("b", 50))]
+    low, high = right(0.2), right(0.5)
+    [worse, _], [better, _] = (forgetting.figures(*pair, texts, Promotion()) for pair in ((low, high), (high, low)))
+    assert worse.lost and not better.lost
+
+
+def test_many_losses_are_counted_not_listed() -> None:
+    costs = {f"night-{number}": 2.0 + number / 10 for number in range(1, 7)}
+    decision, _ = judged(model(costs | {"new": 0.1}), model({**dict.fromkeys(costs, 2.0), "new": 9.0}, seed=2))
+    assert decision.reason.startswith("it forgets night-6: ") and ", and 4 more; promotion." in decision.reason
+
+
+def test_figures_without_a_champion_have_intervals_and_lose_nothing() -> None:
+    challenger = model({"night-1": 2.0, "night-2": 1.0})
+    [first, second] = forgetting.figures(
+        challenger, None, heldout_texts(challenger.records, nights_of(challenger), {}, "night-2"), Promotion()
+    )
+    assert first.challenger_interval is not None and first.champion is None and not first.lost and not second.lost
+    assert forgetting.rows([first])[0][3:] == ("", "", "", "")
+
+
+def test_scores_that_cannot_be_compared_have_no_figures_by_night() -> None:
+    one, other = model({"a": 2.0, "b": 2.0}), model({"a": 2.0, "c": 2.0})
+    texts = heldout_texts(one.records, nights_of(one), {}, "b")
+    assert forgetting.figures(one, other, texts, Promotion()) == []
+    broken = Scores("bits_per_byte", math.nan, one.sums, one.sizes, one.records)
+    assert forgetting.figures(one, broken, texts, Promotion()) == []
+
+
+# --- the first champion ---
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "promote", "why"),
+    [
+        ("xz", 1.9, True, "its 1.90000 beats 2.00000 of xz"),
+        ("xz", 2.0, False, "does not beat 2.00000 of xz; train longer"),
+        ("zlib", 2.4, True, "beats 2.50000 of zlib"),
+        (1.5, 1.4, True, "its 1.40000 beats 1.50000 of promotion.baseline"),
+        (1.5, 1.6, False, "does not beat 1.50000"),
+        (None, 9.0, True, "there is no champion yet"),
+    ],
+)
+def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, value: float, promote: bool, why: str) -> None:
+    rules, challenger = Promotion(baseline=setting), Scores("bits_per_byte", value)  # type: ignore[arg-type]
+    metrics = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
+    decision = decide(challenger, None, rules, baseline=baseline_of(metrics, challenger, rules))
+    assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")
+    assert why in decision.reason, decision.reason
+
+
+def test_another_metric_is_compared_with_the_user_s_value_in_its_own_direction() -> None:
+    rules = Promotion(baseline=0.5, metric="poems/accuracy/base")
+    for value, promote in ((0.6, True), (0.4, False)):
+        challenger = Scores(rules.metric, value, higher_is_better=True)
+        assert decide(challenger, None, rules, baseline=baseline_of({}, challenger, rules)).promote == promote
+    named = Promotion(metric="chat_loss_sft")
+    metrics = {"bits_per_byte": 1.0, "bits_per_byte_xz": 2.0}
+    assert baseline_of(metrics, Scores("chat_loss_sft", 3.0), named).is_beaten  # type: ignore[union-attr]  # of its base
+    assert baseline_of({}, Scores("chat_loss_sft", 3.0), named) is None, "without documents there is no xz"
+
+
+def test_a_later_challenger_need_not_beat_the_baseline() -> None:
+    challenger, champion = model({"a": 2.5}), model({"a": 3.0}, seed=2)
+    baseline = baseline_of({"bits_per_byte": 2.5, "bits_per_byte_xz": 2.0}, challenger, Promotion())
+    assert decide(challenger, champion, Promotion(), baseline=baseline).promote

@@ -1,0 +1,203 @@
+"""What a challenger lost: figures on the held-out text of each night and each source, with intervals. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ttrain.config import Promotion
+from ttrain.evaluate import statistics
+from ttrain.evaluate.scores import Scores
+from ttrain.evaluate.task_result import Metric, finite
+
+SHOWN = 3  # of the texts that a reason names
+
+
+@dataclass(frozen=True)
+class HeldoutText:
+    """Held-out records that are judged together: those of a night, of a source, of several nights or sources.
+
+    `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
+    """
+
+    kind: Literal["night", "source"]
+    name: str
+    rows: tuple[int, ...]
+    new: bool = False
+
+
+@dataclass(frozen=True)
+class TextFigure:
+    """The figures of challenger and champion on one held-out text.
+
+    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
+    of few records is judged with others like it. `lost`: whether it was exceeded.
+    """
+
+    kind: str
+    name: str
+    records: int
+    challenger: float
+    challenger_interval: tuple[float, float] | None
+    champion: float | None = None
+    champion_interval: tuple[float, float] | None = None
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    judged: bool = False
+    lost: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON; numbers that are not finite become null."""
+        return finite(asdict(self))
+
+    def describe(self) -> str:
+        """The loss in a line, for a reason."""
+        assert self.champion is not None and self.difference is not None, "a text is lost against a champion"
+        interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
+        loss = -self.difference / (abs(self.champion) or 1.0)
+        return f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}, {loss:.1%} worse{interval}"
+
+
+def _shares(interval: tuple[float, float], of: float) -> str:
+    """An interval of a gain, as shares of the champion's figure that were lost."""
+    low, high = sorted(-end / (abs(of) or 1.0) for end in interval)
+    return f"{low:.1%} to {high:.1%}"
+
+
+def heldout_texts(
+    records: Sequence[str],
+    nights: Mapping[str, Collection[str]],
+    sources: Mapping[str, Collection[str]],
+    new: str = "",
+) -> list[HeldoutText]:
+    """The texts among the scored records, by night, the oldest first, and by source.
+
+    `nights` and `sources`: digests of their records; `new`: the night that is decided. A single night or source is
+    everything, and no text of its own.
+    """
+    numbers = {record: number for number, record in enumerate(records)}
+    texts: list[HeldoutText] = []
+    kinds: tuple[tuple[Literal["night", "source"], Mapping[str, Collection[str]]], ...] = (
+        ("night", nights),
+        ("source", sources),
+    )
+    for kind, members in kinds:
+        rows = {
+            name: tuple(sorted(numbers[digest] for digest in digests if digest in numbers))
+            for name, digests in members.items()
+        }
+        scored = {name: text for name, text in rows.items() if text}
+        if len(scored) > 1:
+            texts += [HeldoutText(kind, name, text, kind == "night" and name == new) for name, text in scored.items()]
+    return texts
+
+
+def figures(
+    challenger: Scores, champion: Scores | None, texts: Sequence[HeldoutText], settings: Promotion
+) -> list[TextFigure]:
+    """The figures of both models on each text, then on texts that are judged together.
+
+    A text of fewer than `promotion.min_samples` records shows nothing by itself: all of them of one kind are judged as one.
+    So are all earlier nights, since a small loss on each of them is a large one. Empty where the scores cannot be compared.
+    """
+    if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
+        return []
+    if not texts or not all(math.isfinite(scores.value) for scores in (challenger, champion) if scores):
+        return []
+    together = _judged_together(texts, settings)
+    grouped = [text for _, group in together for text in group]
+
+    def is_judged(text: HeldoutText) -> bool:
+        return not text.new and (len(text.rows) >= settings.min_samples or text not in grouped)
+
+    alone = [(text, is_judged(text)) for text in texts]
+    merged = [(_merged(name, group), True) for name, group in together]
+    return [_figure(challenger, champion, text, settings, judged=judged) for text, judged in alone + merged]
+
+
+def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[tuple[str, list[HeldoutText]]]:
+    """(name, texts) of those that are judged as one."""
+    old = [text for text in texts if not text.new]
+    nights = [text for text in old if text.kind == "night"]
+    together: list[tuple[str, list[HeldoutText]]] = []
+    for kind in ("night", "source"):
+        small = [text for text in old if text.kind == kind and len(text.rows) < settings.min_samples]
+        if len(small) > 1 and small != nights:
+            together.append((f"{kind}s of fewer than {settings.min_samples} records", small))
+    return [*together, *([("all earlier nights", nights)] if len(nights) > 1 else [])]
+
+
+def _merged(name: str, texts: Sequence[HeldoutText]) -> HeldoutText:
+    return HeldoutText(texts[0].kind, name, tuple(sorted({row for text in texts for row in text.rows})))
+
+
+def _figure(
+    challenger: Scores, champion: Scores | None, text: HeldoutText, settings: Promotion, *, judged: bool
+) -> TextFigure:
+    rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
+    ours = challenger.figure.restricted(text.rows)
+    shown = TextFigure(text.kind, text.name, len(text.rows), ours.value, statistics.interval(ours, rule))
+    if champion is None:
+        return shown
+    theirs = champion.figure.restricted(text.rows)
+    sign = challenger.sign(settings)
+    difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
+    interval = _interval(ours, theirs, sign, rule, settings)
+    judged = judged and settings.forgetting is not None
+    return TextFigure(
+        text.kind, text.name, len(text.rows), ours.value, shown.challenger_interval, theirs.value,
+        statistics.interval(theirs, rule), difference, interval, judged,
+        judged and _is_lost(theirs.value, difference, interval, settings.forgetting or 0.0),
+    )  # fmt: skip
+
+
+def _interval(
+    ours: Metric, theirs: Metric, sign: float, rule: statistics.Rule, settings: Promotion
+) -> tuple[float, float] | None:
+    """The interval of the gain; None where the records are too few for one."""
+    if len(ours.sums) < settings.min_samples or not settings.resamples:
+        return None
+    found = statistics.compare(ours, theirs, rule).interval
+    if found is None:
+        return None
+    low, high = sorted(sign * end + 0.0 for end in found)
+    return low, high
+
+
+def _is_lost(champion: float, difference: float, interval: tuple[float, float] | None, bound: float) -> bool:
+    """Whether the loss exceeds this share of the champion's figure: its whole interval, or the figure if it has none."""
+    least_loss = -difference if interval is None else -interval[1]
+    return least_loss > bound * abs(champion)
+
+
+def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
+    """Which texts were lost, with the figures; the worst first."""
+    worst = sorted(lost, key=lambda figure: (figure.difference or 0.0) / abs(figure.champion or 1.0))
+    more = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
+    texts = "; ".join(figure.describe() for figure in worst[:SHOWN])
+    return f"it forgets {texts}{more}; promotion.forgetting allows {bound:.1%}"
+
+
+HEADER = ("held-out text", "records", "challenger", "champion", "better by", "interval", "")
+
+
+def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
+    """A row for each text, below HEADER."""
+    return [
+        (
+            figure.name if figure.kind == "night" else f"source {figure.name}",
+            f"{figure.records:,}",
+            _with_interval(figure.challenger, figure.challenger_interval),
+            "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),
+            "" if figure.difference is None else f"{figure.difference:+.5f}",
+            "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
+            "lost" if figure.lost else "",
+        )
+        for figure in listed
+    ]
+
+
+def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
+    return f"{value:.5f}" + ("" if interval is None else f" ({interval[0]:.5f} to {interval[1]:.5f})")

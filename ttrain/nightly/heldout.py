@@ -1,0 +1,74 @@
+"""The held-out documents of all nights: where those of earlier nights are, and which night brought which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ttrain.config import Settings
+from ttrain.errors import ArtifactError
+from ttrain.nightly.records import COMPLETED, Champion, NightRecord
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+BEFORE = "before the nights"  # the name of held-out documents that no night brought
+UNNAMED = "earlier nights"  # of those in a record that does not name them
+
+
+class EarlierHeldout(NamedTuple):
+    """Reference ("stage/key") of the held-out documents of earlier nights, and the names of these nights, oldest first."""
+
+    reference: str | None = None
+    nights: tuple[str, ...] = ()
+
+
+def earlier_heldout(
+    champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore, settings: Settings
+) -> EarlierHeldout:
+    """The earlier held-out documents that both models are also evaluated on, if any.
+
+    Those of the last completed night, else those of the champion's base model. They are not used if the user names the
+    held-out documents, or has changed the held-out share: some may have been learnt since. Raises ArtifactError where those
+    of a night are gone: without them nothing would show what is forgotten.
+    """
+    if settings.data.pretrain_heldout:
+        return EarlierHeldout()
+    for night in nights:
+        if night.outcome in COMPLETED and (reference := night.data.get("heldout")):
+            reading = night.frozen.settings.get("reading", {})
+            if reading.get("heldout_fraction") != settings.reading.heldout_fraction:
+                return EarlierHeldout()
+            find_heldout(store, str(reference), night.name)
+            return EarlierHeldout(str(reference), tuple(night.data.get("heldout_nights") or ()))
+    base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
+    shards = base.manifest["inputs"].get("shards") if base else None
+    found = store.find(shards["stage"], shards["key"]) if shards else None
+    return EarlierHeldout(f"{found.stage}/{found.key}", (BEFORE,)) if found else EarlierHeldout()
+
+
+def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
+    """The held-out documents of this "stage/key" reference. Raises ArtifactError where they are gone or damaged."""
+    stage, _, key = reference.partition("/")
+    artifact = store.find(stage, key)
+    if artifact is None:
+        raise ArtifactError(
+            f"{night} measures its models on the held-out documents {stage} {key[:12]}, which are not in "
+            f"{store.root / 'store'}, or are damaged; without them nothing shows what a model forgets. Restore them from a "
+            f"copy of the home, or name held-out documents with data.pretrain_heldout"
+        )
+    return artifact
+
+
+def names_by_night(heldout: Artifact, names: Sequence[str]) -> dict[str, list[str]]:
+    """What identifies the held-out records in scores, by the night that brought them, the oldest first.
+
+    `names`: of the nights. Empty for a set of one night alone. Raises ArtifactError if the set is damaged.
+    """
+    from ttrain.stages.heldout import read_nights  # loads what reads shards
+
+    groups = read_nights(heldout.path)
+    unnamed = [UNNAMED] * max(0, len(groups) - len(names))
+    by_night: dict[str, list[str]] = {}
+    for name, group in zip([*unnamed, *names[max(0, len(names) - len(groups)) :]], groups, strict=True):
+        by_night.setdefault(name, []).extend(group)
+    return by_night
