@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ttrain.stages import (
     Stage,
 )
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class NightPlan:
     reason: str
     frozen: InputSnapshot | None = None  # None: there is nothing to read
     stages: tuple[Planned, ...] = ()
+    near_duplicates: float = 0.0  # similarity from which a new document is left out; 0: never
+    earlier_sets: int = 0  # of documents, with which new ones are compared
 
 
 def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
@@ -51,7 +54,9 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     if frozen is None:
         return NightPlan(reason)
     inputs = night_inputs.inputs_of(frozen, settings, store)
-    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
+    near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
+    stages = tuple(plan(recipe_of(inputs), inputs.settings, store))
+    return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
 
 
 def recipe_of(inputs: NightInputs) -> Recipe:
@@ -65,8 +70,10 @@ def recipe_of(inputs: NightInputs) -> Recipe:
                 return None
             if inputs.keeps_base and of is EXISTING_MODEL:
                 return inputs.replacements["pretrain"]
+            if of is SHARDS_PRETRAIN and settings.reading.near_duplicates:
+                stage_inputs |= _learnt_before(inputs.learnt)
             if of is PRETRAIN and inputs.replayed:
-                learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(inputs.replayed)}
+                learnt = _learnt_before(inputs.replayed)
                 stage_inputs["replay"] = stage(REPLAY, documents=stage_inputs["shards"], **learnt)
             if of is not EVALUATE:
                 return stage(of, **stage_inputs)
@@ -84,6 +91,11 @@ def recipe_of(inputs: NightInputs) -> Recipe:
         full(build, settings)
 
     return nightly
+
+
+def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
+    """Documents of earlier nights as inputs of a stage, the oldest first."""
+    return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
 
 
 def check(settings: Settings) -> None:
