@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
+    BASE_OF,
     EVALUATE,
     EVALUATE_CHAMPION,
     EXISTING_MODEL,
@@ -27,6 +28,8 @@ from ttrain.stages import (
     LEARNT_BEFORE,
     PRETRAIN,
     REPLAY,
+    REPLAY_SFT,
+    SFT,
     SHARDS_PRETRAIN,
     Stage,
 )
@@ -54,6 +57,7 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     if frozen is None:
         return NightPlan(reason)
     inputs = night_inputs.inputs_of(frozen, settings, store)
+    reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
     stages = tuple(plan(recipe_of(inputs), inputs.settings, store))
     return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
@@ -72,16 +76,26 @@ def recipe_of(inputs: NightInputs) -> Recipe:
                 return inputs.replacements["pretrain"]
             if of is SHARDS_PRETRAIN and settings.reading.near_duplicates:
                 stage_inputs |= _learnt_before(inputs.learnt)
-            if of is PRETRAIN and inputs.replayed:
-                learnt = _learnt_before(inputs.replayed)
-                stage_inputs["replay"] = stage(REPLAY, documents=stage_inputs["shards"], **learnt)
+            if of is PRETRAIN:
+                stage_inputs |= {"plateau": inputs.plateau, "replay": replay(REPLAY, stage_inputs, inputs.replayed)}
+            if of is SFT:
+                stage_inputs["replay"] = replay(REPLAY_SFT, stage_inputs, inputs.replayed_chats)
+            if of.name in inputs.bases:
+                stage_inputs["base"] = inputs.bases[of.name]
             if of is not EVALUATE:
                 return stage(of, **stage_inputs)
             measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
             if inputs.champion:
                 models = {row.model: inputs.champion.get(row.model) for row in TRAINING_STAGES.values()}
-                stage(EVALUATE_CHAMPION, **{**measured, **models})
-            return stage(EVALUATE, **measured)
+                stage(EVALUATE_CHAMPION, **{**measured, **models, **adapter_bases(inputs.champion_bases)})
+            return stage(EVALUATE, **measured, **adapter_bases(inputs.bases))
+
+        def adapter_bases(bases: Mapping[str, Artifact]) -> dict[str, Artifact]:
+            models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
+            return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}
+
+        def replay(of: Stage, stage_inputs: Mapping[str, Any], replayed: Sequence[Artifact]) -> Any:
+            return stage(of, documents=stage_inputs["shards"], **_learnt_before(replayed)) if replayed else None
 
         def documents(new: Any) -> Any:
             if new is None or inputs.earlier_heldout is None:
@@ -140,8 +154,10 @@ def choose_inputs(
     if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
         documents = night_inputs.learnt_documents(champion, nights.all(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
+    learns_new_chats = settings.nightly.chats == "new" and not settings.data.weights("sft")
+    chats = night_inputs.learnt_chats(champion, nights.all(), store) if learns_new_chats else ()
     frozen = InputSnapshot(
-        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, replay,
+        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
         heldout_nights=earlier.nights,
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"

@@ -227,6 +227,11 @@ class ReplayConfig(Section):
     pretrain: Budget
 
 
+class ReplaySftConfig(Section):
+    nightly: ReplayShare
+    sft: Budget
+
+
 class UserTaskConfig(Section):
     """What `ttrain train` passes to its process, which alone knows the task's own settings."""
 
