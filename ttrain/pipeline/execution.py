@@ -102,7 +102,7 @@ class PipelineRun(StopRequest):
             tags=tags,
             params=facts.parameters(everything),  # nothing that differs in every run: runs are compared
         )
-        self._models = RunModels(settings, store, self._tracker, self._parent)
+        self._models = RunModels(settings.name, settings.runtime.sample_prompts, store, self._tracker)
         self._parent.log_text(run_summary.as_yaml(self._changed, tracking.masked(everything)), "settings.yaml")
         self._note_tracked()
 
@@ -324,7 +324,7 @@ class PipelineRun(StopRequest):
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
-            self.model_set = self._models.register_set(self.artifacts, self.record.run, self.metrics())
+            self.model_set = self._models.register_set(self.artifacts, self.record.run, self.metrics(), self._parent)
             self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.pipeline import registration
 from ttrain.store.artifacts import ArtifactStore
@@ -27,16 +26,16 @@ def tracked_path(artifact: Artifact) -> str:
 
 
 class RunModels:
-    """Registers the models of one run; `parent` is the tracked run of the pipeline."""
+    """Registers the models of one run. `pipeline` is its setting `name`, `prompts` are examples of what its models take."""
 
     def __init__(
         self,
-        settings: Settings,
+        pipeline: str,
+        prompts: Sequence[str],
         store: ArtifactStore,
         tracker: tracking.MlflowStore | tracking.NullStore,
-        parent: tracking.TrackedRun | tracking.NullRun,
     ) -> None:
-        self._settings, self._store, self._tracker, self._parent = settings, store, tracker, parent
+        self._pipeline, self._prompts, self._store, self._tracker = pipeline, prompts, store, tracker
         self._runs: dict[str, tracking.TrackedRun | tracking.NullRun] = {}  # tracked runs that registered a model, by stage
         self.versions: dict[str, str] = {}  # that this run registered, by name
         self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
@@ -74,8 +73,14 @@ class RunModels:
                 if card:
                     run.log_text(card, f"{tracked_path(artifact)}/{tracking.CARD}")
 
-    def register_set(self, artifacts: Mapping[str, Artifact], run_name: str, metrics: Mapping[str, float]) -> str | None:
-        """Register the models of a run as one set; return its version.
+    def register_set(
+        self,
+        artifacts: Mapping[str, Artifact],
+        run_name: str,
+        metrics: Mapping[str, float],
+        run: tracking.TrackedRun | tracking.NullRun,
+    ) -> str | None:
+        """Register the models of a run as one set, from the tracked `run` of the pipeline; return its version.
 
         Existing versions are reused. A model that another run made under another `name`, or untracked, is registered from
         the store.
@@ -86,30 +91,30 @@ class RunModels:
                 "name": name,
                 "stage": model.stage,
                 "artifact_path": tracked_path(model),
-                **self._registration(model),
+                **self._registration(model, run),
                 "path": None if model.absent else str(model.path),
             }
             for name, model in members.items()
         ]
         self._tracker.finish_uploads()
         version = self._tracker.register_models(
-            self._settings.name,
-            run=self._parent,
+            self._pipeline,
+            run=run,
             run_name=run_name,
             models=models,
             keys={name: artifact.key for name, artifact in artifacts.items()},
             metrics=dict(artifacts["evaluate"].result["metrics"]),
-            description=registration.of_set(self._settings.name, run_name, members, metrics),
-            about=registration.SETS.format(name=self._settings.name),
+            description=registration.of_set(self._pipeline, run_name, members, metrics),
+            about=registration.SETS.format(name=self._pipeline),
         )
-        return self._noted(self._settings.name, version)
+        return self._noted(self._pipeline, version)
 
-    def _registration(self, model: Artifact) -> dict[str, Any]:
+    def _registration(self, model: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> dict[str, Any]:
         """Tags and descriptions of a registered model, and its extra files if this run registers it from the store."""
         if model.stage in self._runs:  # that tracked run has registered it
             descriptions = self._descriptions(model, opens=model.stage in self._opened_by_mlflow)
             return {"tags": registration.tags_of(model), "texts": {}, "files": {}, **descriptions}
-        extra_files = self._extra_files(model, self._parent)
+        extra_files = self._extra_files(model, run)
         descriptions = self._descriptions(model, opens=extra_files.is_whole)
         return {
             "tags": {**registration.tags_of(model), **extra_files.tags},
@@ -121,14 +126,12 @@ class RunModels:
     def _descriptions(self, model: Artifact, *, opens: bool) -> dict[str, str]:
         """Descriptions of a registered model for MLflow's pages."""
         directory = REGISTERED[model.stage][1]
-        return registration.descriptions_of(
-            model, directory, self._name(model), self._settings.name, self._store, opens=opens
-        )
+        return registration.descriptions_of(model, directory, self._name(model), self._pipeline, self._store, opens=opens)
 
     def _extra_files(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> tracking.LoadableModel:
         """Extra files for a registered model's directory."""
-        prompts, directory = self._settings.runtime.sample_prompts, REGISTERED[artifact.stage][1]
-        return registration.extra_files(artifact, directory, self._name(artifact), self._store, run, prompts)
+        directory = REGISTERED[artifact.stage][1]
+        return registration.extra_files(artifact, directory, self._name(artifact), self._store, run, self._prompts)
 
     def _name(self, artifact: Artifact) -> str:
-        return f"{self._settings.name}-{REGISTERED[artifact.stage][0]}"
+        return f"{self._pipeline}-{REGISTERED[artifact.stage][0]}"

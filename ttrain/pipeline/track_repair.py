@@ -7,7 +7,6 @@ identity, so that what waits in its outbox joins it. What only the database knew
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from ttrain.config import flatten
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import names, registration, run_summary, system_metrics
-from ttrain.pipeline.run_models import REGISTERED, tracked_path
-from ttrain.pipeline.run_summary import REPORT
+from ttrain.pipeline.run_models import RunModels
 from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
 from ttrain.store import runs
@@ -107,7 +105,8 @@ class _RunReplay:
 
     def __init__(self, record: Mapping[str, Any], store: ArtifactStore, tracker: tracking.MlflowStore) -> None:
         self.record, self._store, self._tracker = record, store, tracker
-        self._name = str(record["settings"]["name"])
+        prompts = record["settings"]["runtime"].get("sample_prompts") or ()
+        self._models = RunModels(str(record["settings"]["name"]), prompts, store, tracker)
         self._began = float(record["started_unix"])
         flow_run = (record.get("prefect") or {}).get("flow_run_id")
         self._tags = {"ttrain.run": record["run"], "ttrain.host": record["process"]["host"], "ttrain.repaired": "true"}
@@ -133,20 +132,16 @@ class _RunReplay:
         run.log_text(run_summary.as_yaml(changed, tracking.masked(everything)), "settings.yaml")
         absent = [f"{record['run']}:{entry['name']}" for entry in record["stages"] if not self._stage(entry, run)]
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
-        if record.get("model_set"):
-            self._register_set(run)
+        if record.get("model_set") and {"tokenizer", "evaluate"} <= self._artifacts.keys():
+            self._models.register_set(self._artifacts, record["run"], record["metrics"], run)
         run.log_summary(record["metrics"])
-        self._curves(run)
-        results = {name: artifact.result for name, artifact in self._artifacts.items()}
-        rows = summary.rows(record["metrics"], results) if "evaluate" in results else []
-        if rows:
-            run.log_text(summary.markdown(rows, ("metric", "value", "")), "evaluation.md")
-            tables = registration.evaluation_tables(rows, results["evaluate"].get("samples", {}))
-            for name, text in tables.items():
-                run.log_text(text, name)
-            run.set_tags(registration.tag_of_tables(tables))
+        run_summary.log_curves(run, self._artifacts.values())
+        evaluation, rows = self._artifacts.get("evaluate"), list[tuple[str, str, str]]()
+        if evaluation:
+            rows = summary.rows(record["metrics"], {name: artifact.result for name, artifact in self._artifacts.items()})
+            registration.log_evaluation(run, evaluation, rows)
         run.note_stages({name: artifact.key for name, artifact in self._artifacts.items()})
-        self._page(run)
+        run_summary.log_page(run, self._store.root, record["run"])
         log_file = self._store.root / "runs" / f"{record['run']}.log"
         if log_file.is_file():
             run.log_file(log_file)
@@ -191,7 +186,7 @@ class _RunReplay:
             for rows in self._rows(artifact):
                 run.keep_rows(rows)
             if "sweep" not in self.record:  # whose trials keep no models in MLflow
-                self._register(artifact, run)
+                self._models.register(artifact, run)
         run.finish("FINISHED" if entry["outcome"] in runs.BUILT else STATUS.get(entry["outcome"], "KILLED"), at=ended)
         return artifact is not None or entry["outcome"] not in runs.BUILT
 
@@ -207,72 +202,3 @@ class _RunReplay:
             path = artifact.path / "run" / name
             if path.is_file():
                 yield path.read_bytes().splitlines(keepends=True)
-
-    def _curves(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
-        """Log the loss curves of all trainings to the pipeline's run."""
-        for artifact in self._artifacts.values():
-            path = artifact.path / "run" / "metrics.jsonl"
-            if path.is_file():
-                rows = run_summary.curves(artifact.stage, path.read_text(encoding="utf-8", errors="replace").splitlines())
-                run.keep_rows([f"{json.dumps(row)}\n".encode() for row in rows])
-
-    def _register(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> None:
-        """Log the artifact's files, and register a model or the tokenizer."""
-        run.log_directory(artifact.path, artifact.stage)
-        if artifact.stage not in REGISTERED:
-            return
-        model = self._registration(artifact, run)
-        for file, text in model["texts"].items():
-            run.log_text(text, f"{model['artifact_path']}/{file}")
-        for file, source in model["files"].items():
-            run.log_file(Path(source), str(Path(model["artifact_path"], file).parent))
-        descriptions = {name: model[name] for name in ("description", "about") if name in model}
-        self._tracker.register_model(
-            model["name"], run=run, artifact_path=model["artifact_path"], tags=model["tags"], **descriptions
-        )
-
-    def _register_set(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
-        """Register the run's models as a set, if all of them are in the store."""
-        if not {"tokenizer", "evaluate"} <= set(self._artifacts):
-            return
-        self._tracker.finish_uploads()
-        models = [self._registration(model, run) for model in self._artifacts.values() if model.stage in REGISTERED]
-        members = {f"{self._name}-{REGISTERED[a.stage][0]}": a for a in self._artifacts.values() if a.stage in REGISTERED}
-        self._tracker.register_models(
-            self._name,
-            run=run,
-            run_name=self.record["run"],
-            models=models,
-            keys={name: artifact.key for name, artifact in self._artifacts.items()},
-            metrics=dict(self._artifacts["evaluate"].result["metrics"]),
-            description=registration.of_set(self._name, self.record["run"], members, self.record["metrics"]),
-            about=registration.SETS.format(name=self._name),
-        )
-
-    def _registration(self, model: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> dict[str, Any]:
-        """Name, tags, description and extra files of a registered model."""
-        suffix, directory = REGISTERED[model.stage]
-        name = f"{self._name}-{suffix}"
-        prompts = self.record["settings"]["runtime"].get("sample_prompts") or ()
-        extra_files = registration.extra_files(model, directory, name, self._store, run, prompts)
-        return {
-            "name": name,
-            "stage": model.stage,
-            "artifact_path": tracked_path(model),
-            "tags": {**registration.tags_of(model), **extra_files.tags},
-            "texts": dict(extra_files.texts),
-            "files": {file: str(path) for file, path in extra_files.files.items()},
-            "path": None if model.absent else str(model.path),
-            **registration.descriptions_of(model, directory, name, self._name, self._store, opens=extra_files.is_whole),
-        }
-
-    def _page(self, run: tracking.TrackedRun | tracking.NullRun) -> None:
-        """Log the run's page; a failure does not stop the repair."""
-        from ttrain.reports.report import report_of
-
-        try:
-            page = report_of(self._store.root, tracking.read_local(self._store.root, self.record["run"]))
-        except Exception:
-            log.warning("the page of %s could not be made", self.record["run"], exc_info=True)
-            return
-        run.log_text(page, REPORT)
