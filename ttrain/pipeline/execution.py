@@ -78,7 +78,7 @@ class PipelineRun(StopRequest):
         self._champion: dict[str, dict[str, Any]] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self._cached: list[str] = []
-        self._tracked: dict[str, tracking.TrackedRun | tracking.NullRun] = {}  # by stage
+        self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.loads_torch = any(planned.stage.loads_torch for planned in stages)
         self._began = time.monotonic()
@@ -200,7 +200,7 @@ class PipelineRun(StopRequest):
         self._tags |= tags
         self._parent.set_tags(tags)
 
-    def note_night(self, child: tracking.TrackedRun | tracking.NullRun | None) -> None:
+    def note_night(self, child: tracking.AnyRun | None) -> None:
         """Tag this run and the stage's tracked run as trained in night mode."""
         for run in (self._parent, child):
             if run is not None:
@@ -298,7 +298,7 @@ class PipelineRun(StopRequest):
             return run.url if run else None
         return f"{self.mlflow_url}/{run.page}"
 
-    def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.TrackedRun | tracking.NullRun:
+    def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.AnyRun:
         """Start the tracked run of a stage, or continue it if the stage continues."""
         state = read_object(work / "tracking.json")
         params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
@@ -317,7 +317,7 @@ class PipelineRun(StopRequest):
         self._tracked[stage.name] = child
         return child
 
-    def register(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> str | None:
+    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
         """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
         return self._models.register(artifact, run) if self.registers else None
 
@@ -334,7 +334,7 @@ class StageWatcher(DisplayObserver):
     def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
         super().__init__(execution.display, execution)
         self._execution, self._stage, self._logged = execution, stage, logged
-        self.child: tracking.TrackedRun | tracking.NullRun | None = None
+        self.child: tracking.AnyRun | None = None
         self._followers: list[tracking.MetricsFollower] = []
         self.log_path: Path | None = None
         self._samples = set[str]()  # names of the sample files that the tracker has

@@ -21,7 +21,7 @@ from ttrain.tracking import data_of, model_description
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.model_description import ADAPTER, HERE, MODEL, LoadableModel
 from ttrain.tracking.null_tracker import NullRun
-from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.runs import AnyRun, TrackedRun
 
 log = logging.getLogger("ttrain")
 
@@ -31,7 +31,7 @@ EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
 
 
 def extra_files(
-    artifact: Artifact, directory: str, name: str, store: ArtifactStore, run: TrackedRun | NullRun, examples: Sequence[str]
+    artifact: Artifact, directory: str, name: str, store: ArtifactStore, run: AnyRun, examples: Sequence[str]
 ) -> LoadableModel:
     """Extra files for the directory of a registered model; none for a tokenizer, or if its files are not on this disk.
 
@@ -256,7 +256,7 @@ def _lineage_hint(*, card: bool) -> str:
     return f"{card_note}What it was made of: `ttrain lineage {HERE}`; the same again: `ttrain reproduce {HERE}`."
 
 
-def log_evaluation(run: TrackedRun | NullRun, evaluation: Artifact, rows: Sequence[tuple[str, str, str]]) -> None:
+def log_evaluation(run: AnyRun, evaluation: Artifact, rows: Sequence[tuple[str, str, str]]) -> None:
     """Log the evaluation's table and samples to the pipeline's tracked run."""
     run.log_text(report.markdown(rows, ("metric", "value", "")), "evaluation.md")
     tables = evaluation_tables(rows, evaluation.result.get("samples", {}))

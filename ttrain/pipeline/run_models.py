@@ -33,14 +33,14 @@ class RunModels:
         pipeline: str,
         prompts: Sequence[str],
         store: ArtifactStore,
-        tracker: tracking.MlflowStore | tracking.NullStore,
+        tracker: tracking.AnyStore,
     ) -> None:
         self._pipeline, self._prompts, self._store, self._tracker = pipeline, prompts, store, tracker
-        self._runs: dict[str, tracking.TrackedRun | tracking.NullRun] = {}  # tracked runs that registered a model, by stage
+        self._runs: dict[str, tracking.AnyRun] = {}  # tracked runs that registered a model, by stage
         self.versions: dict[str, str] = {}  # that this run registered, by name
         self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
 
-    def register(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> str | None:
+    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
         """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
@@ -78,7 +78,7 @@ class RunModels:
         artifacts: Mapping[str, Artifact],
         run_name: str,
         metrics: Mapping[str, float],
-        run: tracking.TrackedRun | tracking.NullRun,
+        run: tracking.AnyRun,
     ) -> str | None:
         """Register the models of a run as one set, from the tracked `run` of the pipeline; return its version.
 
@@ -109,7 +109,7 @@ class RunModels:
         )
         return self._noted(self._pipeline, version)
 
-    def _registration(self, model: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> dict[str, Any]:
+    def _registration(self, model: Artifact, run: tracking.AnyRun) -> dict[str, Any]:
         """Tags and descriptions of a registered model, and its extra files if this run registers it from the store."""
         if model.stage in self._runs:  # that tracked run has registered it
             descriptions = self._descriptions(model, opens=model.stage in self._opened_by_mlflow)
@@ -128,7 +128,7 @@ class RunModels:
         directory = REGISTERED[model.stage][1]
         return registration.descriptions_of(model, directory, self._name(model), self._pipeline, self._store, opens=opens)
 
-    def _extra_files(self, artifact: Artifact, run: tracking.TrackedRun | tracking.NullRun) -> tracking.LoadableModel:
+    def _extra_files(self, artifact: Artifact, run: tracking.AnyRun) -> tracking.LoadableModel:
         """Extra files for a registered model's directory."""
         directory = REGISTERED[artifact.stage][1]
         return registration.extra_files(artifact, directory, self._name(artifact), self._store, run, self._prompts)

@@ -187,7 +187,7 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, A
     return comparable
 
 
-def log_curves(run: tracking.TrackedRun | tracking.NullRun, artifacts: Iterable[Artifact]) -> None:
+def log_curves(run: tracking.AnyRun, artifacts: Iterable[Artifact]) -> None:
     """Log the loss curves of all trainings to the pipeline's tracked run, also of cached ones."""
     for artifact in artifacts:
         curve = artifact.path / "run" / "metrics.jsonl"
@@ -196,7 +196,7 @@ def log_curves(run: tracking.TrackedRun | tracking.NullRun, artifacts: Iterable[
             run.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
 
 
-def log_page(run: tracking.TrackedRun | tracking.NullRun, home: Path, name: str) -> None:
+def log_page(run: tracking.AnyRun, home: Path, name: str) -> None:
     """Log the run's page as `report.html`. It is made from this disk alone; a failure does not end the run."""
     if isinstance(run, tracking.NullRun):
         return

@@ -153,7 +153,7 @@ class _RunReplay:
         tracking.record_run_id(self._store.root, run)
         return absent
 
-    def _stage(self, entry: Mapping[str, Any], parent: tracking.TrackedRun | tracking.NullRun) -> bool:
+    def _stage(self, entry: Mapping[str, Any], parent: tracking.AnyRun) -> bool:
         """Log one stage; return False if its artifact is missing."""
         artifact = self._artifacts.get(entry["name"])
         if entry["outcome"] == "cached" and artifact:

@@ -38,10 +38,10 @@ from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
-from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.runs import AnyRun, TrackedRun
 from ttrain.tracking.sync import MetricsFollower, UndeliveredRun, undelivered_runs
 from ttrain.tracking.sync import sync as _sync
-from ttrain.tracking.tracker import MlflowStore, open_reader
+from ttrain.tracking.tracker import AnyStore, MlflowStore, open_reader
 from ttrain.tracking.views import Point, RunView
 
 __all__ = [
@@ -50,6 +50,8 @@ __all__ = [
     "ENVIRONMENT",
     "NOTE",
     "Addresses",
+    "AnyRun",
+    "AnyStore",
     "LoadableModel",
     "Member",
     "MetricsFollower",
@@ -100,7 +102,7 @@ __all__ = [
 log = logging.getLogger("ttrain")
 
 
-def open_store(home: Path, experiment: str) -> MlflowStore | NullStore:
+def open_store(home: Path, experiment: str) -> AnyStore:
     """Open the tracker after creating, migrating or repairing its database; call it once, before threads share the store.
 
     A server that does not answer still gives a MlflowStore, which tries again at each run.
@@ -165,7 +167,7 @@ def has_outbox(home: Path, identity: str | None) -> bool:
     return bool(identity) and (home / FOLDER / str(identity) / "run.json").exists()
 
 
-def record_run_id(home: Path, run: TrackedRun | NullRun) -> None:
+def record_run_id(home: Path, run: AnyRun) -> None:
     """Write MLflow's id of a pipeline run into the run's record."""
     if isinstance(run, TrackedRun):
         note_run_id(home, run.outbox.run_info)

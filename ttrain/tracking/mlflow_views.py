@@ -19,8 +19,7 @@ from urllib.parse import quote
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
-from ttrain.tracking.null_tracker import NullStore
-from ttrain.tracking.tracker import MlflowStore
+from ttrain.tracking.tracker import AnyStore, MlflowStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
 VIEW: Final = "mlflow.sharedViewState."
@@ -91,7 +90,7 @@ def source_tags(pipeline: str) -> dict[str, str]:
     return tags
 
 
-def refresh_views(store: MlflowStore | NullStore) -> None:
+def refresh_views(store: AnyStore) -> None:
     """Bring the views up to date at the end of a run; if MLflow does not answer, the next run or `ttrain up` does."""
     if isinstance(store, MlflowStore) and not store.caller.is_silent:
         store.caller.try_call(lambda: write_views(store.client, store.experiment_id(), newest=FEW_RUNS))

@@ -21,8 +21,7 @@ from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact
 from ttrain.tracking.calls import plain
-from ttrain.tracking.null_tracker import NullRun
-from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.runs import AnyRun
 from ttrain.tracking.uploads import local_path
 
 HERE: Final = "<NAME/VERSION>"  # in a text: the version that it describes
@@ -128,7 +127,7 @@ def loadable(artifact: Artifact, directory: str, *, base: Path | None, card: str
     return LoadableModel(texts, files)
 
 
-def shares_disk(run: TrackedRun | NullRun, base: Path) -> bool:
+def shares_disk(run: AnyRun, base: Path) -> bool:
     """Whether the run's artifacts are on the same disk as a base model, so that its weights can be hard links there."""
     root = local_path(run.artifact_uri) if run.artifact_uri else None
     if root is None:

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ttrain.config import flatten
 from ttrain.core.files import read_object, write_json
@@ -16,11 +16,7 @@ from ttrain.store.layout import Artifact
 from ttrain.tracking import outbox
 from ttrain.tracking.datasets import data_of
 from ttrain.tracking.outbox import FOLDER, ID, Entry
-from ttrain.tracking.runs import TrackedRun, TrackingStore
-
-if TYPE_CHECKING:
-    from ttrain.tracking.null_tracker import NullRun
-    from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.runs import AnyRun, TrackedRun, TrackingStore
 
 IDLE_DAYS: Final = 7  # an outbox of another machine that shares this home is left alone for this long
 
@@ -142,7 +138,7 @@ FINISHED: Final = "FINISHED"
 FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
 
 
-def log_result(run: TrackedRun | NullRun, artifact: Artifact) -> None:
+def log_result(run: AnyRun, artifact: Artifact) -> None:
     """Log the figures of a finished stage, and its data sets."""
     run.log_params({**group_params(artifact.result), **_figures(artifact.result)})
     fit = {f"tok/{name}": float(artifact.result[name]) for name in FIT if name in artifact.result}

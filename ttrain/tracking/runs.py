@@ -19,6 +19,7 @@ from ttrain.store.runs import MetricRow
 from ttrain.tracking import outbox
 from ttrain.tracking.calls import RefusedError, attempt, clean, code_of, is_refusal, plain
 from ttrain.tracking.calls import artifact_path as checked
+from ttrain.tracking.null_tracker import NullRun
 from ttrain.tracking.outbox import Entry, Outbox
 
 if TYPE_CHECKING:
@@ -271,6 +272,9 @@ class TrackedRun:
         """Send points to MLflow now."""
         kind = import_module("mlflow.entities").Metric
         self.call("log_batch", self.id, metrics=[kind(*metric) for metric in batch])
+
+
+AnyRun = TrackedRun | NullRun
 
 
 def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:

@@ -22,9 +22,8 @@ from ttrain.tracking import outboxes
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.database import open_client
 from ttrain.tracking.delivery import BEGUN
-from ttrain.tracking.null_tracker import NullRun
 from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
-from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.runs import AnyRun, TrackedRun
 from ttrain.tracking.tracker import MlflowStore
 from ttrain.tracking.uploads import write_text
 
@@ -163,7 +162,7 @@ class MetricsFollower:
     """
 
     def __init__(
-        self, path: Path, run: TrackedRun | NullRun, state_file: Path, *, later_at: Sequence[Path] = (), seconds: float = 1.0
+        self, path: Path, run: AnyRun, state_file: Path, *, later_at: Sequence[Path] = (), seconds: float = 1.0
     ) -> None:
         self._path, self._run, self._state_file, self._seconds = path, run, state_file, seconds
         self._offset, self._tail = 0, b""

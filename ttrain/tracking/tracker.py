@@ -18,11 +18,11 @@ from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_r
 from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
 from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
 from ttrain.tracking.delivery import DELIVERY_TYPES
-from ttrain.tracking.null_tracker import NullRun
+from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
 from ttrain.tracking.registered_models import ModelRegistry
-from ttrain.tracking.runs import TrackedRun, clean_tags
+from ttrain.tracking.runs import AnyRun, TrackedRun, clean_tags
 from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
@@ -64,13 +64,13 @@ class MlflowStore:
         *,
         run_id: str | None = None,
         identity: str | None = None,
-        parent: TrackedRun | NullRun | None = None,
+        parent: AnyRun | None = None,
         parent_run_id: str | None = None,
         tags: Mapping[str, str],
         params: Mapping[str, object],
         started: float | None = None,
         keeps_files: bool = False,
-    ) -> TrackedRun | NullRun:
+    ) -> AnyRun:
         """Start a run, or continue the one with MLflow's `run_id` or with the `identity` that it had here before.
 
         `started`: in seconds since 1970, if not now. `keeps_files`: the files of the run's artifact go to MLflow, also if
@@ -99,7 +99,7 @@ class MlflowStore:
         return run
 
     def register_model(
-        self, name: str, *, run: TrackedRun | NullRun, artifact_path: str, tags: Mapping[str, str], **descriptions: str
+        self, name: str, *, run: AnyRun, artifact_path: str, tags: Mapping[str, str], **descriptions: str
     ) -> str | None:
         """Register the files under the run's `artifact_path` as a model; return the version, None as long as it waits.
 
@@ -111,9 +111,7 @@ class MlflowStore:
         answer: str | None = run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
         return answer
 
-    def register_models(
-        self, name: str, *, run: TrackedRun | NullRun, models: Sequence[Mapping[str, Any]], **data: Any
-    ) -> str | None:
+    def register_models(self, name: str, *, run: AnyRun, models: Sequence[Mapping[str, Any]], **data: Any) -> str | None:
         """Register this set of models as a version of `name` (`model_sets.tags_of`); None as long as it waits.
 
         Models that are not registered yet are registered from this run.
@@ -339,6 +337,9 @@ class MlflowStore:
         """Wake the thread that retries; return False."""
         (self._upload_thread if uploads else self._retry_thread).wake()
         return False
+
+
+AnyStore = MlflowStore | NullStore
 
 
 def open_reader(home: Path) -> MlflowStore:
