@@ -22,7 +22,7 @@ from typing import Any
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
 from ttrain.store.server_records import with_token
-from ttrain.tracking.calls import attempt, first_line, is_out_of_use
+from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, forget_champions, recorded_keys
 from ttrain.tracking.client import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
 from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, is_missing, open_client, repair_moved_home
@@ -30,7 +30,7 @@ from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, all_pages, copy_sets, last_of, read_copied_sets
+from ttrain.tracking.model_sets import Member, ModelSet, copy_sets, last_of, read_copied_sets
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
 from ttrain.tracking.outboxes import log_result, note_run_id, undelivered_keys
@@ -119,7 +119,9 @@ def open_store(home: Path, experiment: str) -> AnyStore:
         return NullStore()
     store = MlflowStore(DeferredClient(uri, home) if error else client, uri, home, experiment)
     store.caller.is_silent |= error is not None
-    store.caller.call_or_warn("opening the experiment", store.experiment_id)
+    _, error = store.caller.try_call(store.experiment_id)
+    if error is not None:
+        store.caller.warn("opening the experiment", error)
     store.deliver_orphans()
     return store
 

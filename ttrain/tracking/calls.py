@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from ttrain.core import redact
@@ -64,6 +64,16 @@ def create_if_missing(create: Callable[[], object]) -> None:
     except Exception as error:
         if code_of(error) != "RESOURCE_ALREADY_EXISTS":
             raise
+
+
+def all_pages(search: Callable[..., Any]) -> list[Any]:
+    """All results of an MLflow search, from all pages."""
+    page = search()
+    entities = list(page)
+    while page.token:
+        page = search(page_token=page.token)
+        entities += page
+    return entities
 
 
 def code_of(error: Exception) -> str:

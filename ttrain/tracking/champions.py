@@ -20,10 +20,10 @@ from typing import Any, Final, TypeVar, final
 from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
-from ttrain.tracking.calls import attempt, first_line, is_refusal
+from ttrain.tracking.calls import all_pages, attempt, first_line, is_refusal
 from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, is_missing, open_client
 from ttrain.tracking.model_description import add_decision
-from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, all_pages, lock_of, set_of
+from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, lock_of, set_of
 from ttrain.tracking.registry import CHAMPION
 from ttrain.tracking.tracker import MlflowStore
 
@@ -82,10 +82,10 @@ class Champions:
             if history[-1:] != [version]:
                 self.write_history(name, [*history, version])  # first: without the alias, the next repair cuts it back
             if CHAMPION not in chosen.aliases:  # also if a kill left only the history of the very first champion
-                self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, version))
+                self._ask("set_registered_model_alias", name, CHAMPION, version)
                 self._note(chosen, "ttrain.promoted")
             if CHALLENGER in chosen.aliases:
-                self._asked(partial(self._client.delete_registered_model_alias, name, CHALLENGER))
+                self._ask("delete_registered_model_alias", name, CHALLENGER)
             return self._repaired_set(name, version)
 
     def rollback(self, name: str) -> ModelSet:
@@ -96,7 +96,7 @@ class Champions:
             earlier = [version for version in history[:-1] if version in registered and version != history[-1]]
             if not earlier:
                 raise UsageError(f"{name} has no earlier champion to go back to; {_describe_sets(snapshot.of(name))}")
-            self._asked(partial(self._client.set_registered_model_alias, name, CHAMPION, earlier[-1]))
+            self._ask("set_registered_model_alias", name, CHAMPION, earlier[-1])
             if history[-1] in registered:
                 self._note(snapshot.chosen(name, history[-1]), "ttrain.rolled_back")
             return self._repaired_set(name, earlier[-1])
@@ -109,8 +109,8 @@ class Champions:
         chosen = self.find(name, version)
         text = json.dumps(dict(decision), sort_keys=True)
         word = "promoted" if decision["promote"] else "kept"
-        self._asked(partial(self._client.set_model_version_tag, name, version, DECISION, text))
-        registered = self._asked(partial(self._client.get_model_version, name, version))
+        self._ask("set_model_version_tag", name, version, DECISION, text)
+        registered = self._ask("get_model_version", name, version)
         self._asked(partial(add_decision, self._client, registered, table))
         if run_id or chosen.run_id:
             store = MlflowStore(self._client, self._uri, self._home, "")
@@ -140,7 +140,7 @@ class Champions:
             repairs.append(partial(self.write_history, name, history))
         champion, challenger = snapshot.holder(name, CHAMPION), snapshot.holder(name, CHALLENGER)
         if challenger is not None and challenger is champion:  # promoted, and killed then
-            repairs.append(partial(self._asked, partial(self._client.delete_registered_model_alias, name, CHALLENGER)))
+            repairs.append(partial(self._ask, "delete_registered_model_alias", name, CHALLENGER))
             challenger = None
         names = sorted({member.name for model_set in snapshot.of(name) for member in model_set.members.values()})
         for alias, holder in ((CHAMPION, champion), (CHALLENGER, challenger)):
@@ -167,11 +167,11 @@ class Champions:
     def write_history(self, name: str, versions: Sequence[str]) -> None:
         """Store the newest versions as the model's history of champions."""
         text = " ".join(versions[-HISTORY_KEPT:])
-        self._asked(partial(self._client.set_registered_model_tag, name, HISTORY, text))
+        self._ask("set_registered_model_tag", name, HISTORY, text)
 
     def _note(self, chosen: ModelSet, tag: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._asked(partial(self._client.set_model_version_tag, chosen.name, chosen.version, tag, now))
+        self._ask("set_model_version_tag", chosen.name, chosen.version, tag, now)
 
     def _take_snapshot(self, name: str | None) -> _Snapshot:
         """Read all sets and aliases in two requests: one for each alias took 0.4 s of computing for a promotion."""
@@ -210,6 +210,10 @@ class Champions:
             return action()
         except Exception as error:
             raise self._tracking_error(error) from None
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of MLflow's client. Raises TrackingError."""
+        return self._asked(partial(getattr(self._client, method), *arguments))
 
     def _tracking_error(self, error: Exception) -> TrackingError:
         cause = first_line(error)

@@ -54,13 +54,6 @@ class MlflowCaller:
         self.is_silent = error is not None and (is_out_of_use(error) or (self.is_http and not is_refusal(error)))
         return result, error
 
-    def call_or_warn(self, label: str, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """Like `try_call`, but log a warning on an error."""
-        result, error = self.try_call(action)
-        if error is not None:
-            self.warn(label, error)
-        return result, error
-
     def record_failure(self, label: str, error: Exception, *, is_silent: bool) -> None:
         """Warn about a call that failed or was refused, and note whether the server is silent since."""
         self.is_silent = is_out_of_use(error) or (self.is_http and is_silent)

@@ -15,15 +15,13 @@ from typing import Any, Final
 
 from ttrain.core.files import exclusive, parse_json
 from ttrain.store.runs import read_rows
-from ttrain.tracking import datasets, model_sets, outboxes, uploads
+from ttrain.tracking import datasets, model_sets, outboxes, registered_models, uploads
 from ttrain.tracking.calls import RefusedError, below, plain
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import METRICS_PER_BATCH, TrackedRun
+from ttrain.tracking.runs import METRICS_PER_BATCH, PARENT, TrackedRun, delete_duplicates, parent_id
 from ttrain.tracking.uploads import local_path, place_file, place_tree, with_parent, write_text
 
 log = logging.getLogger("ttrain")
-
-PARENT: Final = "mlflow.parentRunId"  # by which MLflow's pages nest
 
 PARAMS_PER_BATCH: Final = 100  # MLflow refuses more
 
@@ -55,7 +53,7 @@ def tags(run: TrackedRun, entry: Entry) -> int:
 def continued(run: TrackedRun, entry: Entry) -> None:
     """Reopen an ended run, perhaps under another parent."""
     run.call("update_run", run.id, status="RUNNING")
-    parent = run.store.parent_id(run)
+    parent = parent_id(run)
     run_tags = {**entry.data["values"], **({PARENT: parent} if parent else {})}
     tags(run, Entry(entry.number, "tags", {"values": run_tags}))
 
@@ -93,7 +91,7 @@ def end(run: TrackedRun, entry: Entry) -> str:
     """Set the run's status and end time."""
     run.call("set_terminated", run.id, entry.data["status"], entry.data["time"])
     if run.outbox.run_info.get("doubtful"):
-        run.store.delete_duplicates(run)
+        delete_duplicates(run)
     return str(entry.data["status"])
 
 
@@ -181,7 +179,7 @@ def stages(run: TrackedRun, entry: Entry) -> None:
 
 def to_parent(run: TrackedRun, entry: Entry) -> None:
     """Note this run in the pipeline run's tag, as the one with this stage's curves."""
-    if parent := run.store.parent_id(run):
+    if parent := parent_id(run):
         _add(run, parent, {entry.data["stage"]: {"run": str(run.id)}})
 
 
@@ -219,7 +217,7 @@ def _add(run: TrackedRun, parent: str, new_links: Mapping[str, Mapping[str, str]
 def register(run: TrackedRun, entry: Entry) -> str:
     """Register a version of a model whose files the run holds."""
     with run.store.lock:
-        return _register_version(run, {**entry.data, "artifact_path": entry.data["path"]})
+        return registered_models.register(run, {**entry.data, "artifact_path": entry.data["path"]})
 
 
 def register_models(run: TrackedRun, entry: Entry) -> str:
@@ -228,21 +226,23 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
     with exclusive(model_sets.lock_of(run.store.home)):
         for model in data["models"]:
             with run.store.lock:
-                version = run.store.versions.find(model["name"], model["tags"])
+                version = registered_models.version_of(run.store.client, model["name"], model["tags"])
             if version is None:
                 if not model["path"]:
                     raise RefusedError(f"{model['name']} is not registered, and its files are not on this machine")
                 directory(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
                 _log_extra_files(run, entry, model)
             with run.store.lock:
-                version = _register_version(run, model)  # or only updates its description: there is an evaluation now
+                version = registered_models.register(run, model)  # or describe it anew: there is an evaluation now
             members.append(model_sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
         contents = {model["stage"]: model["tags"]["ttrain.content"] for model in data["models"]}
         set_tags = model_sets.tags_of(
             data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"]
         )
         with run.store.lock:
-            return _register_set(run, data["name"], set_tags, data.get("description", ""), data.get("about", ""))
+            return model_sets.register(
+                run.store.client, data["name"], run, set_tags, data.get("description", ""), data.get("about", "")
+            )
 
 
 def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) -> None:
@@ -253,22 +253,6 @@ def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) ->
     for name, source in model.get("files", {}).items():
         file_data = {"path": source, "to": str((target / name).parent), "name": PurePosixPath(name).name}
         file(run, Entry(entry.number, "file", file_data, entry.parts))
-
-
-def _register_version(run: TrackedRun, model: Mapping[str, Any]) -> str:
-    """Register a model from this run's files, or reuse its version. Entries of an earlier ttrain have no description."""
-    descriptions = (model.get("description", ""), model.get("about", ""))
-    version: str = run.store.versions.register(model["name"], run, model["artifact_path"], model["tags"], *descriptions)
-    return version
-
-
-def _register_set(run: TrackedRun, name: str, tags: Mapping[str, str], description: str, model_description: str) -> str:
-    try:
-        return model_sets.register(run.store.client, name, run, tags, description, model_description)
-    except ValueError as error:
-        if type(error) is ValueError:
-            raise RefusedError(str(error)) from None
-        raise
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from ttrain.core.files import parse_json
 from ttrain.store.layout import MANIFEST
-from ttrain.tracking.model_sets import all_pages
+from ttrain.tracking.calls import all_pages
 from ttrain.tracking.tracker import open_reader
 
 RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from ttrain.config.training import TRAININGS
 from ttrain.core.files import PRIVATE_FILE, parse_json, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DamagedFile
-from ttrain.tracking.calls import create_if_missing
+from ttrain.tracking.calls import all_pages, create_if_missing
 from ttrain.tracking.model_description import LOADS, marked, set_description
 from ttrain.tracking.registry import CHAMPION, MEMBER, ModelVersion
 from ttrain.tracking.runs import TrackedRun
@@ -168,28 +168,17 @@ def register(
     `model_description` is set on the registered model, once. The set becomes challenger unless it is the champion. Raises
     ValueError if models of another pipeline bear the name.
     """
-    create_if_missing(
-        partial(client.create_registered_model, name, description=marked(model_description) if model_description else None)
-    )
-    versions = _versions(client, name)
+    versions = all_pages(partial(client.search_model_versions, f"name = '{name}'"))
     if any(version.tags.get(KIND) != SET for version in versions):
         raise ValueError(f"the registered model {name} holds models of another pipeline; set another `name`")
-    same = [version for version in versions if version.tags.get(IDENTITY) == tags[IDENTITY]]
-    if same:
-        number = str(min(int(version.version) for version in same))
-        registered = next(version for version in same if str(version.version) == number)
-        for tag, value in tags.items():
-            if registered.tags.get(tag) != value and tag != "ttrain.run":
-                client.set_model_version_tag(name, number, tag, value)
-    else:
-        source, made_by = _source(client, tags) or (run.artifact_uri, run.id)
-        version_tags = {**tags, RUN_ID: str(run.id)}
-        created = client.create_model_version(name, source, made_by, tags=version_tags, await_creation_for=0)
-        equals = [version for version in _versions(client, name) if version.tags.get(IDENTITY) == tags[IDENTITY]]
-        registered = min(equals, key=lambda version: int(version.version), default=created)
-        number = str(registered.version)
-        if number != str(created.version):  # another home registered it between the question and the answer
-            client.delete_model_version(name, str(created.version))
+    new_tags = {**tags, RUN_ID: str(run.id)}
+    registered = register_version(
+        client, name, new_tags, (IDENTITY,), lambda: _source(client, tags) or (run.artifact_uri, run.id), model_description
+    )
+    number = str(registered.version)
+    for tag, value in tags.items():
+        if registered.tags.get(tag) != value and tag != "ttrain.run":
+            client.set_model_version_tag(name, number, tag, value)
     set_description(client, registered, description)
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
     if champion is None or str(champion) != number:
@@ -214,18 +203,33 @@ def lock_of(home: Path) -> Path:
     return home / "mlflow" / "sets.lock"
 
 
-def _versions(client: Any, name: str) -> list[Any]:
-    return all_pages(partial(client.search_model_versions, f"name = '{name}'"))
+def first_version(client: Any, name: str, tags: Mapping[str, str], identity: Sequence[str]) -> Any:
+    """The first version of a registered model with these values of the tags `identity`; None if there is none."""
+    versions = all_pages(partial(client.search_model_versions, f"name = '{name}'"))
+    same = [version for version in versions if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in identity)]
+    return min(same, key=lambda version: int(version.version), default=None)
 
 
-def all_pages(search: Callable[..., Any]) -> list[Any]:
-    """All results of an MLflow search, from all pages."""
-    page = search()
-    entities = list(page)
-    while page.token:
-        page = search(page_token=page.token)
-        entities += page
-    return entities
+def register_version(
+    client: Any,
+    name: str,
+    tags: Mapping[str, str],
+    identity: Sequence[str],
+    source: Callable[[], tuple[str | None, str | None]],
+    about: str,
+) -> Any:
+    """The first version with these values of the tags `identity`, created if there is none from (location, id of the run).
+
+    `about` is the description of the registered model, which is set once.
+    """
+    create_if_missing(partial(client.create_registered_model, name, description=marked(about) if about else None))
+    version = first_version(client, name, tags, identity)
+    if version is None:
+        created = client.create_model_version(name, *source(), tags=dict(tags), await_creation_for=0)
+        version = first_version(client, name, tags, identity) or created
+        if str(version.version) != str(created.version):  # another home registered it between the question and the answer
+            client.delete_model_version(name, str(created.version))
+    return version
 
 
 def _object(text: str | None) -> dict[str, Any] | None:

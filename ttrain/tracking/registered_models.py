@@ -1,23 +1,24 @@
-"""Keys of the artifacts behind registered models, which garbage collection must keep."""
+"""Registered models: a version for each artifact, and the keys behind them, which garbage collection must keep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 from urllib.parse import quote
 
 from ttrain.config.data import LEARNT
 from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError
-from ttrain.tracking import model_sets
-from ttrain.tracking.calls import attempt, create_if_missing, first_line
+from ttrain.tracking.calls import all_pages, attempt, first_line
 from ttrain.tracking.database import is_missing, open_client
-from ttrain.tracking.model_description import marked, set_description
-from ttrain.tracking.model_sets import KEY, all_pages
+from ttrain.tracking.model_description import set_description
+from ttrain.tracking.model_sets import KEY, first_version, register_version
 from ttrain.tracking.registry import CHAMPION, MEMBER
 from ttrain.tracking.runs import TrackedRun
+
+ARTIFACT: Final = ("ttrain.key", "ttrain.content")  # tags that name the artifact of a version
 
 INPUTS: Final = ("base", "tokenizer")  # a model is useless without them, but not without its training data
 
@@ -56,56 +57,24 @@ def _keys_of(tags: Mapping[str, str], is_champion: bool) -> Iterator[str]:
     yield from (tags[name] for name in names if tags.get(name))
 
 
-@final
-class ModelRegistry:
-    """The registered models of one MLflow. Every method raises MLflow's errors."""
+def version_of(client: Any, name: str, tags: Mapping[str, str]) -> str | None:
+    """The first version of the artifact that these tags name."""
+    version = first_version(client, name, tags, ARTIFACT)
+    return str(version.version) if version else None
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
 
-    def find(self, name: str, tags: Mapping[str, str]) -> str | None:
-        """The first version whose tags `ttrain.key` and `ttrain.content` are these."""
-        version = self._first_version(name, tags)
-        return str(version.version) if version else None
+def register(run: TrackedRun, model: Mapping[str, Any]) -> str:
+    """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew.
 
-    def _first_version(self, name: str, tags: Mapping[str, str]) -> Any:
-        versions = model_sets.all_pages(partial(self._client.search_model_versions, f"name='{name}'"))
-        same = [
-            version
-            for version in versions
-            if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in ("ttrain.key", "ttrain.content"))
-        ]
-        return min(same, key=lambda version: int(version.version), default=None)
-
-    def register(
-        self,
-        name: str,
-        run: TrackedRun,
-        artifact_path: str,
-        tags: Mapping[str, str],
-        description: str = "",
-        model_description: str = "",
-    ) -> str:
-        """Register the files under the run's `artifact_path`; a version with the same tags is reused, and described anew.
-
-        `model_description` is set on the registered model, once.
-        """
-        assert run.artifact_uri is not None, "the run is created in MLflow first"
-        # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary
-        # directory at each download, where an absolute location is used in place.
-        source = f"{run.artifact_uri}/{quote(artifact_path) if run.artifact_uri.startswith('file:') else artifact_path}"
-        create_if_missing(
-            partial(
-                self._client.create_registered_model,
-                name,
-                description=marked(model_description) if model_description else None,
-            )
-        )
-        first = self._first_version(name, tags)
-        if first is None:
-            created = self._client.create_model_version(name, source, run.id, tags=dict(tags), await_creation_for=0)
-            first = self._first_version(name, tags) or created
-            if str(first.version) != str(created.version):  # another home registered it between the question and the answer
-                self._client.delete_model_version(name, str(created.version))
-        set_description(self._client, first, description)
-        return str(first.version)
+    Entries of an earlier ttrain have no descriptions.
+    """
+    assert run.artifact_uri is not None, "the run is created in MLflow first"
+    client, path = run.store.client, model["artifact_path"]
+    # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary
+    # directory at each download, where an absolute location is used in place.
+    source = f"{run.artifact_uri}/{quote(path) if run.artifact_uri.startswith('file:') else path}"
+    version = register_version(
+        client, model["name"], model["tags"], ARTIFACT, lambda: (source, run.id), about=model.get("about", "")
+    )
+    set_description(client, version, model.get("description", ""))
+    return str(version.version)

@@ -47,8 +47,7 @@ class TrackingStore(Protocol):
     is_http: bool
     caller: MlflowCaller
     lock: contextlib.AbstractContextManager[object]
-    versions: Any  # `model_versions.ModelRegistry`, and `uploads.UploadProgress`: both import this module
-    progress: Any
+    progress: Any  # `uploads.UploadProgress`, which imports this module
 
     @property
     def tracker(self) -> str: ...
@@ -65,11 +64,7 @@ class TrackingStore(Protocol):
 
     def experiment_id(self, name: str | None = None) -> str: ...
 
-    def parent_id(self, run: TrackedRun) -> str | None: ...
-
     def forget_experiments(self) -> None: ...
-
-    def delete_duplicates(self, run: TrackedRun) -> None: ...
 
 
 @final
@@ -299,58 +294,58 @@ ID: Final = "ttrain.id"  # tag: the id of the run's outbox, to find the run if t
 PARENT: Final = "mlflow.parentRunId"  # tag by which MLflow's pages nest
 
 
-def ensure_run(store: TrackingStore, run: TrackedRun) -> None:
+def ensure_run(run: TrackedRun) -> None:
     """Bind the run to the one in MLflow, creating it if there is none. Raises MLflow's errors."""
     with run.lock:
         if run.is_bound:
             return
-        parent = parent_id(store, run)
-        with store.lock:
-            entity = _find_run(store, run)
+        parent = parent_id(run)
+        with run.store.lock:
+            entity = _find_run(run)
             if entity is None and run.outbox.run_info.get("is_made"):
                 raise RefusedError(f"MLflow has no run {run.id} any more")
             if entity is None:
-                entity = _create_run(store, run, parent)
+                entity = _create_run(run, parent)
         run.bind(entity)
         if run.outbox.run_info.get("run_id") != run.id:
             run.outbox.update_run_info(run_id=run.id)
 
 
-def parent_id(store: TrackingStore, run: TrackedRun) -> str | None:
+def parent_id(run: TrackedRun) -> str | None:
     """MLflow's id of the run's parent, which is created first if needed. Raises MLflow's errors."""
     if run.parent is not None:
-        ensure_run(store, run.parent)
+        ensure_run(run.parent)
         return run.parent.id
     run_info = run.outbox.run_info
     identity = str(run_info.get("parent"))
     if run_info.get("parent_run_id") or not outbox.ID.fullmatch(identity):
         return run_info.get("parent_run_id")
-    waiting = read_json(store.home / outbox.FOLDER / identity / "run.json")
+    waiting = read_json(run.store.home / outbox.FOLDER / identity / "run.json")
     if isinstance(waiting, dict) and waiting.get("run_id"):
         return str(waiting["run_id"])
-    with store.lock:
-        runs = _runs_of_identity(store, run, identity)
+    with run.store.lock:
+        runs = _runs_of_identity(run, identity)
     if not runs and isinstance(waiting, dict):
         raise ConnectionError(f"the parent of {run_info['name']} is not in MLflow yet")
     return runs[0].info.run_id if runs else None
 
 
-def delete_duplicates(store: TrackingStore, run: TrackedRun) -> None:
+def delete_duplicates(run: TrackedRun) -> None:
     """Delete duplicates of this run, which were created because the answer to its first creation was lost."""
-    with store.lock:
-        for twin in _runs_of_identity(store, run, run.identity):
+    with run.store.lock:
+        for twin in _runs_of_identity(run, run.identity):
             if twin.info.run_id != run.id:
-                store.client.delete_run(twin.info.run_id)
+                run.store.client.delete_run(twin.info.run_id)
     run.outbox.update_run_info(doubtful=False)
 
 
-def _find_run(store: TrackingStore, run: TrackedRun) -> Any:
+def _find_run(run: TrackedRun) -> Any:
     """The run in MLflow; None if there is none, or if the user deleted it."""
     if run.id is None:
-        runs = _runs_of_identity(store, run, run.identity) if run.is_again or run.outbox.run_info.get("doubtful") else []
+        runs = _runs_of_identity(run, run.identity) if run.is_again or run.outbox.run_info.get("doubtful") else []
         return runs[0] if runs else None
     try:
-        entity = store.client.get_run(run.id)
+        entity = run.store.client.get_run(run.id)
     except Exception as error:
         if code_of(error) == "RESOURCE_DOES_NOT_EXIST":
             return None
@@ -358,25 +353,25 @@ def _find_run(store: TrackingStore, run: TrackedRun) -> Any:
     return entity if entity.info.lifecycle_stage == "active" else None
 
 
-def _create_run(store: TrackingStore, run: TrackedRun, parent: str | None) -> Any:
+def _create_run(run: TrackedRun, parent: str | None) -> Any:
     run_info = run.outbox.run_info
     tags = {**run_info["tags"], ID: run.identity, **({PARENT: parent} if parent else {})}
     started = int(1000 * float(run_info.get("started", time.time())))
     try:
-        return store.client.create_run(
-            store.experiment_id(run.outbox.run_info.get("experiment")), started, tags, run_info["name"]
+        return run.store.client.create_run(
+            run.store.experiment_id(run.outbox.run_info.get("experiment")), started, tags, run_info["name"]
         )
     except Exception as error:
         if is_refusal(error):
-            store.forget_experiments()  # the cached one is gone
-        elif store.is_http:
+            run.store.forget_experiments()  # the cached one is gone
+        elif run.store.is_http:
             run.outbox.update_run_info(doubtful=True)
         raise
 
 
-def _runs_of_identity(store: TrackingStore, run: TrackedRun, identity: str) -> list[Any]:
+def _runs_of_identity(run: TrackedRun, identity: str) -> list[Any]:
     """The runs of this outbox in MLflow; duplicates of the first one are deleted later."""
-    runs = store.client.search_runs(
-        [store.experiment_id(run.outbox.run_info.get("experiment"))], f"tags.`{ID}` = '{identity}'"
+    runs = run.store.client.search_runs(
+        [run.store.experiment_id(run.outbox.run_info.get("experiment"))], f"tags.`{ID}` = '{identity}'"
     )
     return sorted(runs, key=lambda run: str(run.info.run_id))

@@ -21,7 +21,6 @@ from ttrain.tracking.delivery import DELIVERY_TYPES
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
-from ttrain.tracking.registered_models import ModelRegistry
 from ttrain.tracking.runs import AnyRun, TrackedRun, clean_tags
 from ttrain.tracking.uploads import UploadProgress, local_path
 
@@ -44,7 +43,6 @@ class MlflowStore:
         self.client, self.uri, self.home = client, uri, home
         self.caller = MlflowCaller(uri, is_own=self.tracker == "")
         self.is_http = self.caller.is_http
-        self.versions = ModelRegistry(client)
         self.progress = UploadProgress()
         self.counts: dict[str, int] = {}  # delivered metrics, parameters, ...; "lost": what can never be delivered
         self._experiment, self._experiment_ids = experiment, dict[str, str]()
@@ -167,7 +165,7 @@ class MlflowStore:
         """
         if self.caller.is_silent:
             return self._retry_later(False)
-        _, error = attempt(partial(runs.ensure_run, self, run))
+        _, error = attempt(partial(runs.ensure_run, run))
         unmade = error is not None
         if not unmade:
             _, error = attempt(action)
@@ -190,7 +188,7 @@ class MlflowStore:
     def finish_uploads(self, seconds: float = UPLOADS_STALL_SECONDS) -> None:
         """Wait for uploads, as long as bytes are sent and nothing fails."""
         self.progress.moved, self._upload_failed = time.monotonic(), False
-        while self._undelivered_count(uploads=True) and time.monotonic() - self.progress.moved < seconds:
+        while self._has_uploads() and time.monotonic() - self.progress.moved < seconds:
             if self.caller.is_silent or self._upload_failed:
                 return
             self._upload_thread.wake()
@@ -247,14 +245,6 @@ class MlflowStore:
     def forget_experiments(self) -> None:
         """Clear the cached experiment ids: the experiment of a new run is gone, or the database was replaced."""
         self._experiment_ids.clear()
-
-    def parent_id(self, run: TrackedRun) -> str | None:
-        """MLflow's id of the run's parent. Raises MLflow's errors."""
-        return runs.parent_id(self, run)
-
-    def delete_duplicates(self, run: TrackedRun) -> None:
-        """Delete the duplicates of this run that unanswered requests created. Raises MLflow's errors."""
-        runs.delete_duplicates(self, run)
 
     def relative(self, path: Path) -> str:
         """A path for an outbox: relative to the home, which may be moved meanwhile, or absolute."""
@@ -329,9 +319,9 @@ class MlflowStore:
     def _count(self, name: str, number: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
 
-    def _undelivered_count(self, *, uploads: bool) -> int:
-        runs = list(self._open.values())
-        return sum(DELIVERY_TYPES[entry.kind].uploads == uploads for run in runs for entry in run.waiting())
+    def _has_uploads(self) -> bool:
+        """Whether an open run has undelivered uploads."""
+        return any(DELIVERY_TYPES[entry.kind].uploads for run in list(self._open.values()) for entry in run.waiting())
 
     def _retry_later(self, uploads: bool) -> bool:
         """Wake the thread that retries; return False."""
