@@ -12,6 +12,7 @@ import typer
 from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.pipeline.artifact_commands import UntrustedArtifact
@@ -225,7 +226,6 @@ def artifacts_adopt(
     from ttrain.pipeline.plan import no_stage
     from ttrain.stages import STAGES
     from ttrain.store import references
-    from ttrain.store.layout import usable_home
 
     references.need_stage(stage, STAGES)
     usable_home()
@@ -262,7 +262,6 @@ def artifacts_clean(
     from ttrain import tracking
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
-    from ttrain.store.layout import usable_home
     from ttrain.store.runs import ELSEWHERE_DAYS
 
     store = _store()
@@ -314,7 +313,6 @@ def artifacts_clean(
 
 def _store() -> ArtifactStore:
     from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import home
 
     return ArtifactStore(home())
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName, model_words, resolved_models, with_option_groups
+from ttrain.cli.options import AsJson, RunName, model_words, resolved_models, server_settings, with_option_groups
+from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import encodable, escaped
+from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_json, table
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.store.layout import usable_home
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
@@ -103,7 +106,6 @@ def chat(
     loading_options: LoadingOptions,
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
-    from ttrain.errors import UsageError
     from ttrain.pipeline import names as model_names
 
     settings = sampling.settings()
@@ -155,7 +157,6 @@ def _sample_questions(reference: Reference) -> list[str]:
     """Questions from the chats that were held out from the model's training; none where its shards are not here."""
     from ttrain.data.encoder import Encoder
     from ttrain.data.inspect import first_questions
-    from ttrain.errors import TTrainError
     from ttrain.store import artifacts, layout
 
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
@@ -183,9 +184,6 @@ def generate(
     loading_options: LoadingOptions,
 ) -> None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
-    from ttrain.core.hashing import sha256_file
-    from ttrain.core.terminal import bar, print_json, table
-    from ttrain.errors import Interrupted, UsageError
 
     settings = sampling.settings()
     if as_json and out is None:
@@ -244,7 +242,6 @@ def serve(
 
     Arguments after -- are passed to that command, for example -- --continuous-batching.
     """
-    from ttrain.core.terminal import outlast_output, print_json
     from ttrain.export import serve as serving
 
     outlast_output()
@@ -284,9 +281,7 @@ def serve(
 
 def _api_key() -> Path | None:
     """The file with the API key of the endpoint; None, with a warning, if `servers.auth` is off."""
-    from ttrain.cli.options import server_settings
     from ttrain.store import server_records
-    from ttrain.store.layout import usable_home
 
     if server_settings(None).auth == "off":
         print(f"warning: {server_records.NO_AUTH}", file=sys.stderr)

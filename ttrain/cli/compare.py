@@ -12,6 +12,8 @@ import typer
 from ttrain.cli.options import AsJson, old_spelling, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import truncated
+from ttrain.errors import UsageError
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.reports.compare import ComparedMetric, Difference, RunComparison
@@ -77,9 +79,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
-    from ttrain.errors import UsageError
     from ttrain.reports.compare import compare as compared
-    from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
     if len(runs) < 2:
@@ -127,7 +127,6 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
 
     With --png: curves of one or more runs as a picture: losses, perplexity and learning rate, or the metrics named.
     """
-    from ttrain.errors import UsageError
 
     names = runs or ["latest"]
     if options.png:
@@ -140,7 +139,6 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
             f"`ttrain compare --html`"
         )
     from ttrain.reports.report import report_of
-    from ttrain.store.layout import home
     from ttrain.tracking import read_run
 
     view = read_run(home(), names[0])
@@ -166,7 +164,6 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
     """Draw curves of runs into a PNG file."""
     from ttrain.reports import drawings
     from ttrain.reports.charts import panels_of
-    from ttrain.store.layout import home
     from ttrain.tracking import read_runs
 
     views = read_runs(home(), runs)
@@ -186,7 +183,6 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    from ttrain.errors import UsageError
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttrain.cli.options import AsJson
+from ttrain.core.terminal import bar, escaped, print_json, table
 from ttrain.errors import UsageError
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.data.contamination import EvaluationItem, OverlapCheck, OverlapRule
@@ -51,11 +53,9 @@ def contamination(
 
     With shards.decontaminate, the pipeline does this and leaves such documents out.
     """
-    from ttrain.core.terminal import bar, escaped, print_json, table
     from ttrain.data.contamination import OverlapRule
     from ttrain.data.sharding import Processes
     from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import home
 
     rule = OverlapRule(overlap_bytes, overlap_share)
     with Processes(workers or os.cpu_count() or 1) as pool, bar("searching", "shards") as progress:

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from ttrain.cli.options import AsJson
+from ttrain.core.terminal import bar, escaped, print_json, table
+from ttrain.core.text import rule_of
+from ttrain.errors import DataError, UsageError
+from ttrain.store.layout import home
+
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
     from ttrain.data.inspect import TokenView
@@ -27,7 +33,6 @@ tokenizer_app = typer.Typer(
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
 Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto: by the keys of the first good rows")]
 TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
 MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
@@ -68,10 +73,8 @@ def data_shard(
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
-    from ttrain.core.terminal import bar, escaped
     from ttrain.data import inspect, locations
     from ttrain.data.validate import kind_of_all
-    from ttrain.errors import DataError
 
     reading = _reading(
         text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
@@ -133,11 +136,9 @@ def data_inspect(
 ) -> None:
     """Show packed rows as text, with the tokens of the loss in bold green, or underlined with ^ if there is no colour."""
     from ttrain.cli import data_reports
-    from ttrain.core.terminal import print_json
     from ttrain.data import inspect
     from ttrain.data.shards import ShardSet
     from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import home
 
     shard_directory = next(iter(inspect.parts_of(shards).values()))
     encoder = inspect.encoder_of(shard_directory, tokenizer, ArtifactStore(home()))
@@ -176,7 +177,6 @@ def data_stats(
     from ttrain.cli import data_reports
     from ttrain.data import inspect
     from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import home
 
     reading = _reading(  # near-duplicates are counted beside exact ones, not with them
         text_field, rejected_fraction=1.0, deduplicate=bool(near_duplicates), near_duplicates=near_duplicates
@@ -211,7 +211,6 @@ def tokenizer_train(
     """Train a byte-level BPE on documents, or take an existing one and measure how well it fits them."""
     from ttrain.cli import data_reports
     from ttrain.config import Tokenizer
-    from ttrain.core.terminal import bar
     from ttrain.data import locations
 
     config = _valid(
@@ -241,10 +240,8 @@ def tokenizer_inspect(
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text or a chat."""
     from ttrain.cli import data_reports
-    from ttrain.core.terminal import table
     from ttrain.data import inspect
     from ttrain.data.encoder import Encoder
-    from ttrain.errors import UsageError
 
     if text is not None and chat is not None:
         raise UsageError("--text and --chat are both given; give one of them")
@@ -280,9 +277,6 @@ def _reading(text_field: str | None, **values: Any) -> Reading:
 def _valid(section: type[S], **values: Any) -> S:
     """Build a section of the settings from options. Raises UsageError for an invalid value."""
     from pydantic import ValidationError
-
-    from ttrain.core.text import rule_of
-    from ttrain.errors import UsageError
 
     try:
         return section(**values)

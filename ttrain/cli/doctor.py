@@ -12,6 +12,7 @@ import typer
 
 from ttrain.cli.options import AsJson, SettingsOptions, with_option_groups
 from ttrain.core.terminal import console, escaped, print_json, print_spans
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.doctor.parts import Check
@@ -33,7 +34,6 @@ def doctor(
     from ttrain.flows import api
     from ttrain.pipeline.processes import environment_of
     from ttrain.store import references
-    from ttrain.store.layout import home
 
     began = time.monotonic()
     loaded = given.load()

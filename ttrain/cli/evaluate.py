@@ -15,6 +15,7 @@ import typer
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
+from ttrain.core.files import read_json
 from ttrain.core.terminal import bar, escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -375,7 +376,6 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
 
 def _tracked(reference: Reference, store: ArtifactStore) -> tuple[str, str]:
     """(id of the tracked run that made the model, its experiment). Raises UsageError if there is none."""
-    from ttrain.core.files import read_json
 
     name = reference.artifact.manifest.get("provenance", {}).get("run") if reference.artifact else None
     record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}

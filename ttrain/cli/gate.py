@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ttrain.cli import train as train_task
 from ttrain.cli.options import AsJson, Files, task_settings
-from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core import redact
+from ttrain.core.files import read_object
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.config import Expert, Gate
@@ -63,7 +67,6 @@ def gate_train(
     The same command continues a stopped training.
     """
     from ttrain.config import as_tuple
-    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline.progress_display import Display
 
     outlast_output()
@@ -169,10 +172,8 @@ def train(
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
-    from ttrain.cli import train as train_task
     from ttrain.config import Gate, GateConfig
     from ttrain.config.loading import merge
-    from ttrain.core import redact
     from ttrain.data import locations
     from ttrain.inference import gate_files
     from ttrain.pipeline.names import resolve_all
@@ -239,9 +240,7 @@ def check_length(expert: Expert, settings: Gate) -> None:
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
     """The records held out from each expert's training data. Raises UsageError if there are none."""
-    from ttrain.core.files import read_object
     from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import home
 
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:

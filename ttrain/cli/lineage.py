@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ttrain.cli.options import AsJson
-from ttrain.core.terminal import console, escaped, print_json
+from ttrain.core.terminal import console, escaped, outlast_output, print_json
 from ttrain.core.text import format_time, short_digest
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +51,6 @@ def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
     It is read from the store, or from MLflow if the store is gone.
     """
     from ttrain.pipeline.lineage import lineage_of
-    from ttrain.store.layout import home
 
     model_lineage = lineage_of(home(), version)
     if as_json:
@@ -72,14 +73,11 @@ def reproduce(
     Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0 where all bytes are the
     same, 1 where a stage differs, or where the raw data are gone or changed.
     """
-    from contextlib import closing
 
-    from ttrain.core.terminal import outlast_output
     from ttrain.pipeline import reproduce as making
     from ttrain.pipeline.lineage import lineage_of
     from ttrain.pipeline.progress_display import Display
     from ttrain.pipeline.reproduce import recipes_of
-    from ttrain.store.layout import home
 
     outlast_output()
     model_lineage = lineage_of(home(), version)

@@ -47,6 +47,7 @@ from ttrain.cli.tracking import EPILOG as UI_EPILOG
 from ttrain.cli.tracking import links_of, open_in_browser, track_app, ui
 from ttrain.cli.train import run_stage, train_app
 from ttrain.core.terminal import escaped, guard_streams, print_json, show_warnings, table
+from ttrain.errors import TTrainError, exit_code_of
 from ttrain.store import layout
 
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
@@ -275,7 +276,6 @@ def down() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; turns ttrain's errors into a message and an exit code."""
-    from ttrain.errors import TTrainError, exit_code_of
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" in arguments:  # at any position

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttrain.cli.options import AsJson, Files, Profiles, load_settings, old_spelling
+from ttrain.core.files import read_object
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_size
 from ttrain.errors import UsageError
@@ -37,7 +38,6 @@ def import_model(
     as_json: AsJson = False,
 ) -> None:
     """Convert a model of TinySeek or MiniMind to a Hugging Face directory with the same logits, in fp32."""
-    from ttrain.core.terminal import print_json, table
     from ttrain.model import convert
 
     done = convert.import_model(source, to, config=config, tokenizer=tokenizer)
@@ -91,7 +91,6 @@ def size(
         _show_presets(as_json)
         return
     from ttrain.config.model import vocab_size_of
-    from ttrain.errors import UsageError
 
     presets = [word for word in arguments or () if "=" not in word]
     if len(presets) > 1:
@@ -193,7 +192,6 @@ def show_adapter(
     as_json: AsJson = False,
 ) -> None:
     """Show an adapter: kind, rank or virtual tokens, targets, size, and the base model that it belongs to."""
-    from ttrain.errors import UsageError
     from ttrain.pipeline.model_card import describe, parameters_of
     from ttrain.pipeline.names import resolve
 
@@ -308,7 +306,6 @@ def of_presets() -> dict[str, ModelCost]:
     """The cost of every preset, each with the vocabulary that its name refers to: from a file that ships with ttrain, since
     building them takes 5 s."""
     from ttrain.config.loading import configs_directory
-    from ttrain.core.files import read_object
 
     return {name: ModelCost(**values) for name, values in read_object(configs_directory() / PRESETS).items()}
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, server_settings, with_option_groups
-from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core import redact
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.errors import UsageError
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
@@ -24,7 +27,6 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
     """Run one night now."""
     from ttrain.flows.nightly import run_night
     from ttrain.pipeline.provenance import with_absolute_paths
-    from ttrain.store.layout import usable_home
 
     usable_home()
     result = run_night(with_absolute_paths(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
@@ -34,7 +36,6 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
 def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     """Print what a night would do now."""
     from ttrain.config import LEARNT
-    from ttrain.core import redact
     from ttrain.flows.night_plan import plan_night
     from ttrain.pipeline import plan
     from ttrain.pipeline.provenance import with_absolute_paths
@@ -69,7 +70,6 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
 
 def refuse(flags: Sequence[str]) -> None:
     """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
-    from ttrain.errors import UsageError
 
     if flags:
         raise UsageError(
@@ -79,7 +79,6 @@ def refuse(flags: Sequence[str]) -> None:
 
 def _store(loaded: LoadedSettings) -> ArtifactStore:
     from ttrain.pipeline.artifact_commands import store_of
-    from ttrain.store.layout import home
 
     return store_of(home(), loaded.settings)
 
@@ -137,7 +136,6 @@ def schedule_full(given: SettingsOptions, slots: SlotOptions, cron: Cron = None)
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
     from ttrain.flows import schedules, serving
-    from ttrain.store.layout import home
 
     listing, pid = schedules.list_schedules(home()), serving.served_by(home())
     if as_json:
@@ -157,7 +155,6 @@ def schedule_list(as_json: AsJson = False) -> None:
 def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import schedules
-    from ttrain.store.layout import home
 
     _print_state(schedules.pause(home(), which, paused=True), "paused", as_json=as_json)
 
@@ -166,7 +163,6 @@ def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
 def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Resume a paused schedule."""
     from ttrain.flows import schedules
-    from ttrain.store.layout import home
 
     _print_state(schedules.pause(home(), which, paused=False), "resumed", as_json=as_json)
 
@@ -175,7 +171,6 @@ def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None
 def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Remove a schedule. A night in progress continues; past runs and their models stay."""
     from ttrain.flows import schedules
-    from ttrain.store.layout import home
 
     _print_state(schedules.remove(home(), which), "removed", as_json=as_json)
 
@@ -189,14 +184,12 @@ def serve(
     unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
-    from ttrain.store.layout import usable_home
 
     if unit is not None:
         from ttrain.flows import service_files
 
         print(service_files.unit(unit, usable_home()), end="")
         return
-    from ttrain.core.terminal import outlast_output
     from ttrain.flows import serving
 
     outlast_output()
@@ -216,7 +209,6 @@ def _schedule(kind: str, given: SettingsOptions, options: SlotOptions, cron: str
     from ttrain.flows.night_plan import check
     from ttrain.flows.schedule_files import Schedule
     from ttrain.pipeline.provenance import with_absolute_paths
-    from ttrain.store.layout import usable_home
 
     home = usable_home()
     settings = with_absolute_paths(given.load().settings)

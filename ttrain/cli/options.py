@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast, get_
 
 import typer
 
+from ttrain.core.terminal import escaped
+from ttrain.errors import UsageError
+
 if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
@@ -250,7 +253,6 @@ class RunOptions:
 
     def check(self) -> Labels:
         """The labels. Raises UsageError for an unknown engine or invalid labels."""
-        from ttrain.errors import UsageError
         from ttrain.pipeline.labels import labels_of
 
         if self.engine not in ("prefect", "none"):
@@ -269,7 +271,6 @@ def resolved_models(
     texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
 ) -> list[Reference]:
     """Resolve the models on their bases, all stages from one run, and print a line about each."""
-    from ttrain.core.terminal import escaped
     from ttrain.pipeline import lineage_names, names
     from ttrain.store import artifacts, layout
 
@@ -306,7 +307,6 @@ def _environment_of(section: str) -> dict[str, str]:
 def stage_names(options: list[str] | None) -> frozenset[str]:
     """Split a repeated, comma-separated option into stage names. Raises UsageError if there are none: an empty shell
     variable must not mean all stages."""
-    from ttrain.errors import UsageError
 
     names = frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
     if options and not names:
@@ -318,7 +318,6 @@ def stage_names(options: list[str] | None) -> frozenset[str]:
 
 def checked_name(option: str | None) -> str:
     """The stripped value of an option with one name, "" if it is not given. Raises UsageError if it is empty."""
-    from ttrain.errors import UsageError
 
     if option is not None and not option.strip():
         raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")

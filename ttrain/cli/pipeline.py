@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli import nightly
+from ttrain.cli import model, nightly
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -19,9 +19,11 @@ from ttrain.cli.options import (
     stage_words,
     with_option_groups,
 )
-from ttrain.core.terminal import console, escape_control_characters, escaped, print_json, table
+from ttrain.core.terminal import console, escape_control_characters, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration, format_size
+from ttrain.errors import UsageError
 from ttrain.store import layout
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
@@ -56,7 +58,6 @@ def pipeline_run(
     record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
-    from ttrain.core.terminal import outlast_output
 
     outlast_output()
     labels, loaded = options.check(), given.load()
@@ -96,7 +97,6 @@ def pipeline_rerun(
     The settings are those of the newest run that has the stage, or of --run, overridden by those given here. Config files
     and profiles without --run replace them, as in `run`.
     """
-    from ttrain.core.terminal import outlast_output
 
     outlast_output()
     labels, loaded = options.check(), _settings_of_earlier_run(stage, run, given)
@@ -182,7 +182,6 @@ def pipeline_logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
-    from ttrain.errors import UsageError
     from ttrain.store import references, runs
 
     home = layout.home()
@@ -200,7 +199,6 @@ def pipeline_logs(
 
 def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
     """The memory of pretraining apart from activations. Loads torch. Raises UsageError if no new model is trained."""
-    from ttrain.cli import model
 
     kind = loaded.settings.pretrain.optim.kind
     sizes = model.of_settings(loaded.settings).memory_bytes
@@ -213,7 +211,6 @@ def plan_and_run(
 ) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
     from ttrain.flows import api
-    from ttrain.store.layout import usable_home
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
     if api.is_recorded(planned) and not record:
@@ -234,10 +231,8 @@ def plan_and_run(
 
 def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
-    from ttrain.core.terminal import escaped
     from ttrain.pipeline import names
     from ttrain.store import references
-    from ttrain.store.layout import home
 
     if (given.config or given.profile) and not run:
         return given.load()

@@ -11,6 +11,8 @@ import typer
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_number, format_time
+from ttrain.errors import UsageError
+from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.tracking import Member, ModelSet
@@ -34,7 +36,6 @@ def models_list(
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain import tracking
     from ttrain.config.training import BITS_PER_BYTE
-    from ttrain.store.layout import home
 
     metric = metric or BITS_PER_BYTE.name
     model_sets = tracking.list_sets(home(), name)
@@ -67,7 +68,6 @@ def models_promote(
 ) -> None:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain import tracking
-    from ttrain.store.layout import home
 
     root = home()
     chosen = _find_set(root, tracking.list_sets(root, name), which, name)
@@ -79,7 +79,6 @@ def models_promote(
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
     from ttrain import tracking
-    from ttrain.store.layout import home
 
     root = home()
     model_sets = tracking.list_sets(root, name)
@@ -111,7 +110,6 @@ def _members(model_set: ModelSet) -> list[Member]:
 
 
 def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
-    from ttrain.errors import UsageError
 
     names = sorted({model_set.name for model_set in model_sets})
     if len(names) == 1:

@@ -9,7 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Files, Profiles
-from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.errors import TTrainError
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,11 +87,9 @@ def sweep_full(
     import os
 
     from ttrain.config.loading import layers
-    from ttrain.core.terminal import outlast_output
     from ttrain.flows import sweep as sweeps
     from ttrain.flows import trials as run
     from ttrain.pipeline.artifact_commands import store_of
-    from ttrain.store.layout import home, usable_home
 
     settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
     request = sweeps.sweep_request(
@@ -123,7 +123,6 @@ def sweep_full(
 @sweep_app.command("list", epilog="Example:  ttrain sweep list --json")
 def sweep_list(as_json: AsJson = False) -> None:
     """List the sweeps, the newest first."""
-    from ttrain.store.layout import home
     from ttrain.sweep import records, summary
     from ttrain.sweep.study import Study
 
@@ -154,7 +153,6 @@ def sweep_show(
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a sweep, the best first, and where its page with the plots is."""
-    from ttrain.store.layout import home
     from ttrain.sweep import records
 
     sweep = records.find_sweep(home(), name)
@@ -164,8 +162,6 @@ def sweep_show(
 @sweep_app.command("best", epilog="Example:  ttrain sweep best --json")
 def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
     """Print the best trial's settings, and the command that runs the pipeline with them."""
-    from ttrain.errors import TTrainError
-    from ttrain.store.layout import home
     from ttrain.sweep import records, summary
     from ttrain.sweep.study import Study
 

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson, old_spelling, server_settings
+from ttrain.core.files import PRIVATE_FILE, write_bytes
+from ttrain.core.redact import without_user
 from ttrain.core.signals import heeded_signals
-from ttrain.core.terminal import console, escaped, print_json, table
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
 from ttrain.core.text import counted
+from ttrain.errors import UsageError
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.tracking import Addresses
@@ -47,7 +51,6 @@ def sync(
     beside its own work.
     """
     from ttrain import tracking
-    from ttrain.store.layout import home
 
     if dry_run:
         deliveries = tracking.undelivered_runs(home(), run)
@@ -82,10 +85,8 @@ def repair(as_json: AsJson = False) -> None:
     Runs, stages, parameters, metrics, curves, files and registered models come from records, manifests and logs. A
     database that is intact and complete is not changed.
     """
-    from ttrain.errors import UsageError
     from ttrain.pipeline import track_repair
     from ttrain.store import server_records
-    from ttrain.store.layout import usable_home
 
     root = usable_home()
     if server_records.live_server(root, "mlflow"):
@@ -145,9 +146,6 @@ def ui(
     Ctrl-C.
     """
     from ttrain import tracking
-    from ttrain.core.redact import without_user
-    from ttrain.core.terminal import outlast_output
-    from ttrain.store.layout import home
 
     outlast_output()
     old_spelling("ttrain up --open")
@@ -191,7 +189,6 @@ def _tracked_id(root: Path, text: str) -> str:
     """Id of the tracked run of the reference RUN, RUN:STAGE, or a registered model; for a run that was all cached, that of
     the run it equals. Raises UsageError."""
     from ttrain import tracking
-    from ttrain.errors import UsageError
     from ttrain.store import references
 
     name, stage = references.run_and_stage(text)
@@ -213,7 +210,6 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
     """The pages of the runs' experiment, else of the newest run's. Raises UsageError if nothing was tracked yet."""
     from ttrain import tracking
     from ttrain.config import Tracking
-    from ttrain.errors import UsageError
     from ttrain.store import runs
 
     experiments = (run.get("settings", {}).get("tracking", {}).get("experiment") for run in runs.newest_first(root))
@@ -226,8 +222,6 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
 
 def _refuse_another_database(root: Path, uri: str) -> None:
     from ttrain import tracking
-    from ttrain.core.redact import without_user
-    from ttrain.errors import UsageError
 
     if uri != f"sqlite:///{tracking.database_of(root)}":
         raise UsageError(
@@ -286,7 +280,6 @@ def _show_links(root: Path, links: Mapping[str, str], *, browser: bool, as_json:
 
 def redirect_page(root: Path, url: str) -> str:
     """A private file that redirects to an address with a token: a browser's arguments are visible to other users."""
-    from ttrain.core.files import PRIVATE_FILE, write_bytes
     from ttrain.store.server_records import make_folder
 
     if "?token=" not in url:

@@ -20,9 +20,11 @@ from ttrain.cli.options import (
     task_settings,
     with_option_groups,
 )
-from ttrain.core.terminal import console, print_json, table
+from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
+from ttrain.core.terminal import console, outlast_output, print_json, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.store.layout import MANIFEST, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config import Runtime
@@ -113,8 +115,6 @@ def train_task(
     as_json: AsJson = False,
 ) -> None:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
-    from ttrain.core.terminal import outlast_output
-    from ttrain.errors import UsageError
     from ttrain.pipeline.progress_display import Display
     from ttrain.train import task
 
@@ -135,10 +135,8 @@ def train_task(
 
 def run_stage(stage: str, given: SettingsOptions, options: StageOptions) -> None:
     """Run one stage alone, without Prefect; its inputs are those of the current plan."""
-    from ttrain.core.terminal import outlast_output
     from ttrain.flows import api
     from ttrain.flows.run import run_one_stage
-    from ttrain.store.layout import usable_home
 
     outlast_output()
     usable_home()
@@ -181,7 +179,6 @@ def train(
     The task's own settings are checked in its process, where it is imported. Raises UsageError for invalid ones.
     """
     from ttrain.stages import TASK
-    from ttrain.store.layout import usable_home
     from ttrain.train import task
 
     point = task.find_task(name)
@@ -211,7 +208,6 @@ def run_alone(
     An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
     shown. Raises UsageError if `out` holds something else.
     """
-    from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
     from ttrain.pipeline import launch
     from ttrain.pipeline.progress_display import DisplayObserver
     from ttrain.pipeline.stage_worker import JOB
@@ -252,7 +248,6 @@ def run_alone(
 def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
     from ttrain.pipeline.stage_worker import JOB
-    from ttrain.store.layout import MANIFEST
 
     if any((above / MANIFEST).exists() for above in (out, *out.parents)):
         raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")
