@@ -31,8 +31,8 @@ artifacts_app = typer.Typer(
 StageName = Annotated[
     str, typer.Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
 ]
-StageFilter = Annotated[str, typer.Argument(help="of this stage alone", show_default=False, autocompletion=stage_words)]
-Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest", show_default=False)]
+StageFilter = Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words)]
+Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest")]
 
 
 @artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from ttrain.store.model_files import Reference
 
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[
-    str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", show_default=False, autocompletion=model_words)
-]
+Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
 ChatModel = Annotated[
@@ -37,14 +35,13 @@ ChatModel = Annotated[
     typer.Argument(
         help=f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model",
         metavar="[MODEL]",
-        show_default=False,
         autocompletion=model_words,
     ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
 Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
-System = Annotated[str, typer.Option(help="a system prompt", show_default=False, callback=encodable)]
+System = Annotated[str, typer.Option(help="a system prompt", callback=encodable)]
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token")]
 TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
 TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
@@ -172,7 +169,7 @@ def _sample_questions(reference: Reference) -> list[str]:
 @with_option_groups
 def generate(
     prompts: Annotated[Path, typer.Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines with the answers; without it they are printed")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the lines as texts instead of answering them")] = False,
     system: System = "",

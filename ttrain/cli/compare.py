@@ -24,21 +24,18 @@ SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
-Metrics = Annotated[
-    list[str] | None, typer.Option("--metric", "-m", help="with --png: a curve; may be repeated", show_default=False)
-]
+Metrics = Annotated[list[str] | None, typer.Option("--metric", "-m", help="with --png: a curve; may be repeated")]
 PlottedStages = Annotated[
     list[str] | None,
     typer.Option(
         "--stage",
         help="with --png: only curves of this stage; may be repeated",
-        show_default=False,
         autocompletion=stage_words,
     ),
 ]
 ReportedRuns = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", show_default=False, autocompletion=run_words),
+    typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", autocompletion=run_words),
 ]
 Axis = Annotated[Literal["tokens", "step", "time"], typer.Option("--axis", help="of the curves")]
 Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
@@ -71,9 +68,7 @@ def add_pages(app: typer.Typer, panel: str) -> None:
 
 def compare(
     runs: RunReferences,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="write a page with curves to this file", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
     as_json: AsJson = False,
@@ -111,7 +106,7 @@ class ReportOptions:
 
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here", show_default=False),
+        typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here"),
     ] = None
     png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False
     metric: Metrics = None

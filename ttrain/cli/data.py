@@ -32,7 +32,7 @@ tokenizer_app = typer.Typer(
 )
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE", show_default=False)]
+Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE")]
 Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto: by the keys of the first good rows")]
 TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
 MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]

@@ -65,7 +65,7 @@ def evaluate(
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
     match: Annotated[
         Literal["auto", "exact", "numeric"] | None,
-        typer.Option(help="how answers of --generation are compared; auto: as numbers where all are", show_default=False),
+        typer.Option(help="how answers of --generation are compared; auto: as numbers where all are"),
     ] = None,
     shots: Annotated[int | None, typer.Option(min=0, max=64, help="worked examples before each item")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="items of each task, drawn by its seed")] = None,
@@ -74,7 +74,7 @@ def evaluate(
     ] = None,
     track: Annotated[bool, typer.Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory", show_default=False)
+        int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory")
     ] = None,
     as_json: AsJson = False,
     *,

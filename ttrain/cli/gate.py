@@ -31,7 +31,7 @@ gate_app = typer.Typer(
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
 
-Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", metavar="GATE", show_default=False)]
+Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", metavar="GATE")]
 
 
 @gate_app.command(
@@ -44,15 +44,12 @@ def gate_train(
         list[str],
         typer.Option(
             help="models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory",
-            show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="directory of the gate", show_default=False)],
+    out: Annotated[Path, typer.Option(help="directory of the gate")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]...", show_default=False
-        ),
+        typer.Argument(help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -113,7 +110,7 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one", show_default=False)],
+    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one")],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""

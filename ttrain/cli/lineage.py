@@ -64,7 +64,7 @@ def reproduce(
     version: ModelVersion,
     to: Annotated[
         Path | None,
-        typer.Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it", show_default=False),
+        typer.Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

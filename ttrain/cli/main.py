@@ -229,7 +229,6 @@ def up(
         typer.Argument(
             metavar="[RUN|KEY=VALUE]...",
             help="runs to open in MLflow, compared if several; servers.auth=off",
-            show_default=False,
             autocompletion=run_words,
         ),
     ] = None,

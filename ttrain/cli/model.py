@@ -76,7 +76,7 @@ def _note_new_names(context: typer.Context) -> None:
 def size(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it", show_default=False),
+        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it"),
     ] = None,
     config: Files = None,
     profile: Profiles = None,

@@ -91,7 +91,7 @@ schedule_app = typer.Typer(
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )
 
-Cron = Annotated[str | None, typer.Option("--cron", help="when: minute hour day month weekday", show_default=False)]
+Cron = Annotated[str | None, typer.Option("--cron", help="when: minute hour day month weekday")]
 
 Timezone = Annotated[str | None, typer.Option("--timezone", help="of the cron, such as Europe/Berlin; else this machine's")]
 

@@ -72,11 +72,11 @@ def old_spelling(new: str) -> None:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", show_default=False, autocompletion=setting_words),
+    typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
 ]
 ServerOverrides = Annotated[
     list[str] | None,
-    typer.Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]...", show_default=False),
+    typer.Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
 ]
 Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
 Profiles = Annotated[
@@ -89,7 +89,6 @@ RunName = Annotated[
         "--run",
         metavar="RUN",
         help="the run whose stages are used; default: the newest finished one",
-        show_default=False,
         autocompletion=run_words,
     ),
 ]
@@ -120,20 +119,16 @@ OnlyStages = Annotated[
 ]
 FromStage = Annotated[
     str | None,
-    typer.Option(
-        "--from", metavar="STAGE", help="this stage and what depends on it", show_default=False, autocompletion=stage_words
-    ),
+    typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", autocompletion=stage_words),
 ]
 UntilStage = Annotated[
     str | None,
-    typer.Option(
-        "--until", metavar="STAGE", help="this stage and what it depends on", show_default=False, autocompletion=stage_words
-    ),
+    typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
 ]
 Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
 Note = Annotated[
     str | None,
-    typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it", show_default=False),
+    typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it"),
 ]
 Tags = Annotated[
     list[str] | None,
@@ -145,7 +140,6 @@ ContinueKey = Annotated[
         "--continue",
         metavar="KEY",
         help="resume the unfinished work of this key, begun with other code or another learning rate",
-        show_default=False,
     ),
 ]
 

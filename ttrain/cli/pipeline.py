@@ -86,7 +86,6 @@ def pipeline_rerun(
             "--run",
             metavar="RUN",
             help="use the settings of this run (its name, or a part of it)",
-            show_default=False,
             autocompletion=run_words,
         ),
     ] = "",
@@ -178,7 +177,7 @@ def pipeline_status(
 )
 def pipeline_logs(
     run: Annotated[str, typer.Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, typer.Argument(help="of this stage alone", show_default=False, autocompletion=stage_words)] = "",
+    stage: Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words)] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""

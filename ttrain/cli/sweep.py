@@ -44,7 +44,6 @@ Ranges = Annotated[
     typer.Argument(
         help="settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
         metavar="[KEY=VALUE]...",
-        show_default=False,
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]

@@ -135,7 +135,7 @@ POLL_SECONDS = 1.0
 
 
 def ui(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP, show_default=False)] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP)] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="print the addresses without opening them")] = False,
     port: Annotated[int, typer.Option(help="of the MLflow server, if none is running yet")] = 5000,
     as_json: AsJson = False,

@@ -102,12 +102,10 @@ def _stages_app() -> typer.Typer:
     "ttrain train mytask:MyTask hidden=128 optim.lr=5e-4 --allow optim.lr --out mine",
 )
 def train_task(
-    name: Annotated[str | None, typer.Argument(help=TASK_HELP, show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help=TASK_HELP)] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]...", show_default=False
-        ),
+        typer.Argument(help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     config: Files = None,
     out: Annotated[Path | None, typer.Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
