@@ -377,7 +377,7 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
 def _tracked(reference: Reference, store: ArtifactStore) -> tuple[str, str]:
     """(id of the tracked run that made the model, its experiment). Raises UsageError if there is none."""
 
-    name = reference.artifact.manifest.get("provenance", {}).get("run") if reference.artifact else None
+    name = reference.artifact.provenance.get("run") if reference.artifact else None
     record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}
     run_id = (record.get("tracking") or {}).get("run_id")
     if not run_id:

@@ -156,7 +156,7 @@ def _training_facts(link: Link) -> str:
     result = link.manifest.get("result", {})
     if "ranks" not in result:
         return ""
-    runtime = link.manifest.get("provenance", {}).get("runtime", {})
+    runtime = link.provenance.get("runtime", {})
     facts = [f"in {result.get('precision')} on {result.get('device')}", f"ranks {result['ranks']}"]
     facts += [f"threads {result['threads']}"] if "threads" in result else []
     facts += [f"{name} {runtime[name]}" for name in ("rows_per_device", "compile", "reduction") if name in runtime]

@@ -93,7 +93,7 @@ class _Walk:
 
     def _link_from_manifest(self, artifact: Artifact, known_from: str) -> Link:
         """Build a link from a manifest; only one of an earlier ttrain needs the run records."""
-        says_its_run = artifact.manifest.get("provenance", {}).get("run")
+        says_its_run = artifact.provenance.get("run")
         return link_of(artifact, known_from, {} if says_its_run else self._runs)
 
     @cached_property
@@ -163,7 +163,7 @@ def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artif
 
 def _settings_of(artifact: Artifact) -> Mapping[str, Any] | None:
     """All settings of the run that made the artifact, if its manifest has them."""
-    settings: Mapping[str, Any] | None = artifact.manifest.get("provenance", {}).get("settings")
+    settings: Mapping[str, Any] | None = artifact.provenance.get("settings")
     return settings
 
 
@@ -240,6 +240,12 @@ class Link:
     notes: tuple[str, ...] = ()  # adopted, continued under other code, extended
     manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """What its manifest records of its making; empty if that cannot be found."""
+        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
+        return provenance
+
     def to_json(self) -> dict[str, Any]:
         """The form that `lineage --json` prints."""
         names = ("stage", "key", "content", "known_from", "run", "run_id", "code", "commit", "seed", "notes")
@@ -250,15 +256,15 @@ class Link:
             "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in self.inputs.items()},
             "data": [entry.to_json() for entry in self.data],
             "libraries": dict(self.libraries),
-            "runtime": self.manifest.get("provenance", {}).get("runtime"),
-            "machine": self.manifest.get("provenance", {}).get("machine"),
+            "runtime": self.provenance.get("runtime"),
+            "machine": self.provenance.get("machine"),
         }
 
 
 def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> Link:
     """Build a link from an artifact's manifest. `made_by`: the run of each key, for manifests without a run."""
     manifest = artifact.manifest
-    ingredients, provenance = manifest["ingredients"], manifest.get("provenance", {})
+    ingredients, provenance = manifest["ingredients"], artifact.provenance
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
     return Link(
         stage=artifact.stage,

@@ -182,7 +182,7 @@ def _run_of(reference: Reference) -> str | None:
     """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
     if reference.artifact is None:
         return None
-    made_by = reference.artifact.manifest.get("provenance", {}).get("run")
+    made_by = reference.artifact.provenance.get("run")
     run = reference.run["run"] if reference.run else made_by
     return f"{run}:{reference.artifact.stage}" if run else None
 
@@ -191,7 +191,7 @@ def _pipeline_of(reference: Reference) -> str | None:
     """The setting `name` of the run, or of the run that made the artifact."""
     if reference.run:
         return str(reference.run["settings"].get("name") or "") or None
-    made_with = reference.artifact.manifest.get("provenance", {}).get("settings") if reference.artifact else None
+    made_with = reference.artifact.provenance.get("settings") if reference.artifact else None
     return str(made_with["name"]) if made_with and made_with.get("name") else None
 
 

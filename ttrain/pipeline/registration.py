@@ -103,7 +103,7 @@ def _exported(artifact: Artifact, directory: str, name: str) -> Exported:
 def tags_of(artifact: Artifact) -> dict[str, str]:
     """Tags of a registered version: its artifact and provenance."""
     manifest = artifact.manifest
-    provenance, seed = manifest.get("provenance", {}), seed_of(artifact.stage, manifest["ingredients"].get("settings", {}))
+    provenance, seed = artifact.provenance, seed_of(artifact.stage, manifest["ingredients"].get("settings", {}))
     optional_tags = {"ttrain.seed": seed, "ttrain.commit": provenance.get("commit"), "ttrain.run": provenance.get("run")}
     return {
         "ttrain.stage": artifact.stage,
@@ -219,7 +219,7 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
             took = f"{result.get('steps', 0):,} steps, {result.get('tokens', 0):,} tokens, {hardware}"
             loss = result.get("validation_loss")
             yield f"training, {artifact.stage}", took + (f", validation loss {loss:.4f}" if loss is not None else "")
-    provenance, settings = model.manifest.get("provenance", {}), model.manifest["ingredients"].get("settings", {})
+    provenance, settings = model.provenance, model.manifest["ingredients"].get("settings", {})
     origin = {"run": provenance.get("run"), "key": model.key[:SHORT], "commit": (provenance.get("commit") or "")[:SHORT]}
     origin["seed"] = seed_of(model.stage, settings)
     yield "made", ", ".join(f"{name} `{value}`" for name, value in origin.items() if value not in (None, ""))

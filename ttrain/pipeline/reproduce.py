@@ -196,7 +196,7 @@ def _recipe(link: Link, home: Path) -> RebuildRecipe:
             f"stage {link.stage or 'unknown'} {link.key[:SHOWN]} cannot be made again: its manifest is neither in the store "
             f"{home / 'store'} nor in MLflow, so its settings are not known"
         )
-    record = link.manifest.get("provenance", {})
+    record = link.provenance
     tree = record.get("settings") or _recorded_settings(link, home)
     if tree is None:
         raise ArtifactError(
@@ -219,7 +219,7 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
     Sources with weights stay as they were written, since a weight belongs to a source and not to its files; and so do URLs
     with secrets, which the record of the files does not have.
     """
-    locations, dataset = link.manifest.get("provenance", {}).get("files", {}), STAGES[link.stage].dataset
+    locations, dataset = link.provenance.get("files", {}), STAGES[link.stage].dataset
     if dataset is None:
         return {}
     name = dataset_read(dataset, data.get("tokenizer"))
@@ -246,7 +246,7 @@ def _built(run: Mapping[str, Any], key: str) -> bool:
 
 def _runtime(link: Link) -> tuple[Runtime, list[str]]:
     """The recorded runtime: ranks, threads, micro-batches, kernels. Ranks of several machines become ranks of this one."""
-    runtime = link.manifest.get("provenance", {}).get("runtime", {})
+    runtime = link.provenance.get("runtime", {})
     recorded = {name: value for name, value in runtime.items() if name not in UNNEEDED}
     result, remarks = link.manifest["result"], []
     unknown = sorted(recorded.keys() - Runtime.model_fields.keys())
@@ -260,7 +260,7 @@ def _runtime(link: Link) -> tuple[Runtime, list[str]]:
     values = {**{name: value for name, value in recorded.items() if name not in unknown}, **ONE_MACHINE}
     values["devices"] = result.get("ranks", recorded.get("devices", 1) * nodes)
     # By default a stage uses all cores, and this machine may have another number of them.
-    cores = (link.manifest.get("provenance", {}).get("machine") or {}).get("cores")
+    cores = (link.provenance.get("machine") or {}).get("cores")
     values["threads"] = result.get("threads") or recorded.get("threads") or cores
     values["device"] = result.get("device", recorded.get("device", "auto"))
     values["sharding"] = "processes"
@@ -285,7 +285,7 @@ def _environment_remarks(link: Link) -> Iterator[str]:
         note.replace("made with", "it was made with") for note in libraries.notes(link.manifest, libraries.versions())
     )
     yield from (f"it was {note}" for note in link.notes)
-    recorded = link.manifest.get("provenance", {}).get("machine") or {}
+    recorded = link.provenance.get("machine") or {}
     machine = provenance.machine()
     yield from (
         f"{name}: {recorded[name]} → {machine.get(name)}" for name in recorded if recorded[name] != machine.get(name)

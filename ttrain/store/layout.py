@@ -61,6 +61,12 @@ class Artifact:
         result: Mapping[str, Any] = self.manifest["result"]
         return result
 
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """What is recorded of its making, and shapes no key: run, settings, versions, machine; some may be missing."""
+        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
+        return provenance
+
     def part(self, names: tuple[str, ...]) -> str:
         """Digest of the named files and directories; of all that are not private, where none is named."""
         files = self.manifest["files"]

@@ -162,7 +162,7 @@ def _data(
 def files_of(artifact: Artifact, role: str) -> list[dict[str, Any]]:
     """Name, sha256, weight and location of the user's own files that an artifact was made from, of one role."""
     files = artifact.manifest["ingredients"].get("files", {}).get(role, [])
-    locations = artifact.manifest.get("provenance", {}).get("files", {}).get(role, [])
+    locations = artifact.provenance.get("files", {}).get(role, [])
     if len(locations) != len(files):
         return [dict(file) for file in files]
     return [{**file, "location": location} for file, location in zip(files, locations, strict=True)]

@@ -184,11 +184,11 @@ def _description(artifact: Artifact, flavor: Mapping[str, Any]) -> dict[str, Any
 
 
 def _python(artifact: Artifact) -> str:
-    return str(artifact.manifest.get("provenance", {}).get("python") or "3.11")
+    return str(artifact.provenance.get("python") or "3.11")
 
 
 def _requirements(artifact: Artifact) -> list[str]:
     """Required libraries with the versions that made the artifact, without local build suffixes ("+cpu")."""
-    made_with = artifact.manifest.get("provenance", {}).get("libraries", {})
+    made_with = artifact.provenance.get("libraries", {})
     pinned = [f"{name}=={made_with[name].partition('+')[0]}" for name in REQUIRED_LIBRARIES if name in made_with]
     return [f"mlflow=={metadata.version('mlflow')}", *pinned]

@@ -150,7 +150,7 @@ def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
     """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
     stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
     artifact = ArtifactStore(home).find(stage, key) if stage and key else None
-    made_by = artifact.manifest.get("provenance", {}).get("run") if artifact else None
+    made_by = artifact.provenance.get("run") if artifact else None
     return artifact if name and made_by == name else None
 
 
