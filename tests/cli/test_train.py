@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.pipeline_home import write_corpus
+from support.waiting import wait_until
 
 from ttrain.cli.main import main
 from ttrain.config import Settings
@@ -105,35 +105,50 @@ def in_this_process(stage: Stage, settings: Settings, work: Path, log_path: Path
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_task_is_stopped_saved_continued_and_finished(
-    run: Run, plugged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1"]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    curve, deadline = Path("out", "run", "metrics.jsonl"), time.monotonic() + 60
-    while time.monotonic() < deadline and not (curve.exists() and len(curve.read_text().splitlines()) > 5):
-        time.sleep(0.05)
+STEPS = 10  # of one epoch
+WORDS = ("train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1")
+CURVE = Path("out", "run", "metrics.jsonl")
+
+
+def steps_with_a_loss() -> list[int]:
+    lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
+    return [line["step"] for line in lines if "loss" in line["metrics"]]
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("plugged", "elsewhere")
+def test_a_task_that_is_told_to_stop_is_saved_and_continued(run: Run) -> None:
+    """In processes of its own, as a user runs it."""
+    process = subprocess.Popen([*COMMAND, *WORDS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: process.poll() is not None or (CURVE.exists() and CURVE.read_text().count("\n") > 5), 60)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 143, said
     assert "stopped after step" in said and "the same command continues it" in said
     assert not Path("out", "model.safetensors").exists()
+    done = run(*WORDS, "--json")
+    assert 5 < done.json["resumed_from_step"] < done.json["steps"] == 100 and not done.json["was_finished"]
+    assert steps_with_a_loss() == list(range(1, 101))
+    assert "a line of the user's own" in Path("out", "run", "log.txt").read_text()
 
+
+def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
+    run: Run, plugged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "run", in_this_process)
+    words = [*WORDS, "epochs=1"]
     done = run(*words, "--json")
     assert done.code == 0, done.err
-    assert 5 < done.json["resumed_from_step"] < done.json["steps"] == 100 and not done.json["was_finished"]
-    lines = [json.loads(line) for line in curve.read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line["metrics"]] == list(range(1, 101))
+    assert done.json["steps"] == STEPS and not done.json["was_finished"]
+    assert steps_with_a_loss() == list(range(1, STEPS + 1))
     assert "0.weight" in load_file("out/model.safetensors") and list(Path("out", "checkpoints").glob("step-*"))
-    assert "a line of the user's own" in Path("out", "run", "log.txt").read_text()
 
     refused = run(*words, "-c", str(_yaml(tmp_path, "hidden: 8\noptim: {lr: 0.001}\n")))
     assert refused.code == 2
     assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
 
     again = run(*words)
-    assert again.code == 0 and "it was already finished at step 100; nothing was trained" in again.out
+    assert again.code == 0 and f"it was already finished at step {STEPS}; nothing was trained" in again.out
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
 
 
@@ -142,7 +157,7 @@ def test_a_task_is_stopped_saved_continued_and_finished(
 def test_a_task_whose_terminal_is_closed_is_saved() -> None:
     screen, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1"],
+        [*COMMAND, *WORDS],
         stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip

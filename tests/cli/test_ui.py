@@ -18,11 +18,14 @@ from urllib.parse import urldefrag, urlsplit
 
 import pytest
 from support.browser import Browser, executable
+from support.served import write_double
 from support.waiting import stopwatch
 
 from ttrain import tracking
 from ttrain.cli import tracking as ui
 from ttrain.cli.main import main
+from ttrain.flows import servers
+from ttrain.store import server_records
 from ttrain.store.runs import RunRecord, record_cached
 from ttrain.tracking import MlflowStore, TrackedRun, mlflow_views, open_store
 
@@ -95,6 +98,18 @@ def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, Any]]:
     assert process.wait(60) == 0
     with socket.socket() as probe, pytest.raises(OSError):
         probe.connect((urlsplit(said["url"]).hostname, urlsplit(said["url"]).port))
+
+
+@pytest.fixture(scope="module")
+def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
+    """The home of `two`, whose server is a double: `ttrain ui` only has to find it."""
+    home, _ = two
+    with pytest.MonkeyPatch.context() as patch:
+        write_double(home)
+        patch.setattr(servers, "mlflow_command", lambda home, port: (["double", str(port)], {}))
+        servers.start(home, {"mlflow": servers.free_port(20_000)})
+        yield home
+        servers.down(home)
 
 
 def test_the_table_has_the_figures_that_differ_then_the_settings(two: tuple[Path, dict[str, str]]) -> None:
@@ -209,7 +224,8 @@ def test_the_largest_view_fits_into_a_tag() -> None:
     assert len(mlflow_views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
 
 
-def test_ui_names_the_pages_of_its_runs(served: dict[str, Any], two: tuple[Path, dict[str, str]]) -> None:
+@pytest.mark.soak
+def test_ui_starts_a_server_that_shows_its_runs(served: dict[str, Any], two: tuple[Path, dict[str, str]]) -> None:
     _, runs = two
     assert served["until_stopped"] and served["experiment"] == "ttrain"
     assert all(run_id in served["url"] for run_id in runs.values()) and "#/compare-runs?" in served["url"]
@@ -222,10 +238,10 @@ def test_ui_names_the_pages_of_its_runs(served: dict[str, Any], two: tuple[Path,
 
 
 def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
-    served: dict[str, Any], two: tuple[Path, dict[str, str]]
+    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home, _ = two
-    there = ui.redirect_page(home, served["url"])
+    home, page = running, pages_of(running, "latest", monkeypatch, capsys)["url"]
+    there = ui.redirect_page(home, page)
     token = (home / "servers" / "token").read_text().strip()
     path = home / "servers" / "open.html"
     assert there == path.as_uri() and token not in there and token in path.read_text()
@@ -233,37 +249,34 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 
-def test_ui_takes_the_server_that_runs(
-    served: dict[str, Any],
-    two: tuple[Path, dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    home, runs = two
+def pages_of(home: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     monkeypatch.setenv("TTRAIN_HOME", str(home))
-    main_ends(["ui", "latest", "--no-browser", "--json"], None)
-    said = json.loads(capsys.readouterr().out)
-    newest = list(runs.values())[-1]
-    assert not said["until_stopped"] and said["table"] == served["table"]
+    main_ends(["ui", run, "--no-browser", "--json"], None)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_ui_takes_the_server_that_runs(
+    running: Path, two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = pages_of(running, "latest", monkeypatch, capsys)
+    server = server_records.live_server(running, "mlflow")
+    newest = list(two[1].values())[-1]
+    assert not said["until_stopped"] and server and f":{server.port}/?token=" in said["table"]
     assert urlsplit(said["url"]).fragment.startswith(f"/experiments/1/runs/{newest}?")
 
 
 def test_ui_of_a_cached_run_is_that_of_the_run_it_equals(
-    served: dict[str, Any],
-    two: tuple[Path, dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    running: Path, two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home, runs = two
-    monkeypatch.setenv("TTRAIN_HOME", str(home))
-    older = next(iter(runs))
-    record_cached(home, "again", [], {}, {}, older)
+    older = next(iter(two[1]))
+    record_cached(running, "again", [], {}, {}, older)
     try:
-        main_ends(["ui", "again", "--no-browser", "--json"], None)
+        url = pages_of(running, "again", monkeypatch, capsys)["url"]
     finally:
-        [path] = (home / "runs").glob("again-*.json")
+        [path] = (running / "runs").glob("again-*.json")
         path.unlink()
-    assert f"/runs/{runs[older]}?" in json.loads(capsys.readouterr().out)["url"]
+    assert f"/runs/{two[1][older]}?" in url
 
 
 def main_ends(arguments: list[str], code: int | None) -> None:
@@ -281,8 +294,8 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
     header = "[...document.querySelectorAll('[role=columnheader][col-id*=\"`\"]')].map(one => one.getAttribute('col-id'))"
     with Browser() as browser:
         browser.open(served["table"])
-        browser.wait_for("document.querySelectorAll('[col-id=\"metrics.`eval/chat_loss_sft`\"]').length > 1")
-        assert browser.evaluate(header)[1:3] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"]
+        columns = ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"]
+        browser.wait_for(f"JSON.stringify({header}.slice(1, 3)) === {json.dumps(json.dumps(columns))}.replaceAll(', ', ',')")
         cells = (
             "[...document.querySelectorAll('[role=gridcell][col-id=\"params.`sft.optim.lr`\"]')].map(one => one.innerText)"
         )

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from support.browser import Browser, executable
 from support.paths import ROOT
-from support.served import processes_of
+from support.served import processes_of, write_double
 from support.waiting import wait_until
 
 from ttrain import tracking
@@ -47,16 +47,6 @@ greet()
 print(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"], flush=True)
 time.sleep(60)
 """
-# A double of a server: answers everything with 200
-DOUBLE = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +66,7 @@ def real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def faked_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home whose servers are doubles."""
-    (tmp_path / "servers").mkdir()
-    (tmp_path / "servers" / "double.py").write_text(DOUBLE)
+    write_double(tmp_path)
     for name in ("prefect_command", "mlflow_command"):
         monkeypatch.setattr(servers, name, lambda home, port: (["double", str(port)], {}))
     yield tmp_path

@@ -20,6 +20,25 @@ from support.waiting import wait_until
 
 from ttrain.store import server_records
 
+# A double of a server: answers everything with 200
+DOUBLE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def write_double(home: Path) -> Path:
+    """The module that a server of this home runs where its command is ["double", port]."""
+    path = home / "servers" / "double.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(DOUBLE)
+    return path
+
 
 class Served:
     """`ttrain pipeline serve` in a process of its own, whose output is read as it comes."""
