@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import ARCHITECTURES, IDS, advised, builds, config_of, model_of, verdict
 from support.doubles import VOCAB, tiny_model
+from support.tiny_adapters import save_base
 
 from ttrain.config import Model
 from ttrain.errors import ArtifactError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
-from ttrain.train.checkpoint import copy_tensors
 
 TINYSEEK: dict[str, Any] = {
     "kind": "tinyseek", "moe": {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8},
@@ -169,22 +169,16 @@ def test_init_std_is_that_of_the_weights() -> None:
 # --- files --------------------------------------------------------------------------------------------------------------
 
 
-def save(model: Any, directory: Path) -> Path:
-    directory.mkdir()
-    for name, data in factory.files(model).items():
-        (directory / name).write_bytes(data)
-    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 def test_every_architecture_opens_again(tmp_path: Path) -> None:
     """Checkpoints of all of them in a process without ttrain: tests/doctor/test_doctor_models."""
-    for options in (*ARCHITECTURES, TINYSEEK):
+    own_heads = {"kind": "qwen3", "kv_heads": 1, "tie_embeddings": False}
+    for options in (*ARCHITECTURES, TINYSEEK, own_heads):
         model, name = model_of(options), options["kind"]
-        loaded = factory.load(save(model, tmp_path / name)).eval()
+        loaded = factory.load(save_base(model, tmp_path / name)).eval()
         with torch.no_grad():
             ids = torch.arange(9, 25)[None]
             assert torch.equal(model(ids).logits, loaded(ids).logits), name
+        assert loaded.generation_config.eos_token_id == [3, 8]
 
 
 def test_a_model_in_several_files_of_weights_loads_and_every_wrong_tensor_is_listed(tmp_path: Path) -> None:
