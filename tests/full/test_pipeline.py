@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,17 +129,11 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
 
 
 def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
+    """What it loads: tests/cli/test_cached."""
     before = finished.rows("mlflow", "select count(*) from runs")
     first = next(run for run in finished.runs() if run["outcome"] == "completed")
-    arguments = ["pipeline", "run", "full", *finished.settings]
-    script = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ttrain.cli.main import main\n" + (
-        "try: main()\nexcept SystemExit as end: assert not end.code\n"
-        "print('loaded:', sorted({'torch', 'prefect', 'mlflow', 'transformers', 'pyarrow'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-P", "-c", script]
-    done = subprocess.run(command, env=finished.environment, cwd=finished.data, capture_output=True, text=True, timeout=60)
-    assert "everything is cached" in done.stdout and first["run"] in done.stdout, done.stdout + done.stderr
-    assert "loaded: []" in done.stdout
+    said = finished.here("pipeline", "run", "full")
+    assert "everything is cached" in said and first["run"] in said
     assert finished.rows("mlflow", "select count(*) from runs") == before
     assert finished.runs()[0]["outcome"] == "cached" and finished.runs()[0]["metrics"] == first["metrics"]
 
@@ -247,8 +239,8 @@ def test_a_user_s_mistake_is_told_without_a_traceback(finished: Any) -> None:
         assert words in said and "Traceback" not in said
     refused = {**finished.environment, "PREFECT_API_URL": "http://127.0.0.1:9/api", "TTRAIN_HOME": "/proc/nope"}
     for name, words in (("PREFECT_API_URL", "no Prefect server answers there"), ("TTRAIN_HOME", "cannot be written")):
-        command = finished.command("pipeline", "run", "full", "sft.optim.lr=0.5")
-        environment = {**finished.environment, name: refused[name]}
-        done = subprocess.run(command, env=environment, cwd=finished.data, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+        cli = Cli(finished.home, finished.data)
+        cli.environment[name] = refused[name]
+        said = cli.here("pipeline", "run", "full", "sft.optim.lr=0.5", code=2)
+        assert words in said and "Traceback" not in said
     assert json.loads(finished.in_process("config", "schema", settings=False))["title"] == "Settings"

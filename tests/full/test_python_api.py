@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,8 +107,9 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
 def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
     (tmp_path / "domain.jsonl").write_text('{"messages": 1}\n' * 10, encoding="utf-8")
     settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl")})
+    shutil.copytree(finished.home / "store", tmp_path / "home" / "store")
     with pytest.raises(ttrain.TTrainError, match=r"domain\.jsonl"):
-        ttrain.run("full", settings, home=tmp_path / "home", only=["tokenizer", "shards-lora"])
+        ttrain.run("full", settings, home=tmp_path / "home", only=["shards-lora"])
     assert ttrain.runs(home=tmp_path / "home")[0].outcome == "failed"
     for wrong in ({"engine": "airflow"}, {"pipeline": "nightly"}):
         with pytest.raises(ttrain.TTrainError, match=r"engine|nightly"):

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"kind": "mistral", "fields": {"sliding_window": 8}},
 }
 PROMPTS = [[2, 40, 41], [2, 17, 200, 33, 90, 12, 61], [2], [2, 99, 98, 97, 96, 95, 94, 93, 92, 91, 90, 89, 88]]
-LONG = Sampling(max_tokens=24)
+LONG = Sampling(max_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(shape: str, tmp_path: Path) -> None:
     one = speaker(write_model(tmp_path, **SHAPES[shape]))
-    expected = [greedy(one.model, prompt, 24) for prompt in PROMPTS]
+    expected = [greedy(one.model, prompt, 16) for prompt in PROMPTS]
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     one = ending_with(one)
     assert [generate(one, [prompt], LONG)[0].ids for prompt in PROMPTS] == expected
@@ -50,7 +50,7 @@ def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(sh
 
 def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory: Path) -> None:
     one = speaker(directory)
-    free = greedy(one.model, PROMPTS[0], 24)
+    free = greedy(one.model, PROMPTS[0], 16)
     stop = next(token for at, token in enumerate(free) if at > 5 and token not in free[:at])
     heard: list[int] = []
     (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=heard.extend)
@@ -182,15 +182,15 @@ def test_the_second_head_changes_no_token(shape: str, temperature: float, tmp_pa
     one = speaker(tmp_path)
     save_file(fitted_head(one, PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
     one = ending_with(speaker(tmp_path))
-    settings = Sampling(max_tokens=60, temperature=temperature, top_p=0.9, repetition_penalty=1.1 if temperature else 1.0)
+    settings = Sampling(max_tokens=24, temperature=temperature, top_p=0.9, repetition_penalty=1.1 if temperature else 1.0)
     for prompt in PROMPTS[:2]:
         heard: list[int] = []
         (plain,) = generate(one, [prompt], settings)
         (said,) = generate(one, [prompt], settings, draft=True, on_tokens=heard.extend)
         assert said.ids == plain.ids == heard
-        assert len(said.ids) == 60
+        assert len(said.ids) == 24
         assert said.drafts is not None
-        assert said.drafts.passes + said.drafts.accepted in (60, 61)  # the last guess may be one too many
+        assert said.drafts.passes + said.drafts.accepted in (24, 25)  # the last guess may be one too many
         assert said.drafts.drafted == said.drafts.passes - 1
         if prompt == PROMPTS[1] and not temperature:
             assert said.drafts.accepted >= 6  # it knows the first fourteen states, of which it is asked at every second
