@@ -68,6 +68,9 @@ class Runtime(Section):
     )
     deterministic: bool = Field(True, description="the same run gives the same bits; false: the fastest kernels")
     compile: bool = Field(False, description="torch.compile; pays for long runs only")
+    attention: Literal["auto", "records", "masked"] = Field(
+        "auto", description="records: no score between records is computed; masked: torch's, with a mask; auto: records"
+    )
     loss_chunk_tokens: int | None = Field(
         None, ge=0, description="tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch"
     )

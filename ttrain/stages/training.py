@@ -34,6 +34,7 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
         config,
         model,
         chunk_tokens=runtime.loss_chunk_tokens,
+        attention=runtime.attention,
         gradient_checkpointing=runtime.gradient_checkpointing,
     )
 

@@ -1,5 +1,7 @@
 """Causal attention within the records of packed rows: masks for torch's attention, and the attention of CPUs.
 
+`varlen` has the attention of CUDA.
+
 On a CPU records of about the same length are stacked and computed by batched products: no score between two records is
 computed, and no mask is read. 16 rows of 256 tokens with 96 documents: 9 ms a layer where torch's kernel takes 33.
 
@@ -15,6 +17,8 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+
+from ttrain.train.varlen import span_attention
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
@@ -177,8 +181,13 @@ def record_arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
     """
     if torch.compiler.is_compiling() or segments_BT.device.type != "cpu":
         return {}
-    if sees_windows(model.config, segments_BT.shape[1]):
-        return {}
+    return {"groups": RecordGroups(segments_BT)} if takes_records(model, segments_BT.shape[1]) else {}
+
+
+def takes_records(model: Any, length: int) -> bool:
+    """Whether a model computes rows of this length record by record where it is given them; prepares it for that."""
+    if sees_windows(model.config, length):
+        return False
     if model.config._attn_implementation == "sdpa":
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
@@ -186,7 +195,7 @@ def record_arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
         AttentionInterface.register(NAME, record_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
-    return {"groups": RecordGroups(segments_BT)} if model.config._attn_implementation == NAME else {}
+    return bool(model.config._attn_implementation == NAME)
 
 
 def record_attention(
@@ -198,12 +207,12 @@ def record_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     groups: RecordGroups | None = None,
+    spans: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it; returns [B, T, H, K]."""
-    kind = query_BHTK.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTK.dtype
-    if groups is None or dropout or dtype == torch.float16:
+    """Attention as transformers calls it; returns [B, T, H, K]. `spans` of `varlen.record_spans`: on CUDA."""
+    dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
+    if spans is None and (groups is None or dropout or dtype == torch.float16):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         states = (query_BHTK, key_BGTK, value_BGTK)
@@ -211,8 +220,15 @@ def record_attention(
         return output, None
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (states.transpose(1, 2) for states in (query_BHTK, key_BGTK, value_BGTK))
+    if spans is not None:
+        return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
     output = RecordAttention.apply(query, key, value, groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's
     return output, None
+
+
+def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The number format of products on a device: that of autocast, where it is on, else `dtype`."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 class RecordAttention(torch.autograd.Function):

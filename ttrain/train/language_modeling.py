@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ttrain.config import Training
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
-from ttrain.train import attention, moe, optim, schedules
+from ttrain.train import attention, moe, optim, schedules, varlen
 from ttrain.train.attention import segment_mask
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import labels_after_next, linear_token_loss_sum, token_loss_sum
@@ -38,7 +38,7 @@ log = logging.getLogger("ttrain")
 class LanguageModeling(TrainingTask):
     """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model.
 
-    `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
+    `chunk_tokens` and `attention`: as in `NextTokenLoss.configure`.
     `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174); the gradients are the same to the last bit.
     """
@@ -49,16 +49,17 @@ class LanguageModeling(TrainingTask):
         model: nn.Module,
         *,
         chunk_tokens: int | None = None,
+        attention: str = "auto",
         gradient_checkpointing: bool = False,
     ) -> None:
         self.config = config
-        self._model = NextTokenLoss(model, self.build_criterion(), chunk_tokens)
+        self._model = NextTokenLoss(model, self.build_criterion(), chunk_tokens, attention)
         if gradient_checkpointing:
             check_checkpointing(model)
             causal: Any = self._model.causal
             causal.activation_checkpointing_enable({"use_reentrant": False})
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> NextTokenLoss:
         return self._model
 
     def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
@@ -71,13 +72,14 @@ class LanguageModeling(TrainingTask):
         return token_loss_sum
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        total, parts, sums = model(*_arrays(batch, device))
+        total, parts, sums = model(*_arrays(batch, device), spans=self._model.spans(batch, device))
         return LossSum(total, batch.live_tokens, parts, sums)
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         """The cross entropy of the next tokens alone, from which perplexity and the best checkpoint are derived."""
         with torch.no_grad():
-            total, _, _ = model(*_arrays(batch, device), next_only=True)
+            spans = self._model.spans(batch, device)
+            total, _, _ = model(*_arrays(batch, device), next_only=True, spans=spans)
         return LossSum(total, batch.live_tokens)
 
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
@@ -114,20 +116,47 @@ class NextTokenLoss(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, criterion: Callable[[Tensor, Tensor], Tensor], chunk_tokens: int | None = None
+        self,
+        model: nn.Module,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        chunk_tokens: int | None = None,
+        attention: str = "auto",
     ) -> None:
         super().__init__()
-        self.model, self._criterion, self._chunk_tokens = model, criterion, chunk_tokens
+        self.model, self._criterion = model, criterion
         head = self.get_output_embeddings()
-        plain = type(self.causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
-        self._chunked = plain and chunk_tokens != 0
-        if plain:
+        self._plain = type(self.causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        self.configure(chunk_tokens, attention)
+        if self._plain:
             fuse(self.causal)
         else:
             warn_unchunked_logits(type(self.causal).__name__)
         moe.group(self.causal)
         self._routers = Routers(self.causal)
         self._balancing = Balancing.of(self.causal, self._routers)
+
+    def configure(self, chunk_tokens: int | None, attention: str) -> None:
+        """Set how it is computed; results are equal up to the order of summation.
+
+        `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
+        `attention`: as `runtime.attention`.
+        """
+        self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
+        self._chunked = self._plain and chunk_tokens != 0
+
+    def spans(self, batch: Batch, device: torch.device) -> Tensor | None:
+        """Where the records of a batch begin, if attention is computed from that on this device, else None."""
+        config: Any = self.causal.config
+        if not (self._plain and self._by_records) or count(self.model) or device.type != varlen.DEVICE:
+            return None
+        parameter = next(self.parameters())
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dropout = (getattr(config, "attention_dropout", 0.0) or 0.0) if self.training else 0.0
+        if not varlen.is_usable(device, attention.autocast_dtype(device, parameter.dtype), width, dropout):
+            return None
+        if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
+            return None
+        return torch.from_numpy(varlen.record_spans(batch.segments_BT)).to(device, non_blocking=True)
 
     @property
     def causal(self) -> nn.Module:
@@ -147,16 +176,22 @@ class NextTokenLoss(nn.Module):
         return None if self.causal is not self.model else getattr(self.causal, "multi_token", None)
 
     def forward(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor, next_only: bool = False
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor,
+        segments_BT: Tensor,
+        labels_BT: Tensor,
+        next_only: bool = False,
+        spans: Tensor | None = None,
     ) -> LossTerms:
         """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: only the cross entropy of the first head.
+        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`.
         """
         if next_only:
-            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)[1], {}, {}
+            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, spans)[1], {}, {}
         with self._routers.watched() as choices:
-            hidden_BTD, loss = self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)
+            hidden_BTD, loss = self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, spans)
         parts = {"ce1": loss}
         sums: dict[str, Tensor] = {}
         second: Any = self.get_second_head()
@@ -177,14 +212,18 @@ class NextTokenLoss(nn.Module):
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
     def _first_head(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor
+        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor, spans: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens."""
         model: Any = self.causal
-        inputs = {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": segment_mask(segments_BT)}
-        inputs = attention.with_attention_mask(model, prepend(self.model, inputs))
+        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
+        if spans is None:
+            inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(segments_BT)})
+            inputs = attention.with_attention_mask(model, inputs)
+        else:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
+            inputs |= {"attention_mask": segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), "spans": spans}
         if self._chunked:
-            if not count(self.model):  # their keys stand before the row, which those records do not cover
+            if spans is None and self._by_records and not count(self.model):  # records do not cover the keys of a prefix
                 inputs |= attention.record_arguments(model, segments_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight

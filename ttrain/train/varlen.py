@@ -1,0 +1,135 @@
+"""Attention of packed rows on CUDA: torch's flash attention of variable lengths, which computes no score between records.
+
+A dense mask keeps flash attention out. Here the records of a batch stand one after the other, and the kernel is told where
+each begins (arXiv:2205.14135, arXiv:2307.08691). It is one operation for the compiler, so that a compiled model has it too.
+
+Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of a head, N records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+DEVICE = "cuda"
+FLASH_CAPABILITY = (8, 0)  # the first compute capability that flash attention supports
+LONGEST_HEAD = 256  # its widest head
+HALF = (torch.bfloat16, torch.float16)
+
+
+def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Where each record begins among the B * T tokens, and their end: [N + 1], as the kernel wants it.
+
+    Padding of a row is a record. Empty records at the end make N a power of two, so that a compiled model meets few shapes.
+    """
+    B, T = segments_BT.shape
+    begins_BT = np.ones((B, T), bool)
+    np.not_equal(segments_BT[:, 1:], segments_BT[:, :-1], out=begins_BT[:, 1:])
+    starts = np.flatnonzero(begins_BT)
+    spans = np.full((1 << (len(starts) - 1).bit_length()) + 1, B * T, np.int32)
+    spans[: len(starts)] = starts
+    return spans
+
+
+def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout: float) -> bool:
+    """Whether the kernel runs on this device, in this number format, for heads so wide, and without dropout."""
+    if device.type != DEVICE or dtype not in HALF or head_width > LONGEST_HEAD or head_width % 8 or dropout:
+        return False
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+def span_attention(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Causal attention within the records of `spans`, on their device; returns [B, T, H, K]."""
+    B, T, H, K = query_BTHK.shape
+    states = (state.reshape(B * T, -1, K) for state in (query_BTHK, key_BTGK, value_BTGK))
+    output: Tensor = _attention(*states, spans, T, scale)[0]
+    return output.view(B, T, H, K)
+
+
+@torch.library.custom_op("ttrain::span_attention", mutates_args=())
+def _attention(
+    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output, logarithms of the sums of the weights [H, M])."""
+    return forward_kernel(q_MHK, k_MGK, v_MGK, spans, longest, scale)
+
+
+@_attention.register_fake
+def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q_MHK), q_MHK.new_empty((q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("ttrain::span_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
+    longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with strictly_deterministic():
+        return backward_kernel(grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, longest, scale)
+
+
+@_attention_backward.register_fake
+def _(
+    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
+    longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q_MHK), torch.empty_like(k_MGK), torch.empty_like(v_MGK)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.longest, ctx.scale = inputs
+    q_MHK, k_MGK, v_MGK, spans = tensors
+    ctx.save_for_backward(q_MHK, k_MGK, v_MGK, *output, spans)
+
+
+def _differentiate(ctx: Any, grad_MHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attention_backward(grad_MHK, *ctx.saved_tensors, ctx.longest, ctx.scale), None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@contextlib.contextmanager
+def strictly_deterministic() -> Iterator[None]:
+    """In deterministic mode, let no kernel only warn: flash attention then sums its gradients in a fixed order."""
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (torch.are_deterministic_algorithms_enabled() and warns_only):
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def forward_kernel(
+    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `torch.nn.attention.varlen`, which alone gives what its backward pass needs."""
+    import torch.nn.attention.varlen  # registers the operations
+
+    output, sums_HM, _ = torch.ops.torch_attn._varlen_attn(
+        q_MHK, k_MGK, v_MGK, spans, spans, longest, longest, True, scale, [-1, 0], True
+    )
+    return output, sums_HM
+
+
+def backward_kernel(
+    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
+    longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    import torch.nn.attention.varlen  # registers the operations
+
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)  # of dropout, which there is none of
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, longest, longest, True, random_state, scale, [-1, 0]
+    )
+    return gradients
