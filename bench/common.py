@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ttrain.core.machine import processor
 
 MEGABYTE = 1_000_000
 VOCAB_SIZE = 6400
@@ -45,15 +46,6 @@ class Cost:
 
 Side = Callable[[], Cost]
 Costs = dict[str, list[Cost]]
-
-
-def processor() -> str:
-    """Model, cores, and whether the CPU has the instructions on which the figures depend most."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    flags = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
-    instructions = [name if f" {flag}" in text else f"no {name}" for name, flag in flags.items()]
-    return ", ".join([(models or [platform.processor()])[0], f"{os.cpu_count()} cores", *instructions])
 
 
 class Table:

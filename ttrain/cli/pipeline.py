@@ -117,7 +117,9 @@ def pipeline_plan(
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain.config import flatten, rules
+    from ttrain.core.machine import processor
     from ttrain.flows import api
+    from ttrain.store import tunings
 
     to_plan, loaded = options.to_plan(), given.load()
     if pipeline == nightly.NIGHTLY:
@@ -129,13 +131,17 @@ def pipeline_plan(
     automatic = (
         rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
     )
+    tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
-        print_json({**planned.to_json(), **needs, "auto": {key: asdict(rule) for key, rule in automatic.items()}})
+        auto = {key: asdict(rule) for key, rule in automatic.items()}
+        print_json({**planned.to_json(), **needs, "auto": auto, "tuned": [asdict(tuning) for tuning in tuned]})
         return
     screen = console()
     table(("stage", "state", "key", "why"), planned.rows())
     for key, rule in automatic.items():
         screen.print(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}", highlight=False, markup=False)
+    for tuning in tuned:
+        screen.print(f"tuned on this machine: {tuning}", highlight=False, markup=False)
     for name, size in needs.get("memory_bytes", {}).items():
         screen.print(f"{name}: {format_size(size)}, plus activations", highlight=False)
     _print_left_out(planned)

@@ -67,9 +67,16 @@ class Runtime(Section):
         "fast", description="tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
     )
     deterministic: bool = Field(True, description="the same run gives the same bits; false: the fastest kernels")
-    compile: bool = Field(False, description="torch.compile; pays for long runs only")
+    compile: bool | None = Field(
+        None, description="torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"
+    )
     attention: Literal["auto", "records", "masked"] = Field(
         "auto", description="records: no score between records is computed; masked: torch's, with a mask; auto: records"
+    )
+    tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = Field(
+        "off",
+        description="auto: where deterministic is false, measure for at most a minute which rows_per_device, attention, "
+        "loss_chunk_tokens and compile are fastest, and remember it",
     )
     loss_chunk_tokens: int | None = Field(
         None, ge=0, description="tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch"

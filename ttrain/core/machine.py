@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}  # on which speed depends most
+
+
+@functools.cache
+def processor() -> str:
+    """Model and cores of the CPU, and whether it has the instructions on which speed depends most."""
+    text = ""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    flags = [name if f" {flag}" in text else f"no {name}" for name, flag in INSTRUCTIONS.items()]
+    return ", ".join([(models or [platform.processor()])[0], f"{os.cpu_count()} cores", *flags])
 
 
 VERSION: Final = "0.1.0"  # of ttrain

@@ -16,7 +16,7 @@ import transformers
 from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Training
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
-from ttrain.core.machine import usable_cores
+from ttrain.core.machine import processor, usable_cores
 from ttrain.data import chat_shapes, locations
 from ttrain.data import records as sources
 from ttrain.data.encoder import Encoder, open_tokenizer
@@ -46,6 +46,7 @@ from ttrain.stages import (
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows
 from ttrain.stages.shards import heldout_records
+from ttrain.store import tunings
 from ttrain.store.layout import Artifact
 from ttrain.train import precision
 from ttrain.train.precision import Precision
@@ -73,6 +74,7 @@ class Doctor:
         yield run_check("versions", _versions)
         yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
         yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
+        yield run_check("tuning", lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())))
         with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
             try:
                 inputs = gather(self.stage, self.settings, self.artifacts, Path(directory))

@@ -141,6 +141,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         weights=spec["weights"],
         labels={"stage": spec["stage"], **read_object(work / TRACKED)},
         reuse=tuple(spec["reuse"]),
+        home=work.absolute().parents[2],
     )
     return stage.config.model_validate(spec["config"]), job
 

@@ -26,6 +26,7 @@ class StageContext:
     groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
     weights: Sequence[float] = ()  # of those sources; empty: all rows alike
     labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for loggers of other services
+    home: Path | None = None  # where what is measured of this machine is remembered; None: nowhere
     reuse: tuple[str, ...] = ()  # earlier outputs of the stage, parts of which may be taken as they are
 
     @property

@@ -29,6 +29,8 @@ from ttrain.train.schedules import decay_start, plateau_end
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import INTERRUPTED, Cadence, FitResult, Trainer, TrainerOptions
 
+COMPILED_STEPS = 500  # compiling takes about a minute
+
 log = logging.getLogger("ttrain")
 
 
@@ -69,6 +71,16 @@ def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -
         rank=ranks.rank,
         world=ranks.world,
     )
+
+
+def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: int) -> bool:
+    """Whether the model is compiled: as the setting says; where it is empty, on CUDA in long runs over rows of one width.
+
+    The rows of a user's task may have any shape: they are not compiled unless that is asked for.
+    """
+    if runtime.compile is not None:
+        return runtime.compile
+    return device.type == "cuda" and steps >= COMPILED_STEPS and getattr(rows, "trimmed", True) is False
 
 
 def train(
@@ -115,7 +127,9 @@ def train(
             quick_validations=runtime.quick_validations,
         ),
         stop_requested=job.stop_requested,
-        options=TrainerOptions(runtime.compile, runtime.parallel, runtime.reduction),
+        options=TrainerOptions(
+            compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel, runtime.reduction
+        ),
         night=_night(runtime, ranks),
         start=start,
         plateau=plateau_snapshot,

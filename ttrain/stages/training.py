@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from ttrain.stages.job import StageContext
 from ttrain.stages.new_model import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
+from ttrain.stages.tuned import TUNED, tuned
 from ttrain.train import checkpoint, language_modeling, precision
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
@@ -46,9 +48,12 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     order = order_of(config, rows)
-    runtime = job.runtime
-    loader = loader_of(rows, order, runtime, ranks)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
+    task = task_of(config, trained.model, job.runtime)
+    language_modeling.check(task.build_model(), config)
+    given, runtime = job.runtime, tuned(task, rows, order, job, ranks, computed_in)
+    job = replace(job, runtime=runtime)
+    loader = loader_of(rows, order, runtime, ranks)
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
     quick = [] if config.validate_every_steps else validation_batches(heldout, quick_row_count, runtime.rows_per_device)
@@ -60,8 +65,6 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
     continued = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
-    task = task_of(config, trained.model, runtime)
-    language_modeling.check(task.build_model(), config)
     figures = train(
         task,
         loader,
@@ -94,8 +97,10 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
         log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
         warned["no_effect"] = 1
+    chosen = {name: getattr(runtime, name) for name in TUNED} if runtime is not given else {}
     return {
         **figures,
+        **({"tuned": chosen} if chosen else {}),
         "guard_warnings": warned,
         "tokens": order.total_rows * config.row_length,
         "extended_from_step": extended.step if extended else None,

@@ -12,12 +12,14 @@ from datetime import datetime, time
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+import psutil
 import torch
 
 from ttrain.config import Night, Runtime
 from ttrain.errors import TTrainError, UsageError
 
 GB = 1e9
+CAP_SHARE = 0.8  # of the memory that is free
 
 PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 
@@ -67,14 +69,36 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
     """Turn an out-of-memory error of Python, numpy, torch or CUDA into a TTrainError that says how to fix it."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not isinstance(error, MemoryError) and not any(phrase in str(error) for phrase in PHRASES):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
         fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
         raise TTrainError(
             f"out of memory: {fix}. {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, numpy, torch or CUDA says that memory is out; torch.OutOfMemoryError is a RuntimeError."""
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in PHRASES)
+
+
+@contextlib.contextmanager
+def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
+    """Let an allocation fail that is larger than this rank's share of the memory that is free, before the system ends the
+    process; on a CPU with Linux. A limit of its own that is lower stays."""
+    if device.type != "cpu" or sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = data_bytes() + int(CAP_SHARE * psutil.virtual_memory().available / ranks)
+    lower = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *lower]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class NightThrottle:

@@ -1,0 +1,85 @@
+"""`runtime.tune` of a stage: off in deterministic mode, to the bit, and else the choice is what the stage runs with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support.doubles import Home, distance, run_here, same, stage_settings
+
+from ttrain.config import PretrainConfig
+from ttrain.core.machine import processor
+from ttrain.doctor import machine
+from ttrain.stages import pretrain, tuned
+from ttrain.store import tunings
+from ttrain.store.tunings import Choice
+from ttrain.train import tuning
+
+CHOSEN = Choice(2, "masked", 256, False)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home.make(tmp_path_factory.mktemp("home"))
+
+
+def run(home: Home, output: Path, **runtime: Any) -> Any:
+    settings = stage_settings(6, {"optim": {"kind": "adamw"}}, **runtime)
+    model = settings.model.model_copy(update={"dropout": 0.0})  # whose masks follow the micro-batches
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    config = PretrainConfig(model=model, pretrain=settings.pretrain)
+    return run_here(pretrain, config, output, inputs, settings.runtime, home=output / "home")
+
+
+def weights(output: Path) -> Any:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def test_in_deterministic_mode_nothing_is_measured_and_no_bit_is_another(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tuned.tuning, "tune", lambda *given, **more: pytest.fail("it may not be called"))
+    outputs = []
+    for tune in ("off", "auto"):
+        outputs.append(tmp_path / tune)
+        assert "tuned" not in run(home, outputs[-1], tune=tune)
+    assert "nothing is tuned" in caplog.text and "set runtime.deterministic=false" in caplog.text
+    assert same(*map(weights, outputs))
+    assert not (tmp_path / "auto" / "home").exists()
+
+
+def test_else_the_stage_runs_with_what_is_fastest_and_the_weights_are_equal_up_to_the_order_of_sums(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Any, choice: Choice) -> float:
+        return (
+            1.0
+            if choice == CHOSEN
+            else 2.0 + sum(a != b for a, b in zip(vars(choice).values(), vars(CHOSEN).values(), strict=True))
+        )
+
+    monkeypatch.setattr(tuning.Subject, "seconds_of_a_step", measure)
+    plain = run(home, tmp_path / "plain", deterministic=False)
+    found = run(home, tmp_path / "tuned", deterministic=False, tune="auto")
+    assert "tuned" not in plain and found["tuned"] == vars(CHOSEN)
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
+    (remembered,) = tunings.of_machine(tmp_path / "tuned" / "home", processor())
+    assert remembered.choice == CHOSEN and remembered.subject["rows_per_step"] == 8
+    assert "rows of 32: rows_per_device=2 attention=masked" in machine.tuning(stage_settings().runtime, [remembered]).figure
+
+
+def test_it_measures_a_real_stage_and_what_has_a_value_stays(home: Home, tmp_path: Path) -> None:
+    options = {"deterministic": False, "tune": "auto", "attention": "records", "loss_chunk_tokens": 64, "compile": False}
+    found = run(home, tmp_path, **options)
+    assert found["tuned"]["attention"] == "records" and found["tuned"]["loss_chunk_tokens"] == 64
+    assert found["tuned"]["rows_per_device"] in (1, 2, 4, 8) and found["tuned"]["compile"] is False
+    assert found["steps"] == 6
+
+
+def test_the_doctor_says_that_tuning_and_determinism_contradict_each_other() -> None:
+    assert machine.tuning(stage_settings().runtime, []).ok
+    contradicting = machine.tuning(stage_settings(tune="auto").runtime, [])
+    assert not contradicting.ok and "runtime.deterministic=false" in str(contradicting)
+    assert machine.tuning(stage_settings(tune="auto", deterministic=False).runtime, []).ok

@@ -1,0 +1,222 @@
+"""The search for the fastest settings: what it tries, when it ends, and that all ranks take the same."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import ALONE, NumberedRows, copies, in_ranks, same, settings_of_training, tiny_model
+
+from ttrain.data.loader import ShuffledOrder
+from ttrain.store import tunings
+from ttrain.store.tunings import Choice
+from ttrain.train import tuning
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.precision import Precision
+from ttrain.train.tuning import Axis, Search, Subject
+
+START = Choice(4, "records", 256, False)
+AXES = [
+    Axis("attention", tunings.ATTENTIONS),
+    Axis("rows_per_device", [1, 2, 4, 8, 16, 32], climbs=True),
+    Axis("loss_chunk_tokens", [256, 512, 1024], climbs=True),
+]
+DESCRIBED = {"processor": "a CPU"}
+
+
+def seconds(choice: Choice) -> float:
+    """Fastest: 16 rows, masked, 512."""
+    rows = {1: 9.0, 2: 7.0, 4: 5.0, 8: 4.0, 16: 3.0, 32: 6.0}[choice.rows_per_device]
+    return rows * (0.8 if choice.attention == "masked" else 1.0) * (0.9 if choice.loss_chunk_tokens == 512 else 1.0)
+
+
+def test_the_search_finds_the_fastest_and_tries_no_further_where_a_direction_loses() -> None:
+    tried: list[Choice] = []
+
+    def measure(choice: Choice) -> float:
+        tried.append(choice)
+        return seconds(choice)
+
+    best, gain = Search(measure, ALONE).run(START, AXES)
+    assert best == Choice(16, "masked", 512, False)
+    assert gain == pytest.approx(5.0 / (3.0 * 0.8 * 0.9))
+    assert not any(choice.rows_per_device == 1 for choice in tried)
+
+
+def test_a_difference_of_noise_changes_nothing() -> None:
+    faster_by_a_hundredth = Axis("attention", ["masked"])
+    found = Search(lambda choice: 1.0 if choice == START else 0.99, ALONE).run(START, [faster_by_a_hundredth])
+    assert found == (START, 1.0)
+
+
+def test_it_ends_when_the_time_is_over_with_the_best_so_far() -> None:
+    now = [0.0]
+
+    def measure(choice: Choice) -> float:
+        now[0] += 25.0
+        return seconds(choice)
+
+    search = Search(measure, ALONE, clock=lambda: now[0])
+    best, _ = search.run(START, AXES)
+    assert len(search.seconds) == 3 and now[0] == 75.0, "the third begins before the minute is over, and no fourth"
+    assert best == Choice(8, "masked", 256, False)
+
+
+def test_what_does_not_fit_in_memory_or_cannot_be_computed_is_left_out() -> None:
+    def measure(choice: Choice) -> float:
+        if choice.rows_per_device >= 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if choice.attention == "masked":
+            raise RuntimeError("no kernel")
+        return seconds(choice)
+
+    assert Search(measure, ALONE).run(START, AXES)[0] == Choice(8, "records", 512, False)
+
+
+def test_where_the_settings_themselves_do_not_fit_the_run_says_so_not_the_search() -> None:
+    def measure(choice: Choice) -> float:
+        raise MemoryError
+
+    assert Search(measure, ALONE).run(START, AXES) == (START, 1.0)
+
+
+# --- a run --------------------------------------------------------------------------------------------------------------
+
+
+def subject(ranks: Ranks = ALONE) -> Subject:
+    rows = NumberedRows(40)
+    order = ShuffledOrder(40, 6, 120, seed=1)
+    task = LanguageModeling(settings_of_training(), tiny_model())
+    return Subject(task, rows, order, Precision("fp32", torch.device("cpu")), ranks)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, measure: Callable[[Any, Choice], float]) -> None:
+    monkeypatch.setattr(Subject, "seconds_of_a_step", measure)
+
+
+def tuned(home: Path | None, ranks: Ranks = ALONE, stop: Callable[[], bool] = lambda: False) -> Choice:
+    return tuning.tune(subject(ranks), START, AXES, DESCRIBED, home=home, stop=stop)
+
+
+def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> None:
+    measured = subject()
+    module = measured.task.build_model()
+    before = copies(module.state_dict())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert measured.seconds_of_a_step(Choice(2, "masked", 256, False)) > 0
+    assert same(before, module.state_dict())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_rank_with_most_micro_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six rows: in threes one micro-batch each for two ranks, in fours two micro-batches, and in twos two and one."""
+    monkeypatch.setattr(tuning, "min", lambda values: 1.0, raising=False)
+    measured = subject(Ranks(0, 2, torch.device("cpu")))
+    passes = {rows: measured.seconds_of_a_step(Choice(rows, "records", 256, False)) for rows in (2, 3, 6)}
+    assert passes == {2: 2.0, 3: 1.0, 6: 1.0}
+
+
+def test_what_is_found_is_remembered_and_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake(monkeypatch, lambda self, choice: seconds(choice))
+    caplog.set_level(logging.INFO, "ttrain")
+    first = tuned(tmp_path)
+    assert first == Choice(16, "masked", 512, False)
+    assert "tuning: took" in caplog.text and f"{first}, 2.31 times the speed of the settings" in caplog.text
+
+    def refuse(self: Any, choice: Choice) -> float:
+        raise AssertionError("it is remembered")
+
+    fake(monkeypatch, refuse)
+    assert tuned(tmp_path) == first
+    assert "remembered for this machine" in caplog.text
+
+
+def test_without_a_home_nothing_is_remembered_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, lambda self, choice: seconds(choice))
+    assert tuned(None) == Choice(16, "masked", 512, False)
+
+
+def test_a_search_that_is_stopped_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = [0]
+
+    def measure(self: Any, choice: Choice) -> float:
+        count[0] += 1
+        return seconds(choice)
+
+    fake(monkeypatch, measure)
+    tuned(tmp_path, stop=lambda: count[0] >= 2)
+    assert count == [2]
+    assert not (tmp_path / tunings.FILE).exists()
+
+
+def test_an_error_of_another_kind_passes_and_the_lock_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Any, choice: Choice) -> float:
+        raise KeyboardInterrupt
+
+    fake(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(tmp_path)
+    fake(monkeypatch, lambda self, choice: seconds(choice))
+    assert tuned(tmp_path) == Choice(16, "masked", 512, False)
+
+
+def test_of_several_at_once_one_measures_and_the_others_take_its_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes while the first measures."""
+    measured: list[Choice] = []
+    found: list[Choice] = []
+    second = threading.Thread(target=lambda: found.append(tuned(tmp_path)))
+
+    def measure(self: Any, choice: Choice) -> float:
+        if not measured:
+            second.start()
+        measured.append(choice)
+        return seconds(choice)
+
+    fake(monkeypatch, measure)
+    found.append(tuned(tmp_path))
+    count = len(measured)
+    second.join()
+    assert found == [Choice(16, "masked", 512, False)] * 2
+    assert len(measured) == count
+
+
+def test_compiling_is_tried_in_runs_that_are_long_enough_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Choice] = []
+    fake(monkeypatch, lambda self, choice: tried.append(choice) or 1.0)
+    axes = [Axis("compile", [True])]
+    for pays, expected in ((21.0, False), (19.0, True)):  # seconds of twenty steps of one second
+        monkeypatch.setattr(tuning, "COMPILING_PAYS_SECONDS", pays)
+        tried.clear()
+        tuning.tune(subject(), START, axes, DESCRIBED, home=None, stop=lambda: False)
+        assert any(choice.compile for choice in tried) is expected
+
+
+def test_all_ranks_choose_alike_though_each_measures_something_else(tmp_path: Path) -> None:
+    """Rank 1 is slow with a mask, and has no memory for 16 rows; a damaged file is read by the first alone."""
+
+    def work(ranks: Ranks) -> str:
+        def measure(self: Any, choice: Choice) -> float:
+            if not ranks.first and choice.rows_per_device == 16:
+                raise MemoryError
+            return seconds(choice) * (2.0 if choice.attention == "masked" and not ranks.first else 1.0)
+
+        Subject.seconds_of_a_step = measure  # type: ignore[method-assign]  # this process ends with the test
+        first = tuned(tmp_path / "home", ranks)
+        assert tuned(tmp_path / "home", ranks) == first
+        return str(first)
+
+    (tmp_path / "home" / "cache").mkdir(parents=True)
+    (tmp_path / "home" / tunings.FILE).write_text("{")
+    assert in_ranks(2, tmp_path / "ranks", work) == [str(Choice(8, "records", 512, False))] * 2

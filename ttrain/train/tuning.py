@@ -1,0 +1,295 @@
+"""Measure which values of settings that change only speed are fastest on this machine, for the user's model and rows.
+
+One axis after the other is tried on forward and backward passes over rows of the run; the model stays as it is. All ranks
+measure together, and the first one decides. What is found is compared with the settings once more before it is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ttrain.core.text import format_duration
+from ttrain.data.loader import BatchSource, Order
+from ttrain.store import tunings
+from ttrain.store.tunings import Choice
+from ttrain.train.distributed import Ranks
+from ttrain.train.precision import Precision
+from ttrain.train.resource_limits import cap_at_available_memory, is_out_of_memory
+from ttrain.train.task import TrainingTask
+
+BUDGET_SECONDS = 60.0
+WARMUPS, REPEATS = 1, 3  # micro-batches of a trial
+STATES = 2  # numbers that an optimizer keeps for each one that is trained
+FINAL_ROUNDS = 3  # of the settings and the choice in turns
+LEAST_GAIN = 1.02  # less is noise
+COMPILING_PAYS_SECONDS = 600.0  # of a run without it: compiling takes up to some minutes
+CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
+
+log = logging.getLogger("ttrain")
+
+Measure = Callable[[Choice], float]  # seconds of a step; raises an error where it cannot be computed
+
+
+class Configurable(Protocol):
+    """What a model has that can compute its loss in several ways (`NextTokenLoss`)."""
+
+    def configure(self, chunk_tokens: int | None, attention: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values of a setting in the order in which they are tried. `climbs`: on the way in a direction while it gains."""
+
+    name: str
+    values: Sequence[Any]
+    climbs: bool = False
+
+
+@dataclass
+class Search:
+    """The search of one machine: what was measured, and until when. `stop`: whether the run is to stop."""
+
+    measure: Measure
+    ranks: Ranks
+    stop: Callable[[], bool] = lambda: False
+    budget_seconds: float = BUDGET_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    seconds: dict[Choice, float] = field(default_factory=dict)  # of a step; infinite where it could not be computed
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    def run(self, start: Choice, axes: Sequence[Axis]) -> tuple[Choice, float]:
+        """The fastest choice that was met, and how many times as fast as the start it is."""
+        best = start
+        if self.try_one(start):
+            for axis in axes:
+                for values in _directions(axis, getattr(best, axis.name)):
+                    best = self._walk(best, axis, values)
+        return (best, self._confirmed(start, best)) if best != start else (start, 1.0)
+
+    def try_one(self, choice: Choice) -> bool:
+        """Measure a choice on all ranks; False where there is no time for it, or any rank failed."""
+        if choice in self.seconds:
+            return self.seconds[choice] < float("inf")
+        if not self._goes_on():
+            return False
+        self.seconds[choice] = self._measured(choice)
+        log.info("tuning: %s: %s", choice, _rate(self.seconds[choice]))
+        return self.seconds[choice] < float("inf")
+
+    def _walk(self, best: Choice, axis: Axis, values: Sequence[Any]) -> Choice:
+        for value in values:
+            other: Choice = replace(best, **{axis.name: value})
+            if other == best:
+                continue
+            if self.try_one(other) and self.seconds[best] > LEAST_GAIN * self.seconds[other]:
+                best = other
+            elif axis.climbs:
+                break
+        return best
+
+    def _confirmed(self, start: Choice, best: Choice) -> float:
+        """Times as fast as the start, measured in turns: a machine that other programs use is slower at times."""
+        taken: dict[Choice, list[float]] = {start: [self.seconds[start]], best: [self.seconds[best]]}
+        for _ in range(FINAL_ROUNDS):
+            for choice in (start, best):
+                if self._goes_on():
+                    taken[choice].append(self._measured(choice))
+        return min(taken[start]) / min(taken[best])
+
+    def _measured(self, choice: Choice) -> float:
+        """Mean seconds over the ranks; infinite on all of them where any rank cannot compute it."""
+        seconds, failure = 0.0, ""
+        try:
+            seconds = self.measure(choice)
+        except (RuntimeError, MemoryError) as error:
+            failure = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+        if failure:
+            log.info("tuning: %s: %s", choice, failure)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        total, failures = self.ranks.sum([seconds, float(bool(failure))])
+        return float("inf") if failures else total / self.ranks.world
+
+    def _goes_on(self) -> bool:
+        """Whether there is time left by the clock of the first rank, and none was asked to stop."""
+        over = self.ranks.first and self.clock() - self.began >= self.budget_seconds
+        stops, late = self.ranks.sum([float(self.stop()), float(over)])
+        self.stopped = self.stopped or stops > 0
+        return not (self.stopped or late)
+
+
+def _directions(axis: Axis, value: Any) -> list[Sequence[Any]]:
+    """The ways to go from a value: up and down where the axis is climbed, else all other values."""
+    if not axis.climbs:
+        return [axis.values]
+    return [[other for other in axis.values if other > value], [other for other in reversed(axis.values) if other < value]]
+
+
+def _rate(seconds: float) -> str:
+    return f"{format_duration(seconds)} a step" if seconds < float("inf") else "cannot be computed"
+
+
+# --- the user's run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: the task and its rows, on this rank."""
+
+    task: TrainingTask
+    rows: BatchSource
+    order: Order
+    precision: Precision
+    ranks: Ranks
+
+    def seconds_of_a_step(self, choice: Choice) -> float:
+        """Of the forward and backward passes of the rank that has most of them; weights and random numbers stay as they are.
+
+        The fastest of some passes after others that warm up, times their number. What the optimizer will keep is allocated
+        meanwhile, so that a choice which fits here fits in training.
+        """
+        module: Any = self.task.build_model().to(self.ranks.device)
+        module.configure(choice.loss_chunk_tokens, choice.attention)
+        called = torch.compile(module, dynamic=False) if choice.compile else module
+        module.train()
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        reserved = torch.empty(STATES * trained, device=self.ranks.device)
+        taken: list[float] = []
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                for number in range(WARMUPS + REPEATS):
+                    batch = self.rows.batch(self.row_numbers(number, choice.rows_per_device))
+                    with _timed(self.ranks.device, taken):
+                        self._pass(called, batch)
+        finally:
+            module.zero_grad(set_to_none=True)
+            del reserved
+        parts = -(-self.order.rows_per_step // choice.rows_per_device)
+        return min(taken[WARMUPS:]) * -(-parts // self.ranks.world)
+
+    def row_numbers(self, number: int, count: int) -> Any:
+        """The rows of a micro-batch: of the first steps of the run, this rank's share."""
+        numbers = self.order.step_rows(number % self.order.steps)
+        first = self.ranks.rank * count % max(1, len(numbers) - count + 1)
+        return numbers[first : first + count]
+
+    def _pass(self, called: Any, batch: Any) -> None:
+        with self.precision.autocast():
+            loss = self.task.train_step(called, batch, self.ranks.device)
+        (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
+
+
+@contextlib.contextmanager
+def _timed(device: torch.device, taken: list[float]) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken.append(time.perf_counter() - began)
+
+
+def axes_of(start: Choice, *, fixed: frozenset[str], rows: int, row_length: int) -> list[Axis]:
+    """The axes to try. `fixed`: settings that have a value; `rows`: of a step, for one rank."""
+    sizes = [1 << power for power in range(max(1, rows).bit_length()) if rows % (1 << power) == 0]
+    axes = [
+        Axis("attention", tunings.ATTENTIONS),
+        Axis("rows_per_device", sorted({*sizes, start.rows_per_device}), climbs=True),
+        Axis("loss_chunk_tokens", [chunk for chunk in CHUNKS if chunk < 2 * rows * row_length], climbs=True),
+        Axis("compile", [not start.compile]),
+    ]
+    return [axis for axis in axes if axis.name not in fixed]
+
+
+def tune(
+    subject: Subject,
+    start: Choice,
+    axes: Sequence[Axis],
+    described: Mapping[str, Any],
+    *,
+    home: Path | None,
+    stop: Callable[[], bool],
+    budget_seconds: float = BUDGET_SECONDS,
+) -> Choice:
+    """The choice that is remembered for what is described, or one that is measured now and remembered.
+
+    Where another process measures, it is waited for, and its choice taken: two that measure at once disturb each other.
+    """
+    ranks = subject.ranks
+    with ranks.busy("tuning"), contextlib.ExitStack() as stack:
+        if ranks.first and home is not None:
+            stack.enter_context(_alone(home, 2 * budget_seconds, stop))
+        remembered = tunings.recall(home, described) if ranks.first and home is not None else None
+        choice = _agreed(remembered.choice if remembered else None, ranks)
+        if choice is not None:
+            log.info("tuning: remembered for this machine and shape: %s", remembered)
+            return choice
+        search = Search(subject.seconds_of_a_step, ranks, stop, budget_seconds)
+        with cap_at_available_memory(ranks.device, ranks.world):
+            found, gain = search.run(start, _affordable(axes, subject, start, search))
+        if gain < LEAST_GAIN:
+            found, gain = start, 1.0
+        took = format_duration(search.clock() - search.began)
+        log.info("tuning: took %s: %s, %.2f times the speed of the settings", took, found, gain)
+        if ranks.first and home is not None and not search.stopped:
+            tunings.remember(home, described, found, gain)
+        return _agreed(found, ranks) or start
+
+
+def _affordable(axes: Sequence[Axis], subject: Subject, start: Choice, search: Search) -> list[Axis]:
+    """The axes without compiling, where the run is too short for it."""
+    if not search.try_one(start):
+        return []
+    estimated = search.seconds[start] * subject.order.steps
+    return [axis for axis in axes if axis.name != "compile" or estimated >= COMPILING_PAYS_SECONDS]
+
+
+def _agreed(choice: Choice | None, ranks: Ranks) -> Choice | None:
+    """The choice of the first rank, on all ranks."""
+    values = [0.0] * 5
+    if ranks.first and choice is not None:
+        attention = tunings.ATTENTIONS.index(choice.attention)
+        values = [1.0, *map(float, (choice.rows_per_device, attention, choice.loss_chunk_tokens, choice.compile))]
+    exists, rows, attention_number, chunk_tokens, compiles = ranks.sum(values)
+    if not exists:
+        return None
+    return Choice(int(rows), tunings.ATTENTIONS[int(attention_number)], int(chunk_tokens), bool(compiles))
+
+
+@contextlib.contextmanager
+def _alone(home: Path, longest_seconds: float, stop: Callable[[], bool]) -> Iterator[None]:
+    """Measure alone among the processes of a home; after so many seconds, or where it cannot be locked, beside others."""
+    import filelock
+
+    path = home / tunings.LOCK
+    lock = filelock.FileLock(path, mode=0o600)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + longest_seconds
+        while not stop():
+            try:
+                lock.acquire(timeout=0.2)
+                break
+            except filelock.Timeout:
+                if time.monotonic() >= deadline:
+                    log.warning("tuning: another process has measured for %g s; measuring beside it", longest_seconds)
+                    break
+    except OSError as error:
+        log.warning("tuning: %s cannot be locked: %s", path, error)
+    try:
+        yield
+    finally:
+        lock.release()
