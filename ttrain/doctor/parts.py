@@ -22,7 +22,8 @@ from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.task import TrainingTask
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence, TrainerOptions
 
 POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
 

@@ -27,7 +27,8 @@ from ttrain.train.precision import Precision, set_deterministic
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
 from ttrain.train.schedules import decay_start, plateau_end
 from ttrain.train.task import TrainingTask
-from ttrain.train.trainer import INTERRUPTED, Cadence, FitResult, Trainer, TrainerOptions
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, TrainerOptions
 
 COMPILED_STEPS = 500  # compiling takes about a minute
 

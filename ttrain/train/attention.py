@@ -179,9 +179,13 @@ def record_arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
     Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
     device a CPU. A compiler would make a graph for every batch.
     """
-    if torch.compiler.is_compiling() or segments_BT.device.type != "cpu":
+    if torch.compiler.is_compiling() or segments_BT.device.type != "cpu" or _compiles_layers(model):
         return {}
     return {"groups": RecordGroups(segments_BT)} if takes_records(model, segments_BT.shape[1]) else {}
+
+
+def _compiles_layers(model: Any) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def takes_records(model: Any, length: int) -> bool:

@@ -65,6 +65,8 @@ class LogRecord:
 class Callback:
     """Hooks, called on rank 0 only: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
 
+    On CUDA the figures of a step are read at the next logging step, and `step_end` is called for all steps since the last.
+
     After an error anywhere, `failed` is the last call on every callback.
 
     A callback may add figures to the log, ask for a stop, and keep a state of its own in the checkpoint. One that raises

@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Join the process group with the rank from torchrun's environment variables: NCCL on CUDA, gloo otherwise."""
+        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
         ranks = cls(rank, world, device, watchdog.current())
@@ -44,7 +44,7 @@ class Ranks:
                 torch.cuda.set_device(device)
             file = os.environ.get(RENDEZVOUS)
             store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
         return ranks
@@ -55,14 +55,21 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything."""
+        """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
+        no rank waits for its GPU."""
         if self.world == 1:
             return values
-        kind = torch.float32 if self.device.type == "mps" else torch.float64
-        tensor = torch.tensor(values, dtype=kind, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64)
         with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
             dist.all_reduce(tensor)
             return [float(value) for value in tensor.tolist()]
+
+    def add_up(self, figures: Tensor) -> Tensor:
+        """Sum figures over all ranks in place, on their device."""
+        if self.world > 1:
+            with self._naming_lost_ranks():
+                dist.all_reduce(figures)
+        return figures
 
     def union(self, names: Iterable[str]) -> list[str]:
         """All names that any rank has, sorted; the same list on all of them."""

@@ -48,9 +48,20 @@ class Optimizers:
         by_name = {type(o).__name__.lower(): o for o in self.optimizers}
         return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in by_name.items()}
 
+    @property
+    def can_be_prevented(self) -> bool:
+        """Whether `step_unless` is possible."""
+        return all(isinstance(one, Muon) or one.defaults.get("fused") for one in self.optimizers)
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def step_unless(self, prevented: Tensor) -> None:
+        """Update; where `prevented` is 1.0, on the device, weights and state stay as they are."""
+        for optimizer in self.optimizers:
+            optimizer.found_inf = prevented  # type: ignore[attr-defined]  # as torch's GradScaler does
+        self.step()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -212,6 +223,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
@@ -232,7 +244,12 @@ class Muon(torch.optim.Optimizer):
             weights = _local(parameter)
             if parameter.ndim == 2:
                 direction = _local(shard_like(direction[0], parameter))
-            weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr * math.sqrt(max(1, A / B)))
+            rate = lr * math.sqrt(max(1, A / B))
+            if self.found_inf is None:
+                weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-rate)
+            else:
+                applied = 1 - self.found_inf
+                weights.mul_(1 - applied * (lr * weight_decay)).sub_(direction * (applied * rate))
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         """The gradient with Nesterov momentum: of a matrix whole, of sharded experts those of this rank."""
@@ -241,11 +258,15 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"]
+        share: Any = 1 - MOMENTUM
+        if self.found_inf is not None:
+            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
+            share = share * (1 - self.found_inf)
         if parameter.ndim == 2:
-            mean.lerp_(gradient, 1 - MOMENTUM)
+            mean.lerp_(gradient, share)
             return full_tensor(gradient.lerp(mean, MOMENTUM))
         mean, gradient = _local(mean), _local(gradient)
-        return gradient.lerp(mean.lerp_(gradient, 1 - MOMENTUM), MOMENTUM)
+        return gradient.lerp(mean.lerp_(gradient, share), MOMENTUM)
 
 
 def _local(tensor: Any) -> Tensor:

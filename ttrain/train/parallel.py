@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ttrain.data.loader import MicroBatch
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks, full_tensor, shard_like
+from ttrain.train.precision import keeps_compiled, try_compile
 
 
 class Parallel:
@@ -94,6 +96,37 @@ class Tree(Parallel):
         assert self._sum is not None, "begin() comes first"
         self._sum.finish()
         self._sum = None
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of a model that are kept whole, as transformers names them."""
+    names = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
+    return [submodule for submodule in module.modules() if type(submodule).__name__ in names]
+
+
+def compile_layers(module: nn.Module) -> list[nn.Module]:
+    """Compile each layer in place, which sharding then gathers and frees around it; returns them."""
+    layers = layers_of(module)
+    for layer in layers:
+        layer.compile(dynamic=False)
+    return layers
+
+
+def place(
+    module: nn.Module, ranks: Ranks, parallel: str, reduction: str, attempt: Callable[[nn.Module], None] | None
+) -> tuple[Parallel, bool]:
+    """Distribute a module over the ranks; returns whether it is compiled too, which `attempt` asks for by a pass to try.
+
+    It is compiled as a whole before it is replicated; where it is sharded, each layer is.
+    """
+    if attempt is None:
+        return parallelize(module, ranks, parallel=parallel, reduction=reduction), False
+    if parallel == "fsdp" and ranks.world > 1:
+        layers = compile_layers(module)
+        sharded = parallelize(module, ranks, parallel=parallel, reduction=reduction)
+        return sharded, keeps_compiled(layers, partial(attempt, sharded.module), ranks)
+    called, compiled = try_compile(attempt, module, ranks)
+    return parallelize(called, ranks, parallel=parallel, reduction=reduction), compiled
 
 
 def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: str) -> Parallel:
@@ -193,10 +226,8 @@ class Sharded(Parallel):
 
         self._first = ranks.first
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-        layers = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
-        for submodule in module.modules():
-            if type(submodule).__name__ in layers:
-                fully_shard(submodule, mesh=mesh)
+        for layer in layers_of(module):
+            fully_shard(layer, mesh=mesh)
         self._sharded = fully_shard(module, mesh=mesh)
         self.module = module
         self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way

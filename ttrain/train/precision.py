@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,27 @@ def try_compile(attempt: Callable[[nn.Module], None], module: nn.Module, ranks: 
     `attempt` runs one forward and backward pass, since that is when the compiler works.
     """
     compiled_module: nn.Module = torch.compile(module, dynamic=False)  # type: ignore[assignment]
+    compiled = _succeeds(lambda: attempt(compiled_module), ranks)
+    return (compiled_module, True) if compiled else (module, False)
+
+
+def keeps_compiled(layers: Sequence[nn.Module], attempt: Callable[[], None], ranks: Ranks) -> bool:
+    """Whether layers that compile in place can be; if any rank cannot, they are as they were before."""
+    compiled = _succeeds(attempt, ranks)
+    for layer in layers if not compiled else ():
+        layer._compiled_call_impl = None
+    return compiled
+
+
+def _succeeds(attempt: Callable[[], None], ranks: Ranks) -> bool:
+    """Whether the attempt, which compiles, raises no error on any rank."""
     failure = ""
     try:
-        attempt(compiled_module)
+        attempt()
     except Exception as error:
         failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if ranks.sum([float(bool(failure))])[0]:
         log.warning("torch.compile failed (%s); training continues without it", failure or "on another rank")
         torch._dynamo.reset()
-        return module, False
-    return compiled_module, True
+        return False
+    return True

@@ -11,72 +11,31 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
-from ttrain.errors import TTrainError, UsageError
+from ttrain.errors import TTrainError
 from ttrain.train import resume
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
+from ttrain.train.deferred import MOST_STEPS, DeferredStep, DeferredSteps
 from ttrain.train.distributed import Ranks, full_tensor, global_norm
 from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite, ReducedSums, rows_to_blame
-from ttrain.train.parallel import parallelize
-from ttrain.train.precision import LossScale, Precision, try_compile
+from ttrain.train.parallel import place
+from ttrain.train.precision import LossScale, Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.task import TrainingTask
+from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, Cadence, FitResult, TrainerOptions, Weights
 
+CADENCE, OPTIONS = Cadence(), TrainerOptions()  # unless others are given
 QUICK = "validation_loss_quick"
-COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
 log = logging.getLogger("ttrain")
-
-
-class Weights(Protocol):
-    """Reads the trained weights of a model and loads them."""
-
-    def state(self) -> dict[str, Tensor]: ...
-
-    def load(self, weights: dict[str, Tensor]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Intervals of logging, checkpoints and validation, in steps; 0 is never."""
-
-    log: int = 10
-    checkpoint: int = 100
-    checkpoint_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
-    validate: int = 0
-    quick_validations: int = 0  # over the whole run, on the few rows of `Trainer.quick`
-
-
-@dataclass(frozen=True)
-class TrainerOptions:
-    """Options that change only speed and memory; results are equal up to the order of summation."""
-
-    compile: bool = False
-    parallel: str = "ddp"
-    reduction: str = "fast"
-
-
-@dataclass
-class FitResult:
-    """Result of a training run."""
-
-    step: int
-    stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
-    resumed_from_step: int
-    loss: float | None
-    validation_loss: float | None
-    skipped_steps: int
-    live_tokens: int
-    seconds: float
 
 
 class Trainer:
@@ -94,9 +53,9 @@ class Trainer:
         validation: Sequence[Any] = (),
         quick: Sequence[Any] = (),
         callbacks: Sequence[Callback] = (),
-        cadence: Cadence = Cadence(),
+        cadence: Cadence = CADENCE,
         stop_requested: Callable[[], bool] = lambda: False,
-        options: TrainerOptions = TrainerOptions(),
+        options: TrainerOptions = OPTIONS,
         night: NightThrottle | None = None,
         start: Snapshot | None = None,
         plateau: Snapshot | None = None,
@@ -121,15 +80,19 @@ class Trainer:
             weights.load(dict(tensors.weights))
         if options.parallel != "fsdp" or ranks.world == 1:  # else each rank moves only its shard
             self.bare = self.bare.to(ranks.device)
-        if options.compile and options.parallel == "fsdp" and ranks.world > 1:
-            raise UsageError("runtime.compile and runtime.parallel=fsdp cannot be combined yet; set one of them")
         self._wants_compiled = options.compile
-        called, self.compiled = try_compile(self._trial_pass, self.bare, ranks) if options.compile else (self.bare, False)
-        self.parallel = parallelize(called, ranks, parallel=options.parallel, reduction=options.reduction)
+        self.parallel, self.compiled = place(
+            self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
+        )
         self.optimizers = task.build_optimizer(self.bare)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         self._totals = ReducedSums(ranks)
+        whole = options.parallel != "fsdp" or ranks.world == 1
+        defers = ranks.device.type == "cuda" if options.defer is None else options.defer
+        can_defer = whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
+        most_skips = SKIPS_IN_A_ROW if task.config.nonfinite == "skip" else 0
+        self._deferred = DeferredSteps(ranks.device, most_skips) if defers and can_defer else None
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         resume.check_same(self, snapshot)
@@ -236,35 +199,86 @@ class Trainer:
         """Do one optimizer step; returns whether a signal, and whether a callback, asked any rank to stop."""
         self.bare.train()
         with self.ranks.exchanging():
-            total, live, parts, sums, losses = self._backward(step, micro_batches)
-        others = self._totals.flat(parts, sums)
-        asks = [float(self.stop_requested()), float(self.callback_list.wants_stop()), float(self._is_night())]
-        summed = self.ranks.sum([float(total), float(live), *asks, *others])
+            live, parts, sums, losses = self._backward(step, micro_batches)
+            if self._deferred is not None and step > self.first and not sums:  # the first step has the names of the parts
+                return self._defer_step(self._deferred, step, live, parts, losses, began, data_seconds)
+            total = math.fsum(float(losses[number]) for number in sorted(losses))
+            others = self._totals.flat(
+                {name: float(value) for name, value in parts.items()},
+                {name: vector.tolist() for name, vector in sums.items()},
+            )
+        summed = self.ranks.sum([total, float(live), *self._asks(), *others])
         total_sum, live_sum, signalled, callback_stop, self._night_due = summed[:5]
-        if live_sum == 0:
+        self._check_targets(step, live_sum)
+        norm = self._scaled_norm(live_sum)
+        whole_norm = float(full_tensor(norm))
+        if math.isfinite(total_sum) and math.isfinite(whole_norm):
+            self._update(step, norm)
+        self.optimizers.zero_grad()
+        seconds = time.monotonic() - began
+        self._account(step, (total_sum, whole_norm, *summed[5:]), live_sum, losses, seconds, data_seconds)
+        return signalled > 0, callback_stop > 0
+
+    def _defer_step(
+        self, deferred: DeferredSteps, step: int, live: int, parts: dict[str, Any], losses: dict[int, Tensor],
+        began: float, data_seconds: float,
+    ) -> tuple[bool, bool]:  # fmt: skip
+        """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
+        live_sum, signalled, callback_stop, self._night_due = self.ranks.sum([float(live), *self._asks()])
+        self._check_targets(step, live_sum)
+        figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
+        norm = self._scaled_norm(live_sum)
+        self._update(step, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
+        deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
+        if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
+            for one, read_figures, seconds in deferred.read():
+                self._account(one.step, read_figures, one.live, one.losses, seconds, one.data_seconds)
+        return signalled > 0, callback_stop > 0
+
+    def _reads(self, done: int) -> bool:
+        """Whether figures, or the weights as they are after them, are needed after so many steps."""
+        due = self._due(self.cadence.log, done) or self._due(self.cadence.validate, done) or self._save_due(done)
+        return due or done == self.steps or done in self._quick_steps
+
+    def _asks(self) -> list[float]:
+        """What this rank asks of all: to stop by a signal, to stop by a callback, and to work as in the night."""
+        return [float(self.stop_requested()), float(self.callback_list.wants_stop()), float(self._is_night())]
+
+    def _check_targets(self, step: int, live: float) -> None:
+        if live == 0:
             raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
-        norm, finite = self._apply(step, live_sum, total_sum, losses)
+
+    def _account(
+        self, step: int, figures: Sequence[float], live: float, losses: Mapping[int, Tensor], seconds: float,
+        data_seconds: float,
+    ) -> None:  # fmt: skip
+        """Count a step that is done, or was skipped, and pass it to the callbacks. `figures`: sum of the losses, norm before
+        the clip, and other sums."""
+        total, norm, *others = figures
+        finite = math.isfinite(total) and math.isfinite(norm)
+        self.counters.skipped_in_a_row = 0 if finite else self.counters.skipped_in_a_row + 1
+        if not finite:
+            self.counters.skipped += 1
+            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
+                self._not_finite(step, total / live, norm, losses)
+        self.loss_scale.update(finite)
         if finite:
-            parts, sums = self._totals.named(summed[5:])
+            parts, sums = self._totals.named(others)
             self.task.after_step(sums)
-            self.counters.add(total_sum, live_sum, norm, parts, sums)
-        self.counters.live_tokens += int(live_sum)
+            self.counters.add(total, live, norm, parts, sums)
+        self.counters.live_tokens += int(live)
         done = step + 1
         rows = partial(self.loader.order.step_rows, step)
-        seconds = time.monotonic() - began
-        record = StepRecord(
-            done, self.steps, total_sum / live_sum, norm, int(live_sum), not finite, seconds, data_seconds, rows
-        )
+        record = StepRecord(done, self.steps, total / live, norm, int(live), not finite, seconds, data_seconds, rows)
         self.callback_list.dispatch("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
-        return signalled > 0, callback_stop > 0
 
     def _backward(
         self, step: int, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[float, int, dict[str, float], dict[str, list[float]], dict[int, Tensor]]:
-        """Sum of the losses (in fp64), targets, sums of the parts, other sums, and the loss of each of this rank's
-        micro-batches; the parameters then hold the (scaled) gradient of the step over all ranks.
+    ) -> tuple[int, dict[str, Any], dict[str, Tensor], dict[int, Tensor]]:
+        """Targets, sums of the parts, other sums, and the loss of each of this rank's micro-batches, on the device; the
+        parameters then hold the (scaled) gradient of the step over all ranks.
         """
         live, parts, sums, losses = 0, dict[str, Any](), dict[str, Tensor](), dict[int, Tensor]()
         ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
@@ -283,36 +297,24 @@ class Trainer:
             for name, vector in loss.sums.items():
                 sums[name] = vector.detach().flatten() + sums.get(name, 0)
         self.parallel.finish()
-        total = math.fsum(float(losses[number]) for number in sorted(losses))
-        listed = {name: vector.tolist() for name, vector in sums.items()}
-        return total, live, {name: float(value) for name, value in parts.items()}, listed, losses
+        return live, parts, sums, losses
 
-    def _apply(self, step: int, live: float, total: float, losses: dict[int, Tensor]) -> tuple[float, bool]:
-        """Divide by the targets of the whole step, clip, update; returns the norm before the clip and if it was finite."""
+    def _scaled_norm(self, live: float) -> Tensor:
+        """Divide the gradient by the targets of the whole step; its norm."""
         parameters = self.optimizers.parameters
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-        norm = global_norm(parameters)
-        whole_norm = float(full_tensor(norm))
-        finite = math.isfinite(total) and math.isfinite(whole_norm)
-        clip = self.task.config.optim.clip
-        if finite:
-            if clip:
-                torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-            self.optimizers.set_factor(self.factor(step))
-            self.optimizers.step()
-        self.optimizers.zero_grad()
-        if not finite:
-            self.counters.skipped += 1
-            self.counters.skipped_in_a_row += 1
-            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
-                self._not_finite(step, total / live, whole_norm, losses)
-        else:
-            self.counters.skipped_in_a_row = 0
-        self.loss_scale.update(finite)
-        return whole_norm, finite
+        return global_norm(parameters)
 
-    def _not_finite(self, step: int, loss: float, norm: float, losses: dict[int, Tensor]) -> None:
+    def _update(self, step: int, norm: Tensor, prevented: Tensor | None = None) -> None:
+        """Clip and update; the gradient is gone afterwards."""
+        if clip := self.task.config.optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.optimizers.parameters, clip, norm)
+        self.optimizers.set_factor(self.factor(step))
+        self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
+        self.optimizers.zero_grad()
+
+    def _not_finite(self, step: int, loss: float, norm: float, losses: Mapping[int, Tensor]) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         rows = rows_to_blame(self.loader.parts(step), losses, self.ranks)
         error = NonFinite(step, loss, norm, rows, self.task.config)

@@ -1,0 +1,172 @@
+"""Figures that stay on the device until a logging step: the same training, and no step waits for the device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import (
+    ALONE,
+    NumberedRows,
+    Recorder,
+    WatchedTask,
+    copies,
+    distance,
+    in_ranks,
+    make_trainer,
+    same,
+    settings_of_training,
+    tiny_model,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ttrain.config import Optim
+from ttrain.train import losses, optim
+from ttrain.train.checkpoint import Snapshot
+from ttrain.train.distributed import Ranks
+from ttrain.train.losses import NonFinite
+from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+
+DEFERRED = TrainerOptions(defer=True)
+EVERY_FIVE = Cadence(log=5, checkpoint=10)
+
+
+def trainer_of(
+    how: TrainerOptions, directory: Path | None = None, *, ranks: Ranks = ALONE, kind: Any = "muon", spoilt: Any = (),
+    cadence: Cadence = EVERY_FIVE, **changes: Any,
+) -> tuple[Trainer, Recorder]:  # fmt: skip
+    """Twenty steps of two micro-batches on one rank; the loss of the passes in `spoilt` is infinite."""
+    config = settings_of_training(optim=Optim(kind=kind, lr=1e-2), **changes)
+    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
+    task = WatchedTask(config, model, lambda passes: math.inf if passes in spoilt else 1.0)
+    trainer = make_trainer(
+        config, model, rows, rows_per_device=3, how=how, task=task, callbacks=[recorder], cadence=cadence, ranks=ranks,
+        directory=directory, validation=[rows.batch([n]) for n in range(3)],
+    )  # fmt: skip
+    return trainer, recorder
+
+
+def close(trainer: Trainer) -> None:
+    if trainer.checkpoints:
+        trainer.checkpoints.close()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_deferred_figures_are_those_of_a_training_that_reads_every_step(kind: Any, tmp_path: Path) -> None:
+    found = []
+    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+        trainer, recorder = trainer_of(how, tmp_path / name, kind=kind)
+        result = trainer.fit()
+        close(trainer)
+        assert (trainer._deferred is None) is (name == "read")
+        events = sorted((name, *map(str, rest)) for name, *rest in recorder.events if name in ("start", "saved", "end"))
+        found.append((result, copies(trainer.bare.state_dict()), recorder, events))
+    (read, weights, first, events), (deferred, others, second, other_events) = found
+    assert second.figures("loss") == pytest.approx(first.figures("loss"), rel=2e-4 if kind == "muon" else 1e-5)
+    assert second.figures("grad_norm") == pytest.approx(first.figures("grad_norm"), rel=1e-2)
+    assert distance(weights, others) < (1e-2 if kind == "muon" else 1e-4)
+    assert events == other_events
+    names = ("step", "stop_reason", "live_tokens", "skipped_steps")
+    assert [getattr(read, name) for name in names] == [getattr(deferred, name) for name in names]
+    assert deferred.loss == pytest.approx(read.loss, rel=2e-4) and deferred.validation_loss is not None
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host asks of the device, as `.item()` and `float()` do; on a GPU each would wait for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            Reads.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the loss alone asks how many tokens have a target, which it does not ask elsewhere."""
+    monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
+    monkeypatch.setattr(Reads, "count", 0)
+    counts = {}
+    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=10, checkpoint=100))
+        step, counts[name] = trainer._train_step, []
+
+        def counted(*given: Any, step: Any = step, name: str = name) -> Any:
+            before = Reads.count
+            with Reads():
+                result = step(*given)
+            counts[name].append(Reads.count - before)
+            return result
+
+        monkeypatch.setattr(trainer, "_train_step", counted)
+        trainer.fit()
+    assert min(counts["read"]) > 0, "the counter counts"
+    assert counts["deferred"][1:9] == [0] * 8 and counts["deferred"][10:19] == [0] * 9
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later(kind: Any) -> None:
+    found = []
+    for how in (TrainerOptions(), DEFERRED):
+        trainer, recorder = trainer_of(how, kind=kind, nonfinite="skip", spoilt=(5, 15))  # of steps 3 and 8
+        result = trainer.fit()
+        found.append((result.skipped_steps, recorder.figures("skipped_steps"), copies(trainer.bare.state_dict())))
+    assert found[0][:2] == found[1][:2]
+    assert found[1][0] == 2
+    assert distance(found[0][2], found[1][2]) < (1e-2 if kind == "muon" else 1e-4)
+
+
+def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
+    """Step 8 of 20, which is read with step 10."""
+    errors, snapshots = [], list[Snapshot]()
+    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+        trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
+        with pytest.raises(NonFinite) as error:
+            trainer.fit()
+        close(trainer)
+        newest = trainer.checkpoints.newest() if trainer.checkpoints else None
+        assert newest is not None
+        errors.append((error.value.step, error.value.rows))
+        snapshots.append(newest)
+    assert errors[0] == errors[1] and errors[1][0] == 8
+    assert [snapshot.step for snapshot in snapshots] == [7, 7]
+    assert distance(*(dict(snapshot.weights) for snapshot in snapshots)) < 1e-5
+    names = ("rows", "optimizers")
+    assert [snapshots[0].state[name] for name in names] == [snapshots[1].state[name] for name in names]
+
+
+def test_two_ranks_that_defer_train_as_one_that_reads(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> list[float]:
+        torch.set_num_threads(1)
+        trainer, recorder = trainer_of(DEFERRED, ranks=ranks, kind="adamw")
+        trainer.fit()
+        return recorder.figures("loss")
+
+    alone, recorder = trainer_of(TrainerOptions(), kind="adamw")
+    alone.fit()
+    assert in_ranks(2, tmp_path, work)[0] == pytest.approx(recorder.figures("loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])
+def test_an_update_that_is_prevented_leaves_weights_and_state_to_the_bit(kind: Any) -> None:
+    model = tiny_model()
+    optimizers = optim.build(model, Optim(kind=kind, lr=1e-2))
+    assert optimizers.can_be_prevented
+
+    def gradients(value: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for parameter in optimizers.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * value
+
+    gradients(1.0)
+    optimizers.step_unless(torch.zeros(()))
+    before = copies(model.state_dict()), copies(optimizers.state())
+    gradients(math.nan)
+    optimizers.step_unless(torch.ones(()))
+    assert same(before[0], model.state_dict()) and same(before[1], optimizers.state())
+    gradients(1.0)
+    optimizers.step_unless(torch.zeros(()))
+    assert not same(before[0], model.state_dict())
