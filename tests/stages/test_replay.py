@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +88,29 @@ def test_the_sample_follows_seed_and_new_documents_alone(nights: dict[str, Path]
     assert run(nights, tmp_path / "3", 0.2, seed=2)[1] != first
     other = {**nights, "documents": write(tmp_path / "d", [documents(4000, 200)], documents(7, 1))}
     assert run(other, tmp_path / "4", 0.2)[1] != first
+
+
+def test_a_sample_that_was_killed_is_made_again_to_the_same_bytes(nights: dict[str, Path], tmp_path: Path) -> None:
+    """Killed after the first of its three files."""
+    run(nights, tmp_path / "whole", 0.2)
+
+    def begin() -> None:
+        def write_and_end(*arguments: Any) -> None:
+            write_shard(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        replay.write_shard = write_and_end  # type: ignore[assignment]
+        run(nights, tmp_path / "killed", 0.2)
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left = sorted(path.name for path in (tmp_path / "killed" / "train").iterdir())
+    assert left == ["000000.arrow"]
+    run(nights, tmp_path / "killed", 0.2)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole" / "train").iterdir()}
+    assert whole == {path.name: path.read_bytes() for path in (tmp_path / "killed" / "train").iterdir()}
 
 
 def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrain.config import Schedule, Training
-from ttrain.train.schedules import decay_start, quick_rows, schedule, spread_steps, steps_of, warmup_steps
+from ttrain.train.schedules import decay_start, plateau_end, quick_rows, schedule, spread_steps, steps_of, warmup_steps
 
-KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd")
+KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
 
 
@@ -90,6 +90,25 @@ def test_minimind_has_a_floor_of_its_own() -> None:
 )
 def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> None:
     assert decay_start(config, 10) == start
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        (Schedule(kind="infinite", warmup_steps=2, decay_fraction=0.3), 7),
+        (Schedule(kind="infinite", warmup_steps=0, decay_fraction=0.0), 10),
+        (Schedule(kind="infinite", warmup_steps=0, decay_fraction=1.0), None),
+        (Schedule(kind="wsd", warmup_steps=2, decay_fraction=0.3), None),
+    ],
+)
+def test_an_infinite_schedule_alone_has_a_plateau_to_continue(config: Schedule, end: int | None) -> None:
+    assert plateau_end(config, 10) == end
+
+
+def test_an_infinite_schedule_has_the_rates_of_wsd() -> None:
+    common: dict[str, Any] = {"warmup_steps": 3, "decay_fraction": 0.4, "floor": 0.2}
+    infinite, wsd = (schedule(Schedule(kind=kind, **common), 20) for kind in ("infinite", "wsd"))
+    assert [infinite(step) for step in range(20)] == [wsd(step) for step in range(20)]
 
 
 SCHEDULES = st.builds(

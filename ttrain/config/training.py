@@ -33,18 +33,21 @@ class Optim(Section):
 class Schedule(Section):
     """Learning rate over the optimizer steps: a warm-up, a hold at the peak, a decay to the floor.
 
-    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. cosine: decays from the
+    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. infinite: as wsd, and the
+    state before the decay is kept, with which the next night continues. cosine: decays from the
     hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
     `decay_rate` every `decay_steps` steps, however long the run. constant: no decay.
     """
 
-    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd"] = Field(
-        "linear", description="how the learning rate decays after the warm-up; wsd: constant, then a short decay"
+    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = Field(
+        "linear",
+        description="how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
+        "and nights continue the constant part",
     )
     warmup_steps: int | None = Field(None, ge=0, description="empty: 10, but none where kind=minimind")
     hold_steps: int = Field(0, ge=0, description="steps at the peak after the warm-up, before any decay")
     decay_fraction: float = Field(
-        0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear` and `wsd` decay"
+        0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear`, `wsd` and `infinite` decay"
     )
     decay_rate: float = Field(0.5, gt=0, le=1, description="of `exponential`: what remains after `decay_steps`")
     decay_steps: int = Field(1000, ge=1, description="of `exponential`")

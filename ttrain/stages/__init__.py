@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ttrain import config
 from ttrain.config.training import PrimaryMetric
+from ttrain.store.model_files import PLATEAU
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _training(row: config.TrainingStage) -> Stage:
         row.name,
         row.module or f"ttrain.stages.{row.name}",
         config.TRAINING_CONFIGS[row.name],
-        {**({"tokenizer": (), "replay": ()} if row.role == "base" else {}), "base": (), "shards": ()},
+        {**({"tokenizer": (), "replay": (), "plateau": (PLATEAU,)} if row.role == "base" else {}), "base": (), "shards": ()},
         uses_ranks=True,
         primary_metric=row.metric,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ttrain.config import Runtime
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
+from ttrain.stages import plateau
 from ttrain.stages.callbacks import GUARDS
 from ttrain.stages.job import StageContext
 from ttrain.train import checkpoint, checkpoint_format, guards, precision
@@ -24,7 +25,7 @@ from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, set_deterministic
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
-from ttrain.train.schedules import decay_start
+from ttrain.train.schedules import decay_start, plateau_end
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import INTERRUPTED, Cadence, FitResult, Trainer, TrainerOptions
 
@@ -84,6 +85,7 @@ def train(
     allow: frozenset[str],
     quick: Sequence[Any] = (),
     start: Snapshot | None = None,
+    plateau_snapshot: Snapshot | None = None,
 ) -> dict[str, Any]:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
     config, order, runtime = task.config, loader.order, job.runtime
@@ -116,6 +118,7 @@ def train(
         options=TrainerOptions(runtime.compile, runtime.parallel, runtime.reduction),
         night=_night(runtime, ranks),
         start=start,
+        plateau=plateau_snapshot,
         identity=identity,
         allow=allow,
     )
@@ -132,6 +135,8 @@ def train(
     if ranks.first:
         with ranks.busy("writing the model"):
             _write_model(job.output / trained.directory, trained, weights)
+            if (step := plateau_end(config.schedule, order.steps)) is not None:
+                plateau.write(job.output, step)
     ranks.barrier()
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}

@@ -11,6 +11,7 @@ from ttrain.config import Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import pad_fraction
 from ttrain.errors import UsageError
+from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import StageContext
 from ttrain.stages.new_model import tokenizer_files
@@ -57,6 +58,7 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         )
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
+    continued = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     task = task_of(config, trained.model, runtime)
     language_modeling.check(task.build_model(), config)
     figures = train(
@@ -84,6 +86,7 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
         allow=BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
         start=extended,
+        plateau_snapshot=continued,
     )
     warned = dict(figures["guard_warnings"])
     if ranks.first and is_without_effect(job.run_directory / METRICS):

@@ -17,6 +17,8 @@ MODEL = "model.safetensors"
 
 ADAPTER = "adapter_model.safetensors"
 
+PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state before the decay of `schedule.kind=infinite`
+
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
 
 INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies

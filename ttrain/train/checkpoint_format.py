@@ -35,11 +35,18 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     state = _read_state(path)
     for name in {*state["files"], weights_file, OPTIMIZER}:
         _verify(path / name, state["files"].get(name))
+    return Snapshot(int(state["step"]), *read_tensors(path, state["files"], weights_file), state)
+
+
+def read_tensors(
+    path: Path, names: Iterable[str], weights_file: str = WEIGHTS
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read weights and optimizer state from those of the named files of a checkpoint that hold tensors."""
     weights = dict(_tensors(path / weights_file))
-    for name in state["files"]:
+    for name in names:
         if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `by_file` laid them out
             weights |= {f"{name}/{tensor_name}": tensor for tensor_name, tensor in _tensors(path / name).items()}
-    return Snapshot(int(state["step"]), weights, _tensors(path / OPTIMIZER), state)
+    return weights, _tensors(path / OPTIMIZER)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -59,6 +59,12 @@ def decay_start(config: Schedule, steps: int) -> int:
     return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
 
 
+def plateau_end(config: Schedule, steps: int) -> int | None:
+    """Steps before the decay of `infinite`, which another training continues; None for other kinds, or if there are none."""
+    end = decay_start(config, steps)
+    return end if config.kind == "infinite" and end > 0 else None
+
+
 def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
     """Factor of the peak learning rate at an optimizer step, counted from 0; pure arithmetic, so resuming cannot change it.
 
@@ -67,7 +73,8 @@ def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
     floor + (1 - floor) * shape, which nears the floor smoothly where max(floor, shape) would bend.
 
     `minimind` is lr * (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps (github.com/jingyaogong/minimind, `get_lr`,
-    where t counts micro-batches from 1); `wsd` is the 1 - sqrt cooldown of arXiv:2405.18392; `cosine` is arXiv:1608.03983.
+    where t counts micro-batches from 1); `wsd` is the 1 - sqrt cooldown of arXiv:2405.18392, and so is the branch of
+    `infinite` (arXiv:2403.08763); `cosine` is arXiv:1608.03983.
     """
     warmup, start = warmup_steps(config), _peak_end(config, steps)
     floor = MINIMIND_FLOOR if config.kind == "minimind" else config.floor
@@ -85,7 +92,7 @@ def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
 def _peak_end(config: Schedule, steps: int) -> int:
     """First step after the warm-up that may be below the peak; `steps` if there is none."""
     hold_end = min(warmup_steps(config) + config.hold_steps, steps)
-    if config.kind in ("linear", "wsd"):
+    if config.kind in ("linear", "wsd", "infinite"):
         return max(hold_end, steps - round(config.decay_fraction * steps))
     return hold_end
 
@@ -95,7 +102,7 @@ def _shape(config: Schedule, step: int, steps: int) -> float:
     done = step / steps
     if config.kind == "linear":
         return 1 - done
-    if config.kind == "wsd":
+    if config.kind in ("wsd", "infinite"):
         return 1 - math.sqrt(done)
     if config.kind == "exponential":
         return float(config.decay_rate ** (step / config.decay_steps))

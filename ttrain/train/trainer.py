@@ -99,11 +99,13 @@ class Trainer:
         options: TrainerOptions = TrainerOptions(),
         night: NightThrottle | None = None,
         start: Snapshot | None = None,
+        plateau: Snapshot | None = None,
         identity: Mapping[str, Any] | None = None,
         allow: frozenset[str] = frozenset(),
     ) -> None:
         """`quick`: batches of a few rows whose loss is logged while training; it selects no checkpoint and stops nothing.
-        `start`: a checkpoint of a shorter run. `identity`: settings that are saved in checkpoints and must be equal when
+        `start`: a checkpoint of a shorter run. `plateau`: weights and optimizer state of another run, with which the first
+        step begins. `identity`: settings that are saved in checkpoints and must be equal when
         one is continued, except those in `allow`. Raises UsageError if they differ.
         """
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
@@ -115,8 +117,8 @@ class Trainer:
         snapshot = (checkpoints.newest() if checkpoints else None) or start
         self.bare = task.build_model()
         self.first = self.step = resume.check_resumable(self, snapshot, allow) if snapshot else 0
-        if snapshot:
-            weights.load(dict(snapshot.weights))
+        if tensors := snapshot or plateau:
+            weights.load(dict(tensors.weights))
         if options.parallel != "fsdp" or ranks.world == 1:  # else each rank moves only its shard
             self.bare = self.bare.to(ranks.device)
         if options.compile and options.parallel == "fsdp" and ranks.world > 1:
@@ -133,6 +135,8 @@ class Trainer:
         resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
+        elif plateau:
+            self.optimizers.load_state(dict(plateau.optimizer))
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if snapshot and snapshot is not start else -1
         self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)

@@ -1,0 +1,163 @@
+"""What a night continues: the plateau of an infinite schedule, exact to resume and at any number of ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.doubles import (
+    ALONE,
+    Home,
+    NumberedRows,
+    copies,
+    distance,
+    in_ranks,
+    make_trainer,
+    run_here,
+    same,
+    settings_of_training,
+    stage_settings,
+    tiny_model,
+)
+
+from ttrain.config import PretrainConfig, Schedule, Settings
+from ttrain.stages import plateau, pretrain
+from ttrain.store.model_files import PLATEAU
+from ttrain.train import checkpoint_format
+from ttrain.train.checkpoint import Snapshot
+from ttrain.train.distributed import Ranks
+from ttrain.train.trainer import Trainer, TrainerOptions
+
+STEPS = 12
+INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.25}}  # steps 0 to 8, then 9 to 11
+NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.25}, "seed": 2}
+
+
+def train(settings: Settings, output: Path, inputs: dict[str, Path]) -> dict[str, Any]:
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    figures: dict[str, Any] = run_here(pretrain, config, output, inputs, settings.runtime)
+    return figures
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """The champion's artifact, and the inputs of any pretraining."""
+    root = tmp_path_factory.mktemp("plateau")
+    home = Home.make(root / "home")
+    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
+    train(stage_settings(STEPS, INFINITE), root / "champion", inputs)
+    return root / "champion", inputs
+
+
+def weights(artifact: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(artifact / "model" / "model.safetensors")
+    return found
+
+
+def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(first: Any) -> None:
+    champion, _ = first
+    assert {path.name for path in (champion / PLATEAU).iterdir()} == {"model.safetensors", "optimizer.safetensors"}
+    saved = checkpoint_format.read(champion / "checkpoints" / "step-00000009")
+    kept = plateau.read(champion, "model.safetensors")
+    assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer) and kept.step == 0
+    assert not same(dict(kept.weights), weights(champion))
+
+
+def test_other_schedules_leave_no_plateau(first: Any, tmp_path: Path) -> None:
+    train(stage_settings(STEPS), tmp_path / "linear", first[1])
+    assert not (tmp_path / "linear" / PLATEAU).exists()
+
+
+def test_a_plateau_whose_checkpoint_is_gone_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert not plateau.write(tmp_path, 9) and not (tmp_path / PLATEAU).exists()
+
+
+def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tmp_path: Path) -> None:
+    champion, inputs = first
+    settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
+    train(settings, tmp_path / "night", {**inputs, **with_plateau(champion)})
+    train(settings, tmp_path / "warm", {**inputs, "base": champion})
+    night, warm = (checkpoint_format.read(tmp_path / name / "checkpoints" / "step-00000001") for name in ("night", "warm"))
+    kept = plateau.read(champion, "model.safetensors")
+    assert {int(value) for name, value in night.optimizer.items() if name.startswith("step|")} == {10}  # 9 before it
+    assert {int(value) for name, value in warm.optimizer.items() if name.startswith("step|")} == {1}
+    moved = [max(float((night.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights)]
+    moved.append(max(float((warm.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights))
+    assert moved[0] < moved[1]
+    assert (tmp_path / "night" / PLATEAU).is_dir()
+
+
+def kill_at(step: int, work: Callable[[], object]) -> int:
+    """Do the work in a fork that kills itself with signal 9 once the checkpoint of this step is whole; its exit code."""
+    save = Trainer._save
+
+    def save_and_end(trainer: Trainer, at: int) -> None:
+        save(trainer, at)
+        if at >= step and trainer.checkpoints:
+            trainer.checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin() -> None:
+        Trainer._save = save_and_end  # type: ignore[assignment,method-assign]
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.parametrize("step", [4, 10], ids=["in the plateau", "in the branch"])
+def test_a_night_that_is_killed_has_the_weights_of_one_that_is_not(
+    first: Any, whole_night: Path, tmp_path: Path, step: int
+) -> None:
+    champion, inputs = first
+    work = partial(
+        train, stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), tmp_path, {**inputs, **with_plateau(champion)}
+    )
+    assert kill_at(step, work) == -signal.SIGKILL
+    assert work()["resumed_from_step"] == step
+    assert same(weights(whole_night), weights(tmp_path))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole_night(first: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    champion, inputs = first
+    output = tmp_path_factory.mktemp("whole")
+    train(stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), output, {**inputs, **with_plateau(champion)})
+    return output
+
+
+def with_plateau(champion: Path) -> dict[str, Path]:
+    return {"base": champion, "plateau": champion}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_continue_a_plateau_as_one_does(tmp_path: Path, how: str) -> None:
+    config = settings_of_training(schedule=Schedule(kind="infinite", warmup_steps=0, decay_fraction=0.25))
+    before = make_trainer(config, tiny_model(seed=3), NumberedRows(60))
+    before.fit()
+    start = Snapshot(0, copies(before.weights.state()), copies(before.optimizers.state()), {})
+
+    def learn(ranks: Ranks, options: TrainerOptions) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(
+            config, tiny_model(), NumberedRows(60), rows_per_device=2, ranks=ranks, how=options, plateau=start
+        )
+        trainer.fit()
+        whole: dict[str, torch.Tensor] = copies(trainer.parallel.whole(trainer.weights.state()))
+        return whole
+
+    sharded = in_ranks(2, tmp_path, lambda ranks: learn(ranks, TrainerOptions(parallel=how)))[0]
+    assert distance(learn(ALONE, TrainerOptions()), sharded) < 1e-4

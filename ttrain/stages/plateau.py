@@ -1,0 +1,51 @@
+"""The plateau of `schedule.kind=infinite`: what another training continues, before the decay that ends in the model.
+
+An artifact holds it as `plateau/`: weights and optimizer state, in the files of a checkpoint. The model beside it has been
+annealed; a rate as high as the peak would raise its loss on what it has learnt (arXiv:2308.04014).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from ttrain.core.files import read_json, remove_tree
+from ttrain.store.model_files import PLATEAU
+from ttrain.train import checkpoint
+from ttrain.train.checkpoint import Snapshot
+from ttrain.train.checkpoint_format import SAFETENSORS, list_checkpoints, read_tensors, step_of
+
+log = logging.getLogger("ttrain")
+
+
+def write(output: Path, step: int) -> bool:
+    """Publish the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
+    source = next((path for path in list_checkpoints(output / "checkpoints") if step_of(path) == step), None)
+    remove_tree(output / PLATEAU)
+    if source is None:
+        log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
+        return False
+    temporary = output / f".{PLATEAU}.writing"
+    remove_tree(temporary)
+    temporary.mkdir()
+    for name in read_json(source / checkpoint.STATE)["files"]:
+        if name.endswith(SAFETENSORS):
+            _link(source / name, temporary / name)
+    temporary.rename(output / PLATEAU)
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link, which takes no space; a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def read(directory: Path, weights_file: str) -> Snapshot:
+    """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the damaged file."""
+    path = directory / PLATEAU
+    return Snapshot(0, *read_tensors(path, [file.name for file in sorted(path.iterdir())], weights_file), {})
