@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain import tracking
@@ -20,13 +20,18 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
+    AVERAGE,
+    CANDIDATES,
+    CHOSEN_BASE,
     EVALUATE,
+    EVALUATE_CANDIDATES,
     EVALUATE_CHAMPION,
     EXISTING_MODEL,
     HELDOUT,
     LEARNT_BEFORE,
     PRETRAIN,
     REPLAY,
+    SHARDS,
     SHARDS_PRETRAIN,
     Stage,
 )
@@ -58,32 +63,78 @@ def recipe_of(inputs: NightInputs) -> Recipe:
     """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
 
     def nightly(stage: Callable[..., Any], settings: Settings) -> None:
-        def build(of: Stage, **stage_inputs: Any) -> Any:
-            if of.name in inputs.replacements:
-                return inputs.replacements[of.name]
-            if inputs.keeps_base and of is SHARDS_PRETRAIN:
-                return None
-            if inputs.keeps_base and of is EXISTING_MODEL:
-                return inputs.replacements["pretrain"]
-            if of is PRETRAIN and inputs.replayed:
-                learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(inputs.replayed)}
-                stage_inputs["replay"] = stage(REPLAY, documents=stage_inputs["shards"], **learnt)
-            if of is not EVALUATE:
-                return stage(of, **stage_inputs)
-            measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
-            if inputs.champion:
-                models = {row.model: inputs.champion.get(row.model) for row in TRAINING_STAGES.values()}
-                stage(EVALUATE_CHAMPION, **{**measured, **models})
-            return stage(EVALUATE, **measured)
-
-        def documents(new: Any) -> Any:
-            if new is None or inputs.earlier_heldout is None:
-                return inputs.earlier_heldout if new is None else new
-            return stage(HELDOUT, earlier=inputs.earlier_heldout, documents=new)
-
-        full(build, settings)
+        full(NightWalk(stage, settings, inputs), settings)
 
     return nightly
+
+
+@dataclass
+class NightWalk:
+    """One walk of a night's recipe: what becomes of each stage of `full`. A stage that two others need is called once."""
+
+    stage: Callable[..., Any]
+    settings: Settings
+    inputs: NightInputs
+    shards: dict[str, Any] = field(default_factory=dict)  # by data set
+    shared: dict[str, Any] = field(default_factory=dict)  # by stage
+
+    def __call__(self, of: Stage, **stage_inputs: Any) -> Any:
+        if self.inputs.kept_base and (of is PRETRAIN or of is EXISTING_MODEL):
+            return self.inputs.kept_base
+        if of.name in self.inputs.replacements:
+            return self.inputs.replacements[of.name]
+        if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
+            return None
+        if of is PRETRAIN:
+            return self._base(stage_inputs)
+        if of is EVALUATE:
+            return self._evaluate(stage_inputs)
+        result = self.stage(of, **stage_inputs)
+        if of.dataset and SHARDS.get(of.dataset) is of:
+            self.shards[of.dataset] = result
+        return result
+
+    def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
+        """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
+        replayed: dict[str, Any] = {}
+        if self.inputs.replayed:
+            learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(self.inputs.replayed)}
+            replayed["replay"] = self.stage(REPLAY, documents=stage_inputs["shards"], **learnt)
+        night = self.stage(PRETRAIN, **stage_inputs, **replayed)
+        return night if self.inputs.average is None else self._chosen_base(night)
+
+    def _chosen_base(self, night: Any) -> Any:
+        """The better of the night's own weights and their average with the champion's."""
+        champion, documents = self.inputs.champion["base"], self._documents(self.shards["pretrain"])
+        models = dict(zip(CANDIDATES, (night, self.stage(AVERAGE, champion=champion, night=night)), strict=True))
+        evaluations = {
+            f"of-{name}": self.stage(EVALUATE_CANDIDATES[name], base=model, documents=documents)
+            for name, model in models.items()
+        }
+        evaluations["of-champion"] = self._of_champion()
+        return self.stage(CHOSEN_BASE, **models, documents=documents, **evaluations)
+
+    def _evaluate(self, stage_inputs: Mapping[str, Any]) -> Any:
+        if self.inputs.champion:
+            self._of_champion()
+        return self.stage(EVALUATE, **{**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))})
+
+    def _of_champion(self) -> Any:
+        """The evaluation of the champion on the same data as the night's models."""
+        if EVALUATE_CHAMPION.name not in self.shared:
+            rows = [TRAINING_STAGES[name] for name in self.settings.trainings]
+            data = {row.part: self.shards.get(row.dataset) for row in rows if row.part}
+            measured = {**data, "documents": self._documents(self.shards.get("pretrain"))}
+            self.shared[EVALUATE_CHAMPION.name] = self.stage(EVALUATE_CHAMPION, **measured, **self.inputs.champion)
+        return self.shared[EVALUATE_CHAMPION.name]
+
+    def _documents(self, new: Any) -> Any:
+        """The held-out documents of this and all earlier nights."""
+        if new is None or self.inputs.earlier_heldout is None:
+            return self.inputs.earlier_heldout if new is None else new
+        if HELDOUT.name not in self.shared:
+            self.shared[HELDOUT.name] = self.stage(HELDOUT, earlier=self.inputs.earlier_heldout, documents=new)
+        return self.shared[HELDOUT.name]
 
 
 def check(settings: Settings) -> None:
@@ -130,10 +181,16 @@ def choose_inputs(
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, replay,
-        heldout_nights=earlier.nights,
+        heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
+
+
+def _average(settings: Settings, champion: Champion | None, files: Mapping[str, Any]) -> float | None:
+    """The share of the champion's weights in an average; None where the night trains no base model that continues it."""
+    continues = champion is not None and settings.nightly.start_from == "champion"
+    return settings.nightly.average if continues and files.get("pretrain") else None
 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:

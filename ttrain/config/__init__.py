@@ -15,6 +15,8 @@ from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,
     TRAINING_CONFIGS,
+    AverageConfig,
+    ChosenBaseConfig,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
@@ -30,6 +32,7 @@ from ttrain.config.settings import (
     UserTaskConfig,
 )
 from ttrain.config.training import (
+    CHOSEN_BASE,
     TRAINING_STAGES,
     TRAININGS,
     EarlyStopping,
@@ -46,6 +49,7 @@ from ttrain.config.training import (
 )
 
 __all__ = [
+    "CHOSEN_BASE",
     "DATASETS",
     "LEARNT",
     "NAMES_CODE",
@@ -55,6 +59,8 @@ __all__ = [
     "TRAINING_CONFIGS",
     "TRAINING_STAGES",
     "Auth",
+    "AverageConfig",
+    "ChosenBaseConfig",
     "Data",
     "EarlyStopping",
     "Evaluate",

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations, python_docs
@@ -45,11 +45,17 @@ class NightInputs:
     replacements: Mapping[str, Artifact] = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
     replayed: tuple[Artifact, ...] = ()
+    average: float | None = None  # share of the champion's base model in the average with the night's own
 
     @property
     def keeps_base(self) -> bool:
         """Whether no document is new, so that SFT and LoRA start again on the champion's base model."""
-        return "pretrain" in self.replacements
+        return self.kept_base is not None
+
+    @property
+    def kept_base(self) -> Artifact | None:
+        """The champion's base model where it stays."""
+        return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
 
 
 def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> dict[str, list[dict[str, Any]]]:
@@ -166,22 +172,27 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["data"][dataset] = [file["location"] for file in files]
     artifacts = _champion_artifacts(frozen.champion, store)
     replacements: dict[str, Artifact] = {}
-    if "pretrain" in user.trainings and {"tokenizer", "pretrain"} <= set(artifacts):
+    base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
+    if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
         tree["tokenizer"]["existing"] = str(replacements["tokenizer"].path)
         tree["data"]["tokenizer"] = ()
         if user.nightly.start_from == "champion":
-            base = store.complete(artifacts["pretrain"], ("model",))
+            base = store.complete(base, ("model",))
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
-                replacements["pretrain"] = base
+                replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
     replayed: tuple[Artifact, ...] = ()
     if frozen.replay and "pretrain" not in replacements:
         tree["nightly"]["replay"] = frozen.replay
         replayed = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
+    if base:
+        champion[TRAINING_STAGES[BASES[0]].model] = base
+    average = frozen.average if base and "pretrain" not in replacements else None
+    tree["nightly"]["average"] = average
     earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
-    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, replayed)
+    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, replayed, average)
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:

@@ -19,7 +19,7 @@ from ttrain.config import flatten
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import names, registration, run_summary, system_metrics
-from ttrain.pipeline.run_models import REGISTERED, tracked_path
+from ttrain.pipeline.run_models import REGISTERED, members_of, tracked_path
 from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
@@ -236,8 +236,8 @@ class _RunReplay:
         if not {"tokenizer", "evaluate"} <= set(self._artifacts):
             return
         self._tracker.finish_uploads()
-        models = [self._registration(model, run) for model in self._artifacts.values() if model.stage in REGISTERED]
-        members = {f"{self._name}-{REGISTERED[a.stage][0]}": a for a in self._artifacts.values() if a.stage in REGISTERED}
+        members = members_of(self._artifacts, self._name)
+        models = [self._registration(model, run) for model in members.values()]
         self._tracker.register_models(
             self._name,
             run=run,
