@@ -85,7 +85,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any
     """What the stage does, with the default settings: duplicates dropped, 2 % held out, digests of all files."""
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
-    from ttrain.data.assembly import DataFile
+    from ttrain.data.built_blocks import DataFile
     from ttrain.data.sharding import Processes
     from ttrain.stages.shards import recipe_of
 

@@ -24,7 +24,7 @@ from typer.main import get_command
 from ttrain.config import Reading, Settings
 from ttrain.config.loading import load
 from ttrain.data import contamination, sharding
-from ttrain.data.assembly import DataFile
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.sharding import Here
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites

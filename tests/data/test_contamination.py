@@ -15,7 +15,7 @@ from support.doubles import write_shards
 from ttrain.cli.main import main
 from ttrain.config import Reading, Settings
 from ttrain.data import contamination, overlap, sharding
-from ttrain.data.assembly import DataFile
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.contamination import OverlapRule
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import TextIndex, TextMatch

@@ -201,7 +201,7 @@ import re, resource, sys
 from pathlib import Path
 from ttrain.config import Reading
 from ttrain.data import sharding
-from ttrain.data.assembly import DataFile
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.sharding import Here
 from ttrain.stages.shards import recipe_of
 status, reading = Path("/proc/self/status"), Reading(heldout_fraction=0.0)

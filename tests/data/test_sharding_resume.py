@@ -23,8 +23,8 @@ from support.shard_sets import ALL, BLOCK, build, digests, rows_of, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import sharding
-from ttrain.data.assembly import DataFile
 from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.encoder import Encoder, EncoderDiffers
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import ShardSet
@@ -106,7 +106,7 @@ def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path
     code = f"""
 from pathlib import Path
 from ttrain.config import Reading
-from ttrain.data.assembly import DataFile
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.sharding import Here, build
 files = {{"train": [DataFile({str(path)!r}, "a.jsonl")]}}

@@ -30,8 +30,9 @@ from support.paths import TESTS
 
 from ttrain.config import Reading
 from ttrain.data import blocks, sharding
-from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder

@@ -9,8 +9,9 @@ from typing import Any
 
 from ttrain.config import Reading
 from ttrain.data import sharding
-from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
 from ttrain.data.validate import validate

@@ -13,8 +13,9 @@ from support.doubles import documents
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
 from ttrain.data import sharding
-from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.sharding import Here
 
 ALL = Reading(heldout_fraction=0.0)

@@ -20,8 +20,9 @@ from ttrain.core.hashing import stamp
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, sharding
-from ttrain.data.assembly import REJECTED, DataFile
+from ttrain.data.assembly import REJECTED
 from ttrain.data.blocks import BLOCKS, PARTS
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.encoder import Encoder
 from ttrain.data.inspect import SUMMARY, TokenView
 from ttrain.data.sharding import Here, Pool, Processes

@@ -10,6 +10,8 @@ from ttrain.config.base import Count, Location, Paths, Section, Weighted, as_tup
 from ttrain.config.training import TRAINING_STAGES
 
 PYTHON_DOCS = "python-docs"
+LEAST_SIMILAR = 0.5  # of near-duplicates: below it, most pairs that share a band are not similar enough
+NEAR_DUPLICATES_OF_NIGHTS = 0.8  # where reading.near_duplicates is empty
 LEARNT = tuple(dict.fromkeys(row.dataset for row in TRAINING_STAGES.values()))  # data sets that the training stages read
 DATASETS = (*(name for dataset in LEARNT for name in (dataset, f"{dataset}_heldout")), "tokenizer")
 
@@ -78,6 +80,13 @@ class Reading(Section):
     rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the stage")
     max_line_bytes: int = Field(32 << 20, ge=1024, le=256 << 20, description="a longer line is rejected unread")
     deduplicate: bool = Field(True, description="of rows that say exactly the same, keep the first")
+    near_duplicates: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="of documents that are as similar (Jaccard of their shingles), keep the first; 0: all; empty: 0.8 in "
+        "nights, else all",
+    )
     limit: Count | None = Field(None, ge=1, description="rows to use, for a try; empty: all")
     rounds: int = Field(1, ge=1, description="how many times `limit` distinct rows to use")
     sample: Literal["reservoir", "head"] = Field("reservoir", description="which rows `limit` takes: any, or the first")
@@ -87,6 +96,15 @@ class Reading(Section):
     def _rounds_of_a_limit(self) -> Reading:
         if self.rounds > 1 and self.limit is None:
             raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
+        return self
+
+    @model_validator(mode="after")
+    def _similarity_that_can_be_found(self) -> Reading:
+        if self.near_duplicates and self.near_duplicates < LEAST_SIMILAR:
+            raise ValueError(
+                f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
+                f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all"
+            )
         return self
 
 

@@ -1,6 +1,6 @@
 """Assemble blocks into sets of shards: select rows, place files, write the indexes, the quarantine and the figures.
 
-Decisions that need all rows are made here, from 24 bytes a row: duplicates, overlap with the held-out part, limits. The
+Decisions that need all rows are made here, from 32 bytes a row: duplicates, overlap with the held-out part, limits. The
 block's shard is copied without such rows; the whole shard is kept in `run/blocks`, so that a later set can reuse it.
 """
 
@@ -12,19 +12,20 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
 from ttrain.core.files import write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
+from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Table, row_keys
 from ttrain.data.contamination import OverlapCheck, ShardScan
+from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.records import Tally
 from ttrain.errors import ArtifactError, DataError
 
@@ -33,41 +34,6 @@ SHARD_FILE_NAME = re.compile(
     r"^\.?((train|heldout)-)?[0-9a-f]{16,24}(-\w+)?\.(arrow|jsonl|json|rows|rejected\.jsonl)(\.\d+\.tmp)?$"
 )
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
-Flags = npt.NDArray[np.bool_]
-Table = npt.NDArray[np.uint64]  # shape [rows, 3]: hash, hash, bytes of text
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """An input file: its location, display name, digest of its bytes (if known), and the number of its weighted source."""
-
-    location: str
-    name: str
-    digest: str | None = None
-    group: int = 0
-
-
-@dataclass
-class BuiltBlock:
-    """A finished block: its directory, its manifest, and which of its rows are selected."""
-
-    role: str
-    file: int
-    identity: str
-    directory: Path
-    encoded: bool
-    manifest: Mapping[str, Any]
-    rows: Table
-    selected: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
-
-    @property
-    def is_heldout(self) -> Flags:
-        threshold = self.manifest["threshold"]
-        return (
-            self.rows[:, 0] < np.uint64(min(threshold, 2**64 - 1))
-            if threshold < 2**64
-            else np.ones(len(self.rows), np.bool_)
-        )
 
 
 @dataclass
@@ -82,6 +48,7 @@ class ShardSetResult:
     duplicates: int
     encoder: str
     contamination: dict[str, Any] | None = None
+    near_duplicates: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The figures of the manifest."""
@@ -95,6 +62,7 @@ class ShardSetResult:
             "encoded_blocks": self.encoded_blocks,
             "encoder": self.encoder,
             **({"contamination": self.contamination} if self.contamination else {}),
+            **({"near_duplicates": self.near_duplicates} if self.near_duplicates else {}),
         }
 
 
@@ -106,15 +74,17 @@ def assemble(
     reading: Reading,
     weights: Sequence[float],
     overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None = None,
+    near: NearDuplicateSearch | None = None,
 ) -> ShardSetResult:
     """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures.
 
-    `overlaps`: the overlap of each block's training part with evaluation items.
+    `overlaps`: the overlap of each block's training part with evaluation items. `near`: what finds near-duplicates.
     """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, files, built_blocks, figures)
     duplicates = _select_rows(built_blocks, figures, reading)
+    near_figures = near.leave_out(files, figures, _removed_overlaps(built_blocks, overlaps)) if near else None
     lowest = _hold_out_lowest_row(built_blocks, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
     overlapping = _leave_out_overlaps(files, built_blocks, figures, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
@@ -130,9 +100,14 @@ def assemble(
             if entry:
                 entries[part_name].append({**entry, "group": files[block.role][block.file].group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
+                if near:
+                    near.keep(files, part_name, block, entry)
     if lowest is not None:
         block, content_hash = lowest
-        entries["heldout"].append(_write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe))
+        entry = _write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe)
+        entries["heldout"].append(entry)
+        if near:
+            near.keep_lowest(files, block, content_hash, entry)
     _copy_block_records(output, built_blocks)
     extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
     if recipe.kind == "chats":
@@ -150,6 +125,8 @@ def assemble(
     }
     _remove_stale_files(output, entries, built_blocks)
     _write_overlap_report(output, overlapping)
+    if near:
+        near.finish()
     return ShardSetResult(
         parts,
         tallies,
@@ -162,6 +139,7 @@ def assemble(
         duplicates=duplicates,
         encoder=", ".join(sorted({block.manifest["encoder"] for block in built_blocks})),
         contamination={name: value for name, value in overlapping.items() if name != "items"} if overlapping else None,
+        near_duplicates=near_figures,
     )
 
 
@@ -187,13 +165,13 @@ def _quarantine(
 
 def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading) -> int:
     """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
-    table = np.concatenate([np.zeros((0, 3), np.uint64), *(block.rows for block in built_blocks)])
+    table = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
     first = is_first(table)
     from_heldout = np.repeat(
         [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
     )
     shared = (
-        ~from_heldout & np.isin(_keys(table), _keys(table[from_heldout]))
+        ~from_heldout & np.isin(row_keys(table), row_keys(table[from_heldout]))
         if from_heldout.any()
         else np.zeros(len(table), bool)
     )
@@ -212,11 +190,6 @@ def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int
         tally.leave_out(BEYOND_LIMIT, int(beyond[start:end].sum()))
         start = end
     return int((~first & ~shared).sum())
-
-
-def _keys(table: Table) -> npt.NDArray[Any]:
-    """The 16 bytes that identify each row, as one comparable value."""
-    return np.ascontiguousarray(table[:, :2]).view([("", np.uint64), ("", np.uint64)]).ravel()
 
 
 def is_first(table: Table) -> Flags:
@@ -247,7 +220,7 @@ def _hold_out_lowest_row(
     for block in built_blocks:
         rows = block.rows[block.selected]
         if len(rows):
-            first, second, _ = rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist()
+            first, second = rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist()[:2]
             if lowest is None or (first, second) < lowest[0]:
                 lowest = (first, second), block
     assert lowest is not None, "two rows are selected"
@@ -282,6 +255,18 @@ def _leave_out_overlaps(
             block.selected[overlapping_rows] = False
             figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(overlapping_rows))
     return contamination.report(against, file_scans)
+
+
+def _removed_overlaps(
+    built_blocks: list[BuiltBlock], overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None
+) -> dict[int, Flags]:
+    """By number of a block, a flag for each row that is left out later, since it holds an evaluation item."""
+    removed: dict[int, Flags] = {}
+    if overlaps and overlaps[0].remove:
+        for number, (block, scanned) in enumerate(zip(built_blocks, overlaps[1], strict=True)):
+            removed[number] = np.zeros(len(block.rows), np.bool_)
+            removed[number][np.flatnonzero(~block.is_heldout)[sorted({match.record for match in scanned.matches})]] = True
+    return removed
 
 
 def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:

@@ -240,6 +240,11 @@ def find_file(directory: Path, part_name: str, name: str) -> Path | None:
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[sources.Record]:
     """The good records of a block's JSON lines; the tally counts the others, by their line in the block."""
+    return (record for _, record in numbered_records(data, block, recipe, tally))
+
+
+def numbered_records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
+    """The same records, each with its line in the block."""
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
     lines = sources.lines(pieces, recipe.max_line_bytes)
     rows = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
@@ -252,7 +257,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
     tally = Tally(quarantine=bad_rows)
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
-    for record in records(data, block, recipe, tally):
+    for line, record in numbered_records(data, block, recipe, tally):
         content = record.content()
         content_hash = sources.hash_of(content)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
@@ -261,7 +266,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         heldout = int.from_bytes(content_hash[:8], "big") < threshold
         size = len(content) if isinstance(record, sources.TextDocument) else len(text_of(record).encode("utf-8"))
         parts["heldout" if heldout else "train"].add(record, size)
-        rows.append(content_hash + size.to_bytes(8, "big"))
+        rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:

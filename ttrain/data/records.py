@@ -78,11 +78,11 @@ class Rejected:
 
 def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Record]:
     """Good records of the files in order; the tally counts the others. `text_field` is the key for text of `.txt` files."""
-    return accepted(records(paths, tally, max_line_bytes, text_field), parse, tally)
+    return (record for _, record in accepted(records(paths, tally, max_line_bytes, text_field), parse, tally))
 
 
-def accepted(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[Record]:
-    """Good records of (path, line number, JSON object) rows; the tally counts the others."""
+def accepted(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[tuple[int, Record]]:
+    """(line number, good record) of (path, line number, JSON object) rows; the tally counts the others."""
     for path, number, value in rows:
         parsed = parse(value)
         if isinstance(parsed, Rejected):
@@ -91,7 +91,7 @@ def accepted(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tal
             tally.skipped[parsed.rule] += 1
         else:
             tally.kept += 1
-            yield parsed
+            yield number, parsed
 
 
 def _excerpt(value: dict[str, Any]) -> bytes:

@@ -22,11 +22,14 @@ import numpy.typing as npt
 from ttrain.config import Reading
 from ttrain.core.files import read_json, read_object, write_json
 from ttrain.core.signals import end_with_parent
-from ttrain.data import blocks, contamination, locations
-from ttrain.data.assembly import BuiltBlock, DataFile, ShardSetResult, assemble
+from ttrain.data import blocks, contamination, locations, near_duplicate_sets
+from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
+from ttrain.data.built_blocks import BuiltBlock, DataFile
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.encoder import EncoderDiffers
+from ttrain.data.near_duplicate_sets import EarlierSet
+from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
 
 FILES = "files.json"
@@ -48,17 +51,24 @@ def build(
     pool: Pool,
     weights: Sequence[float] = (),
     against: OverlapCheck | None = None,
+    earlier: Sequence[EarlierSet] = (),
     progress: Callable[[int, int], None] = lambda rows, block_count: None,
 ) -> ShardSetResult:
     """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, if given, "heldout".
 
-    `against` has the evaluation items that training documents are checked against.
+    `against` has the evaluation items that training documents are checked against, `earlier` the sets of shards whose
+    documents count as near-duplicates' originals.
     Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError for a file that cannot
     be read.
     """
     built_blocks = make_all(output, files, recipe, reading, block_bytes=block_bytes, pool=pool, progress=progress)
     overlaps = (against, scan(built_blocks, recipe, against, pool)) if against else None
-    return assemble(output, files, built_blocks, recipe, reading, weights, overlaps)
+    near = None
+    if reading.near_duplicates and recipe.kind == "documents":
+        near = near_duplicate_sets.search(
+            output, built_blocks, recipe, SimilarityRule(reading.near_duplicates), earlier, pool
+        )
+    return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near)
 
 
 def make_all(
@@ -192,7 +202,7 @@ class _BlockMaker:
 def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> BuiltBlock:
     manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
     data = (Path(directory) / BLOCKS / f"{identity}.rows").read_bytes()
-    rows = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, 3)
+    rows = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, 4)
     return BuiltBlock(role, file, identity, Path(directory), encoded, manifest, rows)
 
 

@@ -12,8 +12,9 @@ import orjson
 from ttrain.config import Reading, ShardsConfig
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import chat_shapes, contamination, locations, records, sharding, shards
-from ttrain.data.assembly import DataFile, ShardSetResult
+from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
 from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.sharding import Pool, Processes

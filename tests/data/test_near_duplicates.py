@@ -1,0 +1,350 @@
+"""Near-duplicates: found to the exact Jaccard, within a set and against earlier sets, the same however it is built."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.shard_sets import build as build_shards
+from support.shard_sets import digests, write_lines
+
+from ttrain.config import Reading
+from ttrain.data import near_duplicates, overlap
+from ttrain.data.assembly import ShardSetResult
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.encoder import Encoder
+from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
+from ttrain.data.sharding import Processes
+from ttrain.data.shards import ShardSet
+
+RULE = SimilarityRule(0.8)
+BLOCK = 16_384
+NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
+ENGLISH = "the of and river stone bright walk under seven lamp over quickly memory garden paper small voice".split()  # noqa: SIM905
+CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水"
+
+
+def build(*arguments: Any, **options: Any) -> ShardSetResult:
+    return build_shards(*arguments, **{"block_bytes": BLOCK, **options})
+
+
+def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
+    if chinese:
+        return [rng.choice(CHINESE) for _ in range(4 * words)]
+    return [f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}" for _ in range(words)]
+
+
+def edited(
+    rng: random.Random, words: list[str], share: float, *, chinese: bool = False, together: bool = False
+) -> list[str]:
+    """The text with this share of its words replaced: anywhere, or one after the other."""
+    count = max(1, round(share * len(words)))
+    start = rng.randrange(len(words) - count + 1)
+    places = range(start, start + count) if together else rng.sample(range(len(words)), count)
+    changed = list(words)
+    for place in places:
+        changed[place] = rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
+    return changed
+
+
+def joined(words: list[str], chinese: bool = False) -> str:
+    return ("" if chinese else " ").join(words)
+
+
+def shingles(text: str) -> set[bytes]:
+    """One by one, for comparison."""
+    plain = overlap.plain(text)
+    size = overlap.SEED_BYTES
+    return {plain[at : at + size] for at in range(max(1, len(plain) - size + 1))} if plain else set()
+
+
+def similarity(first: str, second: str) -> float:
+    a, b = shingles(first), shingles(second)
+    return len(a & b) / max(1, len(a | b))
+
+
+def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
+    """Texts in English and Chinese; of each an edited copy, with 1 to 20 % of its words replaced."""
+    rng = random.Random(seed)
+    originals, copies = [], []
+    for number in range(count):
+        chinese = number % 3 == 0
+        words = text(rng, rng.randrange(30, 200), chinese)
+        copy = edited(rng, words, rng.choice((0.01, 0.02, 0.05, 0.1, 0.2)), chinese=chinese, together=number % 2 == 0)
+        originals.append(joined(words, chinese))
+        copies.append(joined(copy, chinese))
+    return originals, copies
+
+
+def dropped(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / REPORT).read_bytes().splitlines()]
+
+
+def kept_texts(output: Path, tokenizer: Path, part: str = "train") -> list[str]:
+    encoder, found = Encoder(tokenizer), ShardSet(output / part)
+    return [encoder.decode(found.row(n)[0].tolist()) for n in range(len(found))]
+
+
+def rows(texts: list[str]) -> list[dict[str, str]]:
+    return [{"text": text} for text in texts]
+
+
+def test_the_similarity_is_that_of_the_sets_of_shingles() -> None:
+    for first, second in zip(*planted(40), strict=True):
+        ours = near_duplicates.jaccard(
+            *(near_duplicates.shingles_of(np.frombuffer(overlap.plain(text), np.uint8)) for text in (first, second))
+        )
+        assert ours == pytest.approx(similarity(first, second))
+
+
+def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
+    texts = [overlap.plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
+    together = near_duplicates.sketches_of(texts, RULE)
+    for number, plain in enumerate(texts):
+        alone = near_duplicates.sketches_of([plain], RULE)
+        assert (alone.keys[:, 0] == together.keys[:, number]).all() and alone.counts[0] == together.counts[number]
+        assert alone.counts[0] == len({plain[at : at + 24] for at in range(max(1, len(plain) - 23))} if plain else ())
+    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], RULE).keys[:3, 0].tolist() == PINNED, (
+        "raise near_duplicates.FORMAT, since sketches in files have the old values"
+    )
+
+
+PINNED = [3029725062, 3324641135, 3708436563]
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
+def test_the_bands_find_almost_all_pairs_at_the_threshold(threshold: float) -> None:
+    rule = SimilarityRule(threshold)
+    assert (1 - threshold**rule.rows) ** rule.bands <= near_duplicates.MOST_MISSED
+    assert rule.rows * rule.bands <= near_duplicates.VALUES
+
+
+def test_planted_near_duplicates_are_found_to_the_exact_similarity(tmp_path: Path, recipe: BlockRecipe) -> None:
+    """Recall and precision against the exact Jaccard of all planted pairs, in English and Chinese."""
+    originals, copies = planted(600)
+    expected = {n for n, pair in enumerate(zip(originals, copies, strict=True)) if similarity(*pair) >= 0.8}
+    assert 100 < len(expected) < 500
+    path = write_lines(tmp_path / "a.jsonl", rows([*originals, *copies]))
+    built = build(tmp_path / "out", [path], recipe, NEAR, block_bytes=1 << 18)
+    pairs = {(row["original"]["line"] - 1, row["line"] - 601) for row in dropped(tmp_path / "out")}
+    found = {copy for original, copy in pairs if original == copy}
+    assert len(found & expected) >= 0.99 * len(expected)
+    assert len(found & expected) >= 0.99 * len(pairs)
+    assert built.tallies["train"].skipped[NEAR_DUPLICATE] == len(pairs)
+    assert built.tallies["train"].rows == 1200 == built.tallies["train"].kept + built.tallies["train"].skipped.total()
+    assert built.parts["train"]["rows"] == built.tallies["train"].kept
+
+
+def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
+    rng = random.Random(5)
+    chain = [text(rng, 200)]
+    for start in range(5):
+        chain.append([*chain[-1][: 15 * start], *text(rng, 15), *chain[-1][15 * start + 15 :]])
+    texts = [joined(words) for words in chain]
+    kept: list[str] = []
+    for candidate in texts:
+        if all(similarity(candidate, other) < 0.8 for other in kept):
+            kept.append(candidate)
+    assert 1 < len(kept) < len(texts) and all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
+    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
+    assert kept_texts(tmp_path / "out", tokenizer) == kept
+
+
+def nightly_sets(
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], reading: Reading = NEAR, **more: Any
+) -> list[Path]:
+    outputs: list[Path] = []
+    for number, path in enumerate(nights):
+        earlier = [EarlierSet(f"night {n}", output) for n, output in enumerate(outputs)]
+        output = tmp_path / f"night-{number}"
+        build(output, [path], recipe, reading, earlier=earlier, **more)
+        outputs.append(output)
+    return outputs
+
+
+def split_in_nights(tmp_path: Path, nights: int = 3) -> list[Path]:
+    originals, copies = planted(80, seed=3)
+    texts = [*originals, *copies]
+    random.Random(1).shuffle(texts)
+    size = len(texts) // nights
+    return [write_lines(tmp_path / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(nights)]
+
+
+@pytest.mark.parametrize("heldout_fraction", [0.0, 0.1])
+def test_nights_one_after_the_other_keep_what_one_set_of_all_keeps(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, heldout_fraction: float
+) -> None:
+    nights, reading = split_in_nights(tmp_path), NEAR.model_copy(update={"heldout_fraction": heldout_fraction})
+    whole = build(tmp_path / "whole", nights, recipe, reading)
+    outputs = nightly_sets(tmp_path, recipe, nights, reading)
+    for part in ("train", "heldout")[: 2 if heldout_fraction else 1]:
+        kept = [row for output in outputs for row in kept_texts(output, tokenizer, part)]
+        assert kept == kept_texts(tmp_path / "whole", tokenizer, part) and kept
+    places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
+    assert places == [(row["file"], row["line"]) for row in dropped(tmp_path / "whole")]
+    assert whole.near_duplicates and whole.near_duplicates["dropped"] == len(places) > 15
+    of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
+    assert {row["original"]["set"] for row in of_earlier} == {"night 0", "night 1"}
+    assert all(row["original"]["file"] == f"n{row['original']['set'][-1]}.jsonl" for row in of_earlier)
+    shown = [(row["original"]["file"], row["original"]["line"]) for output in outputs for row in dropped(output)]
+    assert shown == [(row["original"]["file"], row["original"]["line"]) for row in dropped(tmp_path / "whole")]
+
+
+def test_a_set_that_grows_is_the_set_of_all_its_files(tmp_path: Path, recipe: BlockRecipe) -> None:
+    nights = split_in_nights(tmp_path)
+    build(tmp_path / "whole", nights, recipe, NEAR)
+    for count in (1, 2, 3):
+        grown = build(tmp_path / "out", nights[:count], recipe, NEAR)
+    assert grown.encoded_blocks < grown.blocks
+    assert all_digests(tmp_path / "out") == all_digests(tmp_path / "whole")
+
+
+def all_digests(output: Path) -> dict[str, Any]:
+    near = {path.name: path.read_bytes() for path in (output / FOLDER).iterdir()}
+    return {**digests(output), **near, "report": (output / REPORT).read_bytes()}
+
+
+def test_any_number_of_workers_writes_the_same(tmp_path: Path, recipe: BlockRecipe) -> None:
+    nights = split_in_nights(tmp_path)
+    build(tmp_path / "one", nights, recipe, NEAR)
+    with Processes(2) as pool:
+        build(tmp_path / "two", nights, recipe, NEAR, pool=pool)
+    assert all_digests(tmp_path / "one") == all_digests(tmp_path / "two")
+
+
+def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
+    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights = split_in_nights(tmp_path)
+    made: list[Path] = []
+    make = near_duplicates.make_sketches
+    monkeypatch.setattr(near_duplicates, "make_sketches", lambda *args: (made.append(Path(args[0])), make(*args))[1])
+    outputs = nightly_sets(tmp_path, recipe, nights[:2])
+    made.clear()
+    build(tmp_path / "new", [nights[2]], recipe, NEAR, earlier=[EarlierSet(output.name, output) for output in outputs])
+    assert made and all(path.is_relative_to(tmp_path / "new") for path in made)
+
+
+def test_sets_from_before_the_rule_are_searched_too_and_their_sketches_are_kept(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights = split_in_nights(tmp_path)
+    old = tmp_path / "old"
+    build(old, [nights[0]], recipe, Reading(heldout_fraction=0.0))
+    second = tmp_path / "second"
+    built = build(second, [nights[1]], recipe, NEAR, earlier=[EarlierSet("base", old)])
+    assert built.near_duplicates and built.near_duplicates["of_earlier_sets"] > 5
+    originals = [row["original"] for row in dropped(second) if "set" in row["original"]]
+    assert originals and all(row.keys() == {"set", "shard", "row"} for row in originals)
+    made: list[str] = []
+    make = near_duplicates.make_sketches
+    monkeypatch.setattr(near_duplicates, "make_sketches", lambda *args: (made.append(args[0]), make(*args))[1])
+    build(tmp_path / "third", [nights[2]], recipe, NEAR, earlier=[EarlierSet("base", old), EarlierSet("second", second)])
+    assert not [path for path in made if path.startswith(str(old))]
+
+
+def test_damaged_sketches_are_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:
+    nights = split_in_nights(tmp_path)
+    build(tmp_path / "out", nights, recipe, NEAR)
+    expected = all_digests(tmp_path / "out")
+    sketches = sorted((tmp_path / "out" / FOLDER).glob("*.near"))
+    sketches[0].write_bytes(b"")
+    sketches[1].write_bytes(b"\0" * sketches[1].stat().st_size)
+    build(tmp_path / "out", nights, recipe, NEAR)
+    assert all_digests(tmp_path / "out") == expected
+
+
+def test_a_killed_run_takes_its_finished_sketches(tmp_path: Path, recipe: BlockRecipe) -> None:
+    nights = split_in_nights(tmp_path)
+    build(tmp_path / "whole", nights, recipe, NEAR)
+    code = f"""
+from pathlib import Path
+from ttrain.config import Reading
+from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.sharding import Here, build
+files = {{"train": [DataFile(path, Path(path).name) for path in {[str(path) for path in nights]!r}]}}
+recipe = {replace(recipe, heldout_fraction=0.0, seed=NEAR.seed)!r}
+build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(**{NEAR.model_dump()!r}), block_bytes={BLOCK}, pool=Here())
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    near = tmp_path / "out" / FOLDER
+    while len(list(near.glob("*.near"))) < 5 and process.poll() is None:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_ino for path in near.glob("*.near")}
+    assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
+    build(tmp_path / "out", nights, recipe, NEAR)
+    assert all(path.stat().st_ino == inode for path, inode in finished.items())
+    assert all_digests(tmp_path / "out") == all_digests(tmp_path / "whole")
+
+
+def test_held_out_files_stay_and_training_documents_like_theirs_go(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
+) -> None:
+    rng = random.Random(7)
+    words, other = text(rng, 100), joined(text(rng, 100))
+    like = edited(rng, words, 0.02, together=True)
+    held = write_lines(tmp_path / "held.jsonl", rows([joined(words), joined(edited(rng, words, 0.02, together=True))]))
+    train = write_lines(tmp_path / "train.jsonl", rows([joined(like), other]))
+    build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
+    assert kept_texts(tmp_path / "out", tokenizer) == [other]
+    assert len(kept_texts(tmp_path / "out", tokenizer, "heldout")) == 2
+    assert dropped(tmp_path / "out")[0]["original"]["file"] == "held.jsonl"
+    # The same held-out files come in each night.
+    earlier = [EarlierSet("night 0", tmp_path / "out")]
+    new = write_lines(tmp_path / "new.jsonl", rows([joined(text(rng, 100)), other]))
+    build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
+    assert len(kept_texts(tmp_path / "next", tokenizer, "heldout")) == 2
+    assert [row["line"] for row in dropped(tmp_path / "next")] == [2]
+
+
+def test_hostile_documents_cost_bounded_work(tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike in everything but a number, without a letter, and thousands that share bands but are not similar enough."""
+    rng = random.Random(9)
+    same, base = joined(text(rng, 60)), text(rng, 60)
+    texts = [f"{same} {'!' * n}" for n in range(500)]  # the same letters, so not exact duplicates
+    texts += ["?!" * n for n in range(1, 50)]
+    texts += [joined([*base[:50], *text(rng, 10)]) for _ in range(300)]  # about 0.7 alike, all of them
+    compared = 0
+    exact = near_duplicates.jaccard
+
+    def counted(*hashes: Any) -> float:
+        nonlocal compared
+        compared += 1
+        return exact(*hashes)
+
+    monkeypatch.setattr(near_duplicates, "jaccard", counted)
+    built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR, block_bytes=1 << 20)
+    assert built.tallies["train"].skipped[NEAR_DUPLICATE] >= 499
+    assert compared <= 500 + 300 * near_duplicates.MOST_COMPARED
+    assert not [row for row in dropped(tmp_path / "out") if 500 < row["line"] <= 549]
+
+
+def test_nothing_is_searched_without_the_setting_nor_in_chats(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows([*planted(20)[0]]))
+    assert build(tmp_path / "out", [path], recipes["documents"]).near_duplicates is None
+    chats = [{"messages": [{"role": "user", "content": same}, {"role": "assistant", "content": f"{n}"}]}
+             for same in [joined(text(random.Random(1), 50))] for n in range(5)]  # fmt: skip
+    built = build(tmp_path / "chats", [write_lines(tmp_path / "c.jsonl", chats)], recipes["chats"], NEAR)
+    assert built.near_duplicates is None and built.tallies["train"].kept == 5
+    assert not (tmp_path / "chats" / FOLDER).exists()
+
+
+def test_memory_of_a_band_is_a_number_a_document() -> None:
+    sketches = near_duplicates.sketches_of([overlap.plain(text) for text in planted(5)[0]], RULE)
+    assert sketches.keys.nbytes + sketches.counts.nbytes == 5 * 4 * (RULE.bands + 1) == 5 * 88
+    assert Sketches.none(RULE).keys.shape == (21, 0)

@@ -1,0 +1,57 @@
+"""Input files and finished blocks, as the selection of rows sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Flags = npt.NDArray[np.bool_]
+Table = npt.NDArray[np.uint64]  # shape [rows, 4]: hash, hash, bytes of text, line of the block
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """An input file: its location, display name, digest of its bytes (if known), and the number of its weighted source."""
+
+    location: str
+    name: str
+    digest: str | None = None
+    group: int = 0
+
+
+@dataclass
+class BuiltBlock:
+    """A finished block: its directory, its manifest, and which of its rows are selected."""
+
+    role: str
+    file: int
+    identity: str
+    directory: Path
+    encoded: bool
+    manifest: Mapping[str, Any]
+    rows: Table
+    selected: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+    @property
+    def is_heldout(self) -> Flags:
+        threshold = self.manifest["threshold"]
+        return (
+            self.rows[:, 0] < np.uint64(min(threshold, 2**64 - 1))
+            if threshold < 2**64
+            else np.ones(len(self.rows), np.bool_)
+        )
+
+    @property
+    def lines(self) -> int:
+        """Lines of the file that the block is made of."""
+        return int(self.manifest["lines"])
+
+
+def row_keys(table: Table) -> npt.NDArray[Any]:
+    """The 16 bytes that identify each row, as one comparable value."""
+    return np.ascontiguousarray(table[:, :2]).view([("", np.uint64), ("", np.uint64)]).ravel()

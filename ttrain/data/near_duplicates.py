@@ -1,0 +1,299 @@
+"""Near-duplicate documents: MinHash proposes pairs, the exact Jaccard of their shingles decides, the earlier one stays.
+
+A shingle is SEED_BYTES of plain text (`overlap.plain`) at any byte: four to five English words or eight Chinese characters,
+so that one rule serves both, and a text without spaces too. A document shorter than that is one shingle; one without letters
+has none and is never a near-duplicate. A document is dropped for one that is kept and stands before it, never for one that
+was dropped, so that no chain of small edits joins two different texts.
+
+Bands of MinHash values (https://arxiv.org/abs/2107.06499, appendix A, does the same) are stored as one number each, 84 bytes
+a document at a threshold of 0.8. Exact up to equal 64-bit hashes of different shingles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.core.hashing import digest_of
+from ttrain.data import overlap, shards
+from ttrain.data.overlap import FACTORS, RECORD_BYTES, SEED_BYTES, Bytes, Hashes, Places
+
+NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
+FORMAT = 1  # of sketches: another one where the values of a text change
+VALUES = 128  # MinHash values of a document
+MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
+MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that are alike must not cost their square
+MOST_COMPARED = 16  # documents that one is compared with exactly, those with most bands in common first
+SLICE = 1 << 15  # shingles at a time, so that intermediate values stay in the cache
+DIGEST_BYTES = 16
+
+Flags = npt.NDArray[np.bool_]
+Values = npt.NDArray[np.uint32]
+Owners = npt.NDArray[np.int32]  # numbers of documents, in order
+
+
+@dataclass(frozen=True)
+class SimilarityRule:
+    """The Jaccard similarity from which a document is a near-duplicate, and the bands of MinHash values that find it."""
+
+    threshold: float
+
+    @property
+    def rows(self) -> int:
+        """Values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
+        fitting = (rows for rows in range(16, 1, -1) if (1 - self.threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
+        return next(fitting, 2)
+
+    @property
+    def bands(self) -> int:
+        return VALUES // self.rows
+
+
+class Sketches(NamedTuple):
+    """Of the documents of a shard: the key of each band, of shape [bands, documents], and distinct shingles."""
+
+    keys: Values
+    counts: Values
+
+    @classmethod
+    def none(cls, rule: SimilarityRule) -> Sketches:
+        return cls(np.zeros((rule.bands, 0), np.uint32), np.zeros(0, np.uint32))
+
+
+class NearDuplicate(NamedTuple):
+    """A document that is dropped, the one that stays for it, and their similarity; both by position in one order."""
+
+    position: int
+    original: int
+    jaccard: float
+
+
+def shingles_of(plain: Bytes) -> Hashes:
+    """Sorted distinct hashes of the shingles of a plain text."""
+    if not len(plain):
+        return np.zeros(0, np.uint64)
+    hashes = np.sort(overlap.seeds(_padded(plain)))
+    distinct = np.ones(len(hashes), np.bool_)
+    distinct[1:] = hashes[1:] != hashes[:-1]
+    return hashes[distinct]
+
+
+def jaccard(first: Hashes, second: Hashes) -> float:
+    """Shingles that both have, as a share of those that one of them has."""
+    small, large = sorted((first, second), key=len)
+    if not len(small):
+        return 0.0
+    places = np.minimum(large.searchsorted(small), len(large) - 1)
+    common = int((large[places] == small).sum())
+    return common / (len(first) + len(second) - common)
+
+
+def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
+    """The sketches of plain texts."""
+    data = np.frombuffer(b"".join(RECORD_BYTES + text for text in texts), np.uint8)
+    lengths = np.array([len(text) for text in texts], np.int64)
+    return _sketches(data, (lengths + len(RECORD_BYTES)).cumsum() - lengths, lengths, rule)
+
+
+def _padded(plain: Bytes) -> Bytes:
+    """The text, filled up to one shingle with zeros, which no plain text has."""
+    return np.pad(plain, (0, max(0, SEED_BYTES - len(plain))))
+
+
+def _sketches(data: Bytes, starts: Places, lengths: Places, rule: SimilarityRule) -> Sketches:
+    """The sketches of the texts at these places of the data."""
+    hashes = overlap.seeds(data)
+    windows = np.maximum(lengths - SEED_BYTES + 1, 0)
+    short = np.flatnonzero((lengths > 0) & (windows == 0))
+    flat = hashes[shards.counted_up(starts, windows)]
+    owners = np.repeat(np.arange(len(starts), dtype=np.int32), windows)
+    if len(short):
+        padded = [overlap.seeds(_padded(data[starts[n] : starts[n] + lengths[n]])) for n in short.tolist()]
+        flat, owners = np.concatenate([flat, *padded]), np.concatenate([owners, short.astype(np.int32)])
+        order = owners.argsort(kind="stable")
+        flat, owners = flat[order], owners[order]
+    return Sketches(_band_keys(flat, owners, len(starts), rule), _distinct(flat, owners, len(starts)))
+
+
+def _mixed(hashes: Hashes) -> Values:
+    """32 well mixed bits of each hash (the finalizer of splitmix64)."""
+    mixed = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(FACTORS[1])
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(FACTORS[2])
+    return (mixed >> np.uint64(32)).astype(np.uint32)
+
+
+def _distinct(hashes: Hashes, owners: Owners, documents: int) -> Values:
+    """Distinct shingles of each document; documents are in order."""
+    counts = np.zeros(documents, np.int64)
+    firsts = np.searchsorted(owners, np.arange(documents + 1))
+    for number in np.flatnonzero(np.diff(firsts)).tolist():
+        ordered = np.sort(hashes[firsts[number] : firsts[number + 1]])
+        counts[number] = 1 + np.count_nonzero(ordered[1:] != ordered[:-1])
+    return np.minimum(counts, 2**32 - 1).astype(np.uint32)
+
+
+@cache
+def _factors() -> tuple[Values, Values]:
+    """An odd factor and a summand for each MinHash value."""
+    drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4").astype(np.uint32)
+    return drawn[:VALUES] | np.uint32(1), drawn[VALUES:]
+
+
+def _band_keys(hashes: Hashes, owners: Owners, documents: int, rule: SimilarityRule) -> Values:
+    """The key of each band of MinHash values, of shape [bands, documents]."""
+    used = rule.bands * rule.rows
+    lowest = np.full((used, documents), 2**32 - 1, np.uint32)
+    factors, summands = _factors()
+    for start in range(0, len(hashes), SLICE):
+        part, of = _mixed(hashes[start : start + SLICE]), owners[start : start + SLICE]
+        firsts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]])
+        columns, value = of[firsts], np.empty_like(part)
+        for number in range(used):
+            np.multiply(part, factors[number], out=value)
+            value += summands[number]
+            lowest[number, columns] = np.minimum(lowest[number, columns], np.minimum.reduceat(value, firsts))
+    bands = lowest.reshape(rule.bands, rule.rows, documents).astype(np.uint64)
+    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
+    keys: Hashes = (bands * weights[None, :, None]).sum(axis=1, dtype=np.uint64)
+    return (keys >> np.uint64(32)).astype(np.uint32)
+
+
+# Sketches of shards, in files
+
+
+def sketch_name(sha256: str, tokenizer_digest: str, rule: SimilarityRule) -> str:
+    """The name of the file with a shard's sketches; the shard's bytes, its tokenizer and the rule determine them."""
+    return f"{digest_of([FORMAT, sha256, tokenizer_digest, rule.bands, rule.rows])[:24]}.near"
+
+
+def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule) -> None:
+    """Write the sketches of the documents of a shard that was encoded with the tokenizer in that directory."""
+    column, token_bytes = shards.read_shard(Path(shard)), overlap.token_bytes_of(tokenizer)
+    parts = [Sketches.none(rule)]
+    for first, last in overlap.chunks(column):
+        data, begins = overlap.records(column, token_bytes, first, last)
+        starts = begins + len(RECORD_BYTES)
+        parts.append(_sketches(data, starts, np.append(begins[1:], len(data)) - starts, rule))
+    keys, counts = (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
+    write_sketches(Path(target), Sketches(keys, counts))
+
+
+def write_sketches(path: Path, sketches: Sketches) -> None:
+    """Write sketches to a file, with a digest before them."""
+    data = np.concatenate([sketches.keys.reshape(-1), sketches.counts]).astype("<u4").tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shards.write_files([(path, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)])
+
+
+def has_sketches(path: Path, documents: int, rule: SimilarityRule) -> bool:
+    """Whether the file has the sketches of so many documents, undamaged; else they are made again."""
+    try:
+        with path.open("rb") as file:
+            digest, content = file.read(DIGEST_BYTES), hashlib.blake2b(digest_size=DIGEST_BYTES)
+            while chunk := file.read(1 << 20):
+                content.update(chunk)
+            return file.tell() == DIGEST_BYTES + 4 * (rule.bands + 1) * documents and content.digest() == digest
+    except OSError:
+        return False
+
+
+def shingles_in(column: shards.Column, record: int, tokenizer: str) -> Hashes:
+    """The shingles of one record of a shard."""
+    data, begins = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
+    return shingles_of(data[begins[0] + len(RECORD_BYTES) :])
+
+
+# Which documents are dropped
+
+
+class Candidates(NamedTuple):
+    """Documents that share a band with another: their positions, in order, and the numbers of the bands of each."""
+
+    positions: Places
+    firsts: Places
+    bands: Places
+
+    def members(self) -> Iterator[tuple[int, list[int]]]:
+        """Position and bands of each document."""
+        for number, position in enumerate(self.positions.tolist()):
+            yield position, self.bands[self.firsts[number] : self.firsts[number + 1]].tolist()
+
+
+def candidates(
+    band_keys: Callable[[int], Values], rule: SimilarityRule, counts: Values, present: Flags, droppable: Flags
+) -> Candidates:
+    """Find the documents that share a band with another, where one of both may be dropped.
+
+    `band_keys` returns the key of a band of every document. Memory: some 40 bytes a document, and 16 for each band that a
+    document shares.
+    """
+    taken = np.flatnonzero(present & (counts > 0))
+    positions, bands, number = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for band in range(rule.bands if len(taken) else 0):
+        keys = band_keys(band)[taken]
+        order = keys.argsort(kind="stable")
+        starts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]])
+        sizes = np.diff(np.append(starts, len(order)))
+        shared = (sizes > 1) & np.logical_or.reduceat(droppable[taken[order]], starts)
+        members = np.repeat(shared, sizes)
+        positions.append(taken[order[members]])
+        bands.append(number + np.repeat(np.arange(int(shared.sum())), sizes[shared]))
+        number += int(shared.sum())
+    at, of = np.concatenate(positions), np.concatenate(bands)
+    order = at.argsort(kind="stable")
+    distinct, firsts = np.unique(at[order], return_index=True)
+    return Candidates(distinct, np.append(firsts, len(at)), of[order])
+
+
+def confirm(
+    found: Candidates,
+    counts: Values,
+    droppable: Flags,
+    shingles: Callable[[int], Hashes],
+    rule: SimilarityRule,
+) -> list[NearDuplicate]:
+    """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
+    kept: dict[int, list[int]] = {}
+    dropped = []
+    for position, bands in found.members():
+        near = _original(position, bands, kept, counts, shingles, rule) if droppable[position] else None
+        if near:
+            dropped.append(near)
+            continue
+        for band in bands:
+            if len(members := kept.setdefault(band, [])) < MOST_IN_BAND:
+                members.append(position)
+    return dropped
+
+
+def _original(
+    position: int,
+    bands: Sequence[int],
+    kept: dict[int, list[int]],
+    counts: Values,
+    shingles: Callable[[int], Hashes],
+    rule: SimilarityRule,
+) -> NearDuplicate | None:
+    """The first kept document, of those with most bands in common, that is as similar as the threshold."""
+    shared = Counter(other for band in bands for other in kept.get(band, ()))
+    size = int(counts[position])
+    similar = [
+        (-times, other)
+        for other, times in shared.items()
+        if min(size, int(counts[other])) >= rule.threshold * max(size, int(counts[other]))  # else it cannot be
+    ]
+    own = shingles(position) if similar else None
+    for _, other in sorted(similar)[:MOST_COMPARED]:
+        assert own is not None
+        similarity = jaccard(own, shingles(other))
+        if similarity >= rule.threshold:
+            return NearDuplicate(position, other, similarity)
+    return None
