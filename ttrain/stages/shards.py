@@ -17,8 +17,10 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
 from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
+from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Pool, Processes
 from ttrain.errors import DataError
+from ttrain.stages import LEARNT_BEFORE
 from ttrain.stages.job import StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
@@ -50,6 +52,11 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
         pool=pool,
         weights=job.weights,
         against=_against(config, job),
+        earlier=[
+            EarlierSet(name.removeprefix(LEARNT_BEFORE), job.inputs[name])
+            for name in sorted(job.inputs)
+            if name.startswith(LEARNT_BEFORE)
+        ],
         progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
     )
 
