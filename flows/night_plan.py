@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from ttrain.stages import (
     Stage,
 )
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class NightPlan:
     reason: str
     frozen: InputSnapshot | None = None  # None: there is nothing to read
     stages: tuple[Planned, ...] = ()
+    near_duplicates: float = 0.0  # similarity from which a new document is left out; 0: never
+    earlier_sets: int = 0  # of documents, with which new ones are compared
 
 
 def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
@@ -56,7 +59,9 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     if frozen is None:
         return NightPlan(reason)
     inputs = night_inputs.inputs_of(frozen, settings, store)
-    return NightPlan(reason, frozen, tuple(plan(recipe_of(inputs), inputs.settings, store)))
+    near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
+    stages = tuple(plan(recipe_of(inputs), inputs.settings, store))
+    return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
 
 
 def recipe_of(inputs: NightInputs) -> Recipe:
@@ -85,6 +90,8 @@ class NightWalk:
             return self.inputs.replacements[of.name]
         if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
             return None
+        if of is SHARDS_PRETRAIN and self.settings.reading.near_duplicates:
+            stage_inputs |= _learnt_before(self.inputs.learnt)
         if of is PRETRAIN:
             return self._base(stage_inputs)
         if of is EVALUATE:
@@ -98,7 +105,7 @@ class NightWalk:
         """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
         replayed: dict[str, Any] = {}
         if self.inputs.replayed:
-            learnt = {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(self.inputs.replayed)}
+            learnt = _learnt_before(self.inputs.replayed)
             replayed["replay"] = self.stage(REPLAY, documents=stage_inputs["shards"], **learnt)
         night = self.stage(PRETRAIN, **stage_inputs, **replayed)
         return night if self.inputs.average is None else self._chosen_base(night)
@@ -135,6 +142,11 @@ class NightWalk:
         if HELDOUT.name not in self.shared:
             self.shared[HELDOUT.name] = self.stage(HELDOUT, earlier=self.inputs.earlier_heldout, documents=new)
         return self.shared[HELDOUT.name]
+
+
+def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
+    """Documents of earlier nights as inputs of a stage, the oldest first."""
+    return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
 
 
 def check(settings: Settings) -> None:

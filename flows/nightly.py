@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import escaped
-from ttrain.errors import Interrupted, TooFewRows, TTrainError
+from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
 from ttrain.flows.run import run_pipeline
@@ -37,6 +37,7 @@ from ttrain.stages import EVALUATE, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
+DOCUMENTS = "pretrain"  # the data set of documents
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class NightRun:
             frozen, reason = night_plan.choose_inputs(self.settings, self.store, self.nights, night)
             self.say(reason)
             if frozen is None:
-                night = self.nights.add_empty("nothing-new", self.slot, reason)
-                return NightResult("nothing-new", reason, night.name)
+                night = self.nights.add_empty(records.NOTHING_NEW, self.slot, reason)
+                return NightResult(records.NOTHING_NEW, reason, night.name)
             if night is None:
                 night = self.nights.begin(frozen, self.slot)
             elif frozen != night.frozen:
@@ -119,11 +120,25 @@ class NightRun:
         except (Interrupted, KeyboardInterrupt) as stopped:
             return self._stopped(night, stopped)
         except Exception as error:
+            if night and is_nothing_new(error):
+                night.end_try(records.NOTHING_NEW, str(error), closed=True)
+                self.say(f"{night.name}: nothing new: {error}")
+                return NightResult(records.NOTHING_NEW, str(error), night.name)
             self._failed(night, error)
             raise
 
     def _completed(self, night: NightRecord, frozen: InputSnapshot) -> NightResult:
-        execution, inputs = self._train(night, frozen)
+        try:
+            execution, inputs = self._train(night, frozen)
+        except StageFailed as error:
+            read = self.nights.read()
+            chats = [file for name, files in frozen.files.items() if name != DOCUMENTS for file in files]
+            if not is_nothing_new(error) or read.issuperset(file["sha256"] for file in chats):
+                raise
+            self.say(f"{error}; the new chats are learnt")
+            frozen = replace(frozen, files={**frozen.files, DOCUMENTS: []}, replay=0.0)
+            night.freeze(frozen)
+            execution, inputs = self._train(night, frozen)
         decision = self._decide(night, execution, inputs)
         shards, evaluation = execution.artifacts.get(SHARDS_PRETRAIN.name), execution.artifacts[EVALUATE.name]
         night.note(
@@ -214,6 +229,11 @@ class NightRun:
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""
         self.console.print(escaped(text), highlight=False, soft_wrap=True, markup=False)  # names of files, from anywhere
+
+
+def is_nothing_new(error: Exception) -> bool:
+    """Whether the stage of the shards has found that no document is new."""
+    return isinstance(error, StageFailed) and error.kind == NothingNew.__name__
 
 
 def _send_pending(settings: Settings, night: NightRecord) -> None:

@@ -3,7 +3,8 @@
     TTrainError                 a message for the user, without a traceback; exit code 1
     ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
     ├── DataError               bad input data; carries `file:line` where there is one
-    │   └── TooFewRows          a training has fewer rows than one of its steps takes
+    │   ├── TooFewRows          a training has fewer rows than one of its steps takes
+    │   └── NothingNew          all documents are near-duplicates of documents that were learnt before
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
     ├── TrackingError           MLflow cannot be queried for what only it knows
@@ -63,6 +64,10 @@ class TooFewRows(DataError):
     is_usage_error = True
 
 
+class NothingNew(DataError):
+    """All documents are near-duplicates of documents that were learnt before, so that a night has nothing to learn."""
+
+
 class StageFailed(TTrainError):
     """A stage did not end with a result; the message names its log. `kind`: the name of what its process raised.
 
@@ -73,7 +78,7 @@ class StageFailed(TTrainError):
         super().__init__(message)
         self.kind, self.damaged = kind, damaged
         self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
-        self.is_mistake = self.is_usage_error or kind in (DataError.__name__, DamagedFile.__name__)
+        self.is_mistake = self.is_usage_error or kind in MISTAKES
 
 
 class ArtifactError(TTrainError):
@@ -106,3 +111,6 @@ class Interrupted(TTrainError):
         super().__init__(message)
         self.signum = int(signum)
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
+
+
+MISTAKES = frozenset(error.__name__ for error in (DataError, NothingNew, DamagedFile))  # kinds that no second try mends

@@ -185,6 +185,7 @@ def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) 
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
     before = [one.data for one in nights(second)]
     planned = json.loads(second.in_process("pipeline", "plan", "nightly", "--json"))
+    assert planned["near_duplicates"] == {"similarity": 0.8, "earlier_sets": 2}
     assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
     assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "replay", "pretrain", "evaluate-champion"}
     without = json.loads(second.in_process("pipeline", "plan", "nightly", "--json", "nightly.replay=0"))
@@ -201,6 +202,28 @@ def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli])
     runs = len(cli.runs())
     assert "nothing new: all 5 files have been read" in night(cli)
     assert nights(cli)[0].outcome == "nothing-new" and len(cli.runs()) == runs
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_of_a_file_that_grew_a_night_learns_what_is_new_and_of_one_that_shrank_nothing(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    newer = (cli.data / "docs-4.jsonl").read_bytes()
+    with (cli.data / "docs-3.jsonl").open("ab") as file:
+        file.write(newer)
+    (cli.data / "docs-4.jsonl").unlink()
+    night(cli)
+    grown = nights(cli)[0]
+    assert grown.outcome in ("promoted", "kept") and files_of(grown) == ["docs-3.jsonl"]
+    result = next(stage["result"] for stage in cli.runs()[0]["stages"] if stage["name"] == "shards-pretrain")
+    skipped = result["rows"]["train"]["skipped"]
+    assert result["near_duplicates"]["of_earlier_sets"] == skipped["near-duplicate"] >= 140
+    assert result["rows"]["train"]["kept"] >= 140
+    learnt = (cli.data / "docs-3.jsonl").read_bytes().splitlines(keepends=True)
+    (cli.data / "docs-3.jsonl").write_bytes(b"".join(learnt[:100]))
+    assert "nothing-new" in night(cli)
+    assert (nights(cli)[0].outcome, nights(cli)[0].is_open) == ("nothing-new", False)
+    assert "have been read by a night before" in night(cli)
 
 
 @pytest.mark.long

@@ -50,7 +50,9 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
         )
         champion = snapshot.champion.version if snapshot and snapshot.champion else None
         print_json({
-            "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files, "stages": stages,
+            "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files,
+            "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
+            "stages": stages,
         })  # fmt: skip
         return
     print(escaped(planned.reason))
@@ -59,6 +61,9 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     for dataset in LEARNT:
         for file in snapshot.files.get(dataset, ()):
             print(escaped(f"  data.{dataset}: {redact.url(file['location'])}"))
+    if planned.near_duplicates:
+        sets = f" and with {planned.earlier_sets} earlier sets of documents" if planned.earlier_sets else ""
+        print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")
     table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
 
 

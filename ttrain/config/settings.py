@@ -131,14 +131,28 @@ class SourceConfig(Section):
     python_docs: PythonDocs
 
 
+class ExactReading(Reading):
+    """How records are read by a stage that does not compare documents, whose key `near_duplicates` must not change."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_near_duplicates(cls, settings: Any) -> Any:
+        values = settings.model_dump() if isinstance(settings, Section) else settings
+        return {**values, "near_duplicates": None} if isinstance(values, dict) else values
+
+
 class TokenizerConfig(Section):
-    reading: Reading
+    reading: ExactReading
     tokenizer: Tokenizer
 
 
 class ShardsConfig(Section):
     reading: Reading
     shards: Shards
+
+
+class ChatShardsConfig(ShardsConfig):
+    reading: ExactReading
 
 
 class ExistingModelConfig(Section):

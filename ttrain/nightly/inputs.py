@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
+from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import digest_of
@@ -37,13 +38,15 @@ class NightInputs:
 
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights.
-    `replayed`: documents of earlier nights, of which a sample is learnt again.
+    `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
+    learnt again.
     """
 
     settings: Settings
     champion: Mapping[str, Artifact] = field(default_factory=dict)
     replacements: Mapping[str, Artifact] = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
+    learnt: tuple[Artifact, ...] = ()
     replayed: tuple[Artifact, ...] = ()
     average: float | None = None  # share of the champion's base model in the average with the night's own
 
@@ -182,17 +185,20 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
                 replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
-    replayed: tuple[Artifact, ...] = ()
-    if frozen.replay and "pretrain" not in replacements:
-        tree["nightly"]["replay"] = frozen.replay
-        replayed = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
+    learnt: tuple[Artifact, ...] = ()
+    if "pretrain" not in replacements:
+        learnt = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
+        tree["nightly"]["replay"] = frozen.replay or tree["nightly"]["replay"]
+    if user.reading.near_duplicates is None:
+        tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     if base:
         champion[TRAINING_STAGES[BASES[0]].model] = base
     average = frozen.average if base and "pretrain" not in replacements else None
     tree["nightly"]["average"] = average
     earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
-    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, replayed, average)
+    replayed = learnt if frozen.replay else ()
+    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, learnt, replayed, average)
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:

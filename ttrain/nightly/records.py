@@ -28,6 +28,7 @@ from ttrain.data import locations
 from ttrain.errors import TTrainError
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
+NOTHING_NEW = "nothing-new"  # no file was new, or its documents were near-duplicates of what the champion has learnt
 MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
 FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
@@ -281,8 +282,9 @@ class Nights:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
-        """Digests of the files that completed nights read, or that their champions had learnt before the first night."""
-        completed = [night for night in self.all() if night.outcome in COMPLETED]
+        """Digests of the files that completed nights read, or found nothing new in, and of those that their champions had
+        learnt before the first night."""
+        completed = [night for night in self.all() if night.outcome in (*COMPLETED, NOTHING_NEW)]
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
     def learnt(self, champion: Champion | None) -> set[str]:

@@ -48,7 +48,7 @@ def _shards(dataset: str, kind: str) -> Stage:
     return Stage(
         name=f"shards-{dataset}",
         module="ttrain.stages.shards",
-        config=config.ShardsConfig,
+        config=config.ShardsConfig if kind == "documents" else config.ChatShardsConfig,
         inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},

@@ -19,7 +19,7 @@ from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Pool, Processes
-from ttrain.errors import DataError
+from ttrain.errors import DataError, NothingNew
 from ttrain.stages import LEARNT_BEFORE
 from ttrain.stages.job import StageContext
 
@@ -53,7 +53,7 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
         weights=job.weights,
         against=_against(config, job),
         earlier=[
-            EarlierSet(name.removeprefix(LEARNT_BEFORE), job.inputs[name])
+            EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name])
             for name in sorted(job.inputs)
             if name.startswith(LEARNT_BEFORE)
         ],
@@ -117,6 +117,12 @@ def _code() -> str:
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left."""
+    near = built.near_duplicates
+    if near and near["of_earlier_sets"] and not built.parts["train"]["rows"]:
+        raise NothingNew(
+            f"{name}: {near['dropped']} of {built.tallies['train'].rows} rows are near-duplicates, most of documents that "
+            f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
+        )
     expected_fields = chat_shapes.CHAT_FIELDS if kind == "chats" else records.document_fields(reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
