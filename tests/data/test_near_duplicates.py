@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -26,8 +27,9 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
-from ttrain.data.sharding import Processes
+from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import ShardSet
+from ttrain.data.validate import validate
 
 RULE = SimilarityRule(0.8)
 BLOCK = 16_384
@@ -348,3 +350,30 @@ def test_memory_of_a_band_is_a_number_a_document() -> None:
     sketches = near_duplicates.sketches_of([overlap.plain(text) for text in planted(5)[0]], RULE)
     assert sketches.keys.nbytes + sketches.counts.nbytes == 5 * 4 * (RULE.bands + 1) == 5 * 88
     assert Sketches.none(RULE).keys.shape == (21, 0)
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_validation_drops_what_sharding_drops(tmp_path: Path, recipe: BlockRecipe, deduplicate: bool) -> None:
+    reading = NEAR.model_copy(update={"deduplicate": deduplicate})
+    originals, copies = planted(60)
+    texts = [*originals, *copies, *originals[:7], "", "?!", *("short" for _ in range(3))]
+    paths = [write_lines(tmp_path / f"{n}.jsonl", [*rows(texts[n::3]), b"{"]) for n in range(3)]
+    with gzip.open(tmp_path / "2.jsonl.gz", "wb") as file:
+        file.write(paths.pop().read_bytes())
+    paths.append(tmp_path / "2.jsonl.gz")
+    built = build(tmp_path / "out", paths, recipe, reading)
+    reports = validate([str(path) for path in paths], reading, pool=Here(), measured=True)
+    assert [report.tally.to_json()["skipped"] for report in reports] == [file["skipped"] for file in built.files]
+    assert sum(report.near_duplicates or 0 for report in reports) == built.near_duplicates["dropped"] > 15  # type: ignore[index]
+
+
+def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) -> None:
+    originals, _ = planted(30)
+    broken = tmp_path / "a.jsonl.gz"
+    broken.write_bytes(gzip.compress(write_lines(tmp_path / "x", rows(originals)).read_bytes())[:-40])
+    good = write_lines(tmp_path / "b.jsonl", rows([f"{text} ." for text in originals for _ in range(2)]))
+    reports = validate([str(broken), str(good)], NEAR, pool=Here())
+    assert reports[0].error and "truncated" in reports[0].error
+    alone = validate([str(good)], NEAR, pool=Here())
+    assert reports[1].near_duplicates == alone[0].near_duplicates == 0
+    assert reports[1].tally.skipped["duplicate"] == 30

@@ -32,6 +32,10 @@ Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto:
 TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
 MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
 KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
+NearDuplicates = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="leave out documents this similar to an earlier one, such as 0.8"),
+]
 Workers = Annotated[int | None, typer.Option(min=1, help="processes; without it the cores")]
 RowLength = Annotated[int, typer.Option(min=8, help="tokens of a packed row")]
 SampleMethod = Annotated[Literal["reservoir", "head"], typer.Option(help="which rows are taken: random ones, or the first")]
@@ -56,6 +60,7 @@ def data_shard(
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     keep_duplicates: KeepDuplicates = False,
+    near_duplicates: NearDuplicates = None,
     max_rejected: MaxRejected = 0.01,
     workers: Workers = None,
     block_bytes: Annotated[int, typer.Option(min=1024, help="text of one shard")] = 16 << 20,
@@ -64,13 +69,13 @@ def data_shard(
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
     from ttrain.core.terminal import bar, escaped
-    from ttrain.data import locations
+    from ttrain.data import inspect, locations
     from ttrain.data.validate import kind_of_all
     from ttrain.errors import DataError
 
     reading = _reading(
         text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
-        sample=sample, seed=seed, deduplicate=not keep_duplicates,
+        sample=sample, seed=seed, deduplicate=not keep_duplicates, near_duplicates=near_duplicates,
     )  # fmt: skip
     sources = locations.expand(files, "FILE")
     data_reports.check_output(out, files, sources)
@@ -81,6 +86,7 @@ def data_shard(
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
     counts = {"heldout_rows": summary["heldout"]["rows"], "reused_blocks": summary["blocks"] - summary["encoded_blocks"]}
+    counts["near_duplicates"] = inspect.near_duplicates_of(summary)
     data_reports.show([summary if as_json else {**summary, **counts, "files": ()}], as_json=as_json)
     if "error" in summary:
         raise DataError(escaped(summary["error"]))
@@ -98,13 +104,16 @@ def data_validate(
     max_rejected: MaxRejected = 0.01,
     rejected: Annotated[Path | None, typer.Option(help="write the bad rows here: file, line, reason, text")] = None,
     keep_duplicates: KeepDuplicates = False,
+    near_duplicates: NearDuplicates = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Count what `data shard` would keep, skip and reject, without tokenizing anything."""
     from ttrain.cli import data_reports
 
-    reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
+    reading = _reading(
+        text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates, near_duplicates=near_duplicates
+    )
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
@@ -159,6 +168,7 @@ def data_stats(
     kind: Kind = "auto",
     text_field: TextField = None,
     tokenizer: TokenizerDirectory = None,
+    near_duplicates: NearDuplicates = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,7 +178,9 @@ def data_stats(
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.layout import home
 
-    reading = _reading(text_field, rejected_fraction=1.0, deduplicate=False)
+    reading = _reading(  # near-duplicates are counted beside exact ones, not with them
+        text_field, rejected_fraction=1.0, deduplicate=bool(near_duplicates), near_duplicates=near_duplicates
+    )
     directories = [path for path in paths if inspect.holds_shards(Path(path))]
     store = ArtifactStore(home())
     shards = [inspect.report_on_shards(Path(path), row_length, tokenizer, store) for path in directories]

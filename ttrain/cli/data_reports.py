@@ -44,6 +44,7 @@ FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
     "rejected": "  rejected", "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
     "documents": "documents", "documents_seen": "  of", "heldout_rows": "  held out", "duplicates": "duplicates",
+    "near_duplicates": "near-duplicates",
     "tokens": "tokens", "live_tokens": "  that count in the loss", "bytes": "bytes", "bytes_per_token": "bytes per token",
     "shards": "shards", "encoded_blocks": "shards made", "reused_blocks": "shards reused", "encoder": "encoded by",
     "peak_memory_mib": "memory at most, MiB", "digest": "digest", "template": "template", "out": "written to",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +142,14 @@ def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store:
             "rows": rows_of(shards, encoder, row_length).counts() if has_rows else None,
         }
         summary = summary_of(directory)
-    return {"path": str(path), "parts": parts, **{name: summary.get(name) for name in ("duplicates", "files")}}
+    figures = {"duplicates": summary.get("duplicates"), "near_duplicates": near_duplicates_of(summary)}
+    return {"path": str(path), "parts": parts, **figures, "files": summary.get("files")}
+
+
+def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
+    """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
+    figures = summary.get("near_duplicates")
+    return int(figures["dropped"]) if isinstance(figures, Mapping) and "dropped" in figures else None
 
 
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core import redact
-from ttrain.data import blocks, chat_shapes, records
+from ttrain.data import blocks, chat_shapes, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.inspect import Lengths, lengths_json
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
+from ttrain.data.overlap import Hashes
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
 from ttrain.data.sharding import Pool
 from ttrain.errors import DataError, UsageError
@@ -46,10 +49,12 @@ class Report:
     measured: bool = False
     tally: Tally = field(default_factory=Tally)
     duplicates: int = 0
+    near_duplicates: int | None = None  # None: they were not looked for
     error: str | None = None
     bytes: int = 0
     bad_rows: Iterable[dict[str, Any]] = ()  # of a block
     keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
+    sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
     sizes: list[Lengths] = field(default_factory=list)  # bytes of each good row's text
     letters: Counter[str] = field(default_factory=Counter)  # by their script
 
@@ -57,6 +62,7 @@ class Report:
         """Add the next block of the file."""
         self.tally.add_block(block.tally, block.bad_rows, self.file)
         self.keys += block.keys
+        self.sketches += block.sketches
         self.sizes += block.sizes
         self.letters.update(block.letters)
         self.error = self.error or block.error
@@ -77,6 +83,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
         figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
+        if self.near_duplicates is not None:
+            figures["near_duplicates"] = self.near_duplicates
         figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
         if self.error:
             figures["error"] = self.error
@@ -121,29 +129,35 @@ def validate(
     quarantine: Callable[[dict[str, Any]], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[Report]:
-    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
+    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate", and a document that is
+    as similar as `reading.near_duplicates` as "near-duplicate". For these the files are read a second time.
 
     `kind` None: by the keys of each file's rows. `measured`: with lengths and scripts. `quarantine` receives the bad rows,
-    `progress` the bytes read so far. Memory use is some blocks, and 16 bytes a row (56 for a moment at the end).
+    `progress` the bytes read so far. Memory use is some blocks, and 16 bytes a row (56 for a moment at the end; with
+    near-duplicates 100 more).
     """
     reports = {name: Report(name, measured=measured, tally=Tally(quarantine=quarantine)) for name in locations}
-    tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED)
+    rule = SimilarityRule(reading.near_duplicates) if reading.near_duplicates else None
+    tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED, rule)
     with contextlib.closing(pool.map(examine, tasks)) as results:
         for block in results:
             reports[block.file].add(block)
             progress(sum(report.bytes for report in reports.values()))
     for report in reports.values():
         report.check(reading.rejected_fraction, reading.text_field)
-    _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
+    repeated = _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
+    if rule:
+        present = ~repeated if reading.deduplicate else np.ones(len(repeated), np.bool_)
+        _mark_near_duplicates(list(reports.values()), reading, rule, present, pool)
     return list(reports.values())
 
 
-def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> Report:
+def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule: SimilarityRule | None) -> Report:
     """The report on a block, with the first `listed` bad rows."""
     bad_rows, tally = BadRows(listed), Tally()
     report = Report(block.location, recipe.kind, measured, tally, bad_rows=bad_rows)
     tally.quarantine = bad_rows
-    hashes, texts = list[bytes](), list[str]()
+    hashes, texts, plain = list[bytes](), list[str](), list[bytes]()
     try:
         data = blocks.read(block, recipe.max_line_bytes)
         report.bytes = len(data)
@@ -151,6 +165,8 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> R
             hashes.append(records.content_hash(record))
             if measured:
                 texts.append(blocks.text_of(record))
+            if rule and recipe.kind == "documents":
+                plain.append(overlap.plain(blocks.text_of(record)))
     except DataError as error:
         report.error = str(error)
     except OSError as error:
@@ -158,27 +174,45 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool) -> R
     report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
     report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
     report.letters = count_letters(texts)
+    if rule:  # chats have no shingles
+        report.sketches.append(near_duplicates.sketches_of(plain or [b""] * len(hashes), rule))
     return report
 
 
+def plain_texts(block: Block, recipe: BlockRecipe, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
+    """(number, plain text) of the wanted records of a block, as far as it can be read."""
+    texts = []
+    with contextlib.suppress(DataError, OSError):  # the first reading has told it
+        rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
+        for number, record in enumerate(rows):
+            if number in wanted:
+                texts.append((number, overlap.plain(blocks.text_of(record))))
+    return texts
+
+
 def _tasks(
-    reports: Iterable[Report], kind: str | None, reading: Reading, listed: int
-) -> Iterator[tuple[Block, BlockRecipe, int, bool]]:
+    reports: Iterable[Report], kind: str | None, reading: Reading, listed: int, rule: SimilarityRule | None
+) -> Iterator[tuple[Block, BlockRecipe, int, bool, SimilarityRule | None]]:
     """The blocks of every file. An error in a file ends that file only."""
     limit = reading.max_line_bytes
     for number, report in enumerate(reports):
         try:
             report.kind = kind or kind_of(report.file, limit) or "documents"
-            recipe = BlockRecipe(
-                report.kind, reading.text_field, 0.0, limit, tokenizer="", tokenizer_digest="", template="", code=""
-            )
+            recipe = _recipe(report, reading)
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe, listed, report.measured
+                yield block, recipe, listed, report.measured, rule
         except DataError as error:
             report.error = str(error)
 
 
-def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
+def _recipe(report: Report, reading: Reading) -> BlockRecipe:
+    return BlockRecipe(
+        report.kind, reading.text_field, 0.0, reading.max_line_bytes, tokenizer="", tokenizer_digest="", template="", code=""
+    )
+
+
+def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> npt.NDArray[np.bool_]:
+    """Count the rows that equal an earlier one; returns a flag for each good row."""
     keys = [block_keys for report in reports for block_keys in report.keys]
     repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
     for report in reports:
@@ -188,6 +222,63 @@ def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
         if deduplicate:
             report.tally.leave_out(DUPLICATE, report.duplicates)
         start = end
+    return repeated
+
+
+def _mark_near_duplicates(
+    reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: npt.NDArray[np.bool_], pool: Pool
+) -> None:
+    """Count the documents that are near-duplicates, as sharding does. Their texts are spooled to a temporary file."""
+    sketches = [Sketches.none(rule), *(part for report in reports for part in report.sketches)]
+    counts = np.concatenate([part.counts for part in sketches])
+    candidates = near_duplicates.candidates(
+        lambda band: np.concatenate([part.keys[band] for part in sketches]), rule, counts, present, present
+    )
+    with tempfile.TemporaryFile() as spool:
+        places = _spool(reports, reading, candidates.positions, spool, pool)
+
+        def shingles(position: int) -> Hashes:
+            start, length = places.get(position, (0, 0))
+            spool.seek(start)
+            return near_duplicates.shingles_of(np.frombuffer(spool.read(length), np.uint8))
+
+        dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
+    positions = np.array([near.position for near in dropped], np.int64)
+    ends = np.cumsum([sum(len(part.counts) for part in report.sketches) for report in reports])
+    files = np.bincount(ends.searchsorted(positions, "right"), minlength=len(reports))
+    for report, count in zip(reports, files.tolist(), strict=True):
+        report.near_duplicates = count
+        report.tally.leave_out(NEAR_DUPLICATE, count)
+        report.sketches.clear()
+
+
+def _spool(
+    reports: Sequence[Report], reading: Reading, positions: npt.NDArray[np.int64], spool: IO[bytes], pool: Pool
+) -> dict[int, tuple[int, int]]:
+    """Write the plain texts of documents, by position among all, to a file; returns (start, length) of each."""
+    starts: list[int] = []
+
+    def tasks() -> Iterator[tuple[Block, BlockRecipe, frozenset[int]]]:
+        first = 0
+        for number, report in enumerate(reports):
+            recipe, start = _recipe(report, reading), first
+            first += sum(len(part.counts) for part in report.sketches)
+            with contextlib.suppress(DataError):  # at the end of a file that could not be read to it
+                for part, block in zip(report.sketches, blocks.cut(report.file, number, BLOCK_BYTES, recipe), strict=False):
+                    end = start + len(part.counts)
+                    wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)] - start
+                    if len(wanted):
+                        starts.append(start)
+                        yield block, recipe, frozenset(wanted.tolist())
+                    start = end
+
+    places: dict[int, tuple[int, int]] = {}
+    with contextlib.closing(pool.map(plain_texts, tasks())) as results:
+        for index, texts in enumerate(results):
+            for number, text in texts:
+                places[starts[index] + number] = (spool.tell(), len(text))
+                spool.write(text)
+    return places
 
 
 def count_letters(texts: Sequence[str]) -> Counter[str]:
