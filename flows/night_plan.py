@@ -21,6 +21,7 @@ from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
     AVERAGE,
+    BASE_OF,
     CANDIDATES,
     CHOSEN_BASE,
     EVALUATE,
@@ -31,6 +32,8 @@ from ttrain.stages import (
     LEARNT_BEFORE,
     PRETRAIN,
     REPLAY,
+    REPLAY_SFT,
+    SFT,
     SHARDS,
     SHARDS_PRETRAIN,
     Stage,
@@ -59,6 +62,7 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     if frozen is None:
         return NightPlan(reason)
     inputs = night_inputs.inputs_of(frozen, settings, store)
+    reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
     stages = tuple(plan(recipe_of(inputs), inputs.settings, store))
     return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
@@ -96,6 +100,10 @@ class NightWalk:
             return self._base(stage_inputs)
         if of is EVALUATE:
             return self._evaluate(stage_inputs)
+        if of is SFT:
+            stage_inputs["replay"] = self._replay(REPLAY_SFT, stage_inputs["shards"], self.inputs.replayed_chats)
+        if of.name in self.inputs.bases:
+            stage_inputs["base"] = self.inputs.bases[of.name]
         result = self.stage(of, **stage_inputs)
         if of.dataset and SHARDS.get(of.dataset) is of:
             self.shards[of.dataset] = result
@@ -103,12 +111,13 @@ class NightWalk:
 
     def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
         """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
-        replayed: dict[str, Any] = {}
-        if self.inputs.replayed:
-            learnt = _learnt_before(self.inputs.replayed)
-            replayed["replay"] = self.stage(REPLAY, documents=stage_inputs["shards"], **learnt)
-        night = self.stage(PRETRAIN, **stage_inputs, **replayed)
+        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed)
+        night = self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
         return night if self.inputs.average is None else self._chosen_base(night)
+
+    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact]) -> Any:
+        """A sample of what was learnt before, if there is any."""
+        return self.stage(of, documents=shards, **_learnt_before(learnt)) if learnt else None
 
     def _chosen_base(self, night: Any) -> Any:
         """The better of the night's own weights and their average with the champion's."""
@@ -124,7 +133,8 @@ class NightWalk:
     def _evaluate(self, stage_inputs: Mapping[str, Any]) -> Any:
         if self.inputs.champion:
             self._of_champion()
-        return self.stage(EVALUATE, **{**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))})
+        measured = {**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))}
+        return self.stage(EVALUATE, **measured, **_adapter_bases(self.inputs.bases))
 
     def _of_champion(self) -> Any:
         """The evaluation of the champion on the same data as the night's models."""
@@ -132,7 +142,8 @@ class NightWalk:
             rows = [TRAINING_STAGES[name] for name in self.settings.trainings]
             data = {row.part: self.shards.get(row.dataset) for row in rows if row.part}
             measured = {**data, "documents": self._documents(self.shards.get("pretrain"))}
-            self.shared[EVALUATE_CHAMPION.name] = self.stage(EVALUATE_CHAMPION, **measured, **self.inputs.champion)
+            models = {**self.inputs.champion, **_adapter_bases(self.inputs.champion_bases)}
+            self.shared[EVALUATE_CHAMPION.name] = self.stage(EVALUATE_CHAMPION, **measured, **models)
         return self.shared[EVALUATE_CHAMPION.name]
 
     def _documents(self, new: Any) -> Any:
@@ -147,6 +158,12 @@ class NightWalk:
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Documents of earlier nights as inputs of a stage, the oldest first."""
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
+
+
+def _adapter_bases(bases: Mapping[str, Artifact]) -> dict[str, Artifact]:
+    """The bases of adapters, by stage, as inputs of an evaluation."""
+    models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
+    return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}
 
 
 def check(settings: Settings) -> None:
@@ -191,8 +208,10 @@ def choose_inputs(
     if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
         documents = night_inputs.learnt_documents(champion, nights.all(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
+    learns_new_chats = settings.nightly.chats == "new" and not settings.data.weights("sft")
+    chats = night_inputs.learnt_chats(champion, nights.all(), store) if learns_new_chats else ()
     frozen = InputSnapshot(
-        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, replay,
+        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
         heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"

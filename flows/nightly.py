@@ -33,7 +33,7 @@ from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
-from ttrain.stages import EVALUATE, SHARDS_PRETRAIN
+from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 
 NAME = "nightly"
@@ -141,10 +141,12 @@ class NightRun:
             execution, inputs = self._train(night, frozen)
         decision = self._decide(night, execution, inputs)
         shards, evaluation = execution.artifacts.get(SHARDS_PRETRAIN.name), execution.artifacts[EVALUATE.name]
+        chats = None if "sft" in inputs.replacements else execution.artifacts.get(SHARDS["sft"].name)
         night.note(
             heldout=night_decision.heldout_of(evaluation),
             heldout_nights=list(night_decision.heldout_nights(night, evaluation)),
             documents=f"{shards.stage}/{shards.key}" if shards else None,
+            chats=f"{chats.stage}/{chats.key}" if chats else None,
         )
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
         self.say(f"{decision.word}: {decision.reason}")
@@ -191,6 +193,8 @@ class NightRun:
     def _train(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
         """Run the stages."""
         inputs = night_inputs.inputs_of(frozen, self.settings, self.store)
+        if inputs.note:
+            self.say(inputs.note)
         recipe = night_plan.recipe_of(inputs)
 
         def on_begin(execution: PipelineRun) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from ttrain.config.base import Section, TimeOfDay, TimeZone
+from ttrain.config.base import Count, Section, TimeOfDay, TimeZone
 from ttrain.config.training import BITS_PER_BYTE
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
@@ -22,14 +22,16 @@ class Nightly(Section):
         "champion",
         description="pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays",
     )
-    data: Literal["new", "all"] = Field(
-        "new", description="documents that the champion has not learnt, or all of them; SFT and LoRA always take all chats"
+    data: Literal["new", "all"] = Field("new", description="documents that the champion has not learnt, or all of them")
+    tokens: Count | None = Field(
+        None, ge=1, description="budget of a night that continues the champion's base; empty, as epochs: that of pretrain"
     )
+    epochs: float | None = Field(None, gt=0, description="the same in passes over the night's documents, which are new ones")
     replay: float = Field(
         0.05,
         ge=0,
         lt=1,
-        description="share of a night's tokens that the champion has learnt before, where data=new; 0: none",
+        description="share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
     )
     average: float | None = Field(
         None,
@@ -40,6 +42,17 @@ class Nightly(Section):
     )
     again: bool = Field(
         True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
+    )
+    chats: Literal["all", "new"] = Field(
+        "all", description="chats that SFT learns: all, or those of new files beside `replay` of learnt ones"
+    )
+    sft_base: Literal["new", "champion"] = Field(
+        "new", description="SFT starts anew from the night's base model, or continues the champion's SFT model"
+    )
+    lora_base: Literal["new", "champion"] = Field(
+        "new",
+        description="an adapter is trained again on the night's model, or stays with the model that the champion's adapter "
+        "belongs to, and is trained again only on new chats",
     )
     deadline: TimeOfDay | None = Field(None, description="hour:minute when a night saves its state and stops")
     deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
@@ -53,6 +66,12 @@ class Nightly(Section):
                 f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
                 f"with the champion's; set nightly.start_from=champion, or nightly.average= (empty)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Nightly:
+        if self.tokens is not None and self.epochs is not None:
+            raise ValueError(f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them")
         return self
 
     @model_validator(mode="after")

@@ -244,6 +244,11 @@ class ReplayConfig(Section):
     pretrain: Budget
 
 
+class ReplaySftConfig(Section):
+    nightly: ReplayShare
+    sft: Budget
+
+
 class AverageConfig(Section):
     nightly: AverageShare
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ttrain.core import redact
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations, python_docs
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.nightly import learning
 from ttrain.nightly.heldout import find_heldout
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
@@ -23,13 +24,9 @@ from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
-UNFROZEN_SECTIONS = (
-    "runtime",
-    "tracking",
-    "nightly",
-    "promotion",
-    "notify",
-)  # not part of any key: the current values are used
+# Not part of any key: the current values are used.
+UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
+UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ class NightInputs:
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights.
     `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
-    learnt again.
+    learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: models
+    that stages start from instead of tonight's, by stage. `champion_bases`: those of the champion's adapters that are of
+    another model than its own. `note`: what the user should know of these.
     """
 
     settings: Settings
@@ -49,6 +48,11 @@ class NightInputs:
     learnt: tuple[Artifact, ...] = ()
     replayed: tuple[Artifact, ...] = ()
     average: float | None = None  # share of the champion's base model in the average with the night's own
+    replayed_chats: tuple[Artifact, ...] = ()
+    plateau: Artifact | None = None
+    bases: Mapping[str, Artifact] = field(default_factory=dict)
+    champion_bases: Mapping[str, Artifact] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def keeps_base(self) -> bool:
@@ -119,13 +123,21 @@ def select_files(
 ) -> FileSelection:
     """Select the files that a night reads from those present. `new` is empty if there is nothing to do.
 
-    Only documents are filtered: SFT and LoRA start again on all their files, because each night has another base.
+    Documents are filtered, and chats if `chats` is new. Adapters start again on all their files, and so does SFT on another
+    base if no chat is new.
     """
     new = tuple(file["location"] for files in watched.values() for file in files if file["sha256"] not in read)
     files = {name: list(entries) for name, entries in watched.items()}
+    known_digests = learnt if settings.again else read
+
+    def unknown(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [file for file in entries if file["sha256"] not in known_digests]
+
     if has_champion and settings.data == "new" and settings.start_from == "champion" and "pretrain" in files:
-        known_digests = learnt if settings.again else read
-        files["pretrain"] = [file for file in files["pretrain"] if file["sha256"] not in known_digests]
+        files["pretrain"] = unknown(files["pretrain"])
+    if has_champion and settings.chats == "new" and "sft" in files:
+        new_chats = unknown(files["sft"])
+        files["sft"] = new_chats if new_chats or settings.sft_base == "champion" else files["sft"]
     return FileSelection(files, new)
 
 
@@ -160,6 +172,7 @@ def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
     now = current.model_dump()
     try:
         tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
+        tree["nightly"] = {**tree.get("nightly", {}), **{name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}}
         return Settings.model_validate(tree)
     except ValidationError as error:
         raise UsageError(f"the settings of an unfinished night do not fit this version of ttrain: {error}") from None
@@ -175,6 +188,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["data"][dataset] = [file["location"] for file in files]
     artifacts = _champion_artifacts(frozen.champion, store)
     replacements: dict[str, Artifact] = {}
+    plateau, note = None, ""
     base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
     if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
@@ -185,20 +199,40 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
                 replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
+            else:
+                assert frozen.champion is not None, "it has artifacts"
+                plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
+                tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
+    bases = learning.chat_bases(user, artifacts, store)
+    if "sft" in bases and not frozen.files.get("sft"):
+        replacements["sft"] = bases.pop("sft")
     learnt: tuple[Artifact, ...] = ()
     if "pretrain" not in replacements:
-        learnt = tuple(filter(None, (_find_reference(store, reference) for reference in frozen.documents)))
+        learnt = _find_references(store, frozen.documents)
         tree["nightly"]["replay"] = frozen.replay or tree["nightly"]["replay"]
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
+    has_chats = user.nightly.replay > 0 and "sft" not in replacements
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     if base:
         champion[TRAINING_STAGES[BASES[0]].model] = base
     average = frozen.average if base and "pretrain" not in replacements else None
     tree["nightly"]["average"] = average
     earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
-    replayed = learnt if frozen.replay else ()
-    return NightInputs(Settings.model_validate(tree), champion, replacements, earlier, learnt, replayed, average)
+    return NightInputs(
+        settings=Settings.model_validate(tree),
+        champion=champion,
+        replacements=replacements,
+        earlier_heldout=earlier,
+        learnt=learnt,
+        replayed=learnt if frozen.replay else (),
+        replayed_chats=_find_references(store, frozen.chats) if has_chats else (),
+        plateau=plateau,
+        bases=bases,
+        champion_bases=learning.foreign_bases(artifacts, store),
+        note=note,
+        average=average,
+    )
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:
@@ -222,12 +256,27 @@ def learnt_documents(champion: Champion | None, nights: Iterable[NightRecord], s
 
     Those of its night and of the nights before; of a champion that no night made, those of its base model.
     """
+    return _learnt_shards("pretrain", champion, nights, store, lambda night: night.learnt_documents)
+
+
+def learnt_chats(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
+    """The same of the chats that the champion's SFT model has learnt."""
+    return _learnt_shards("sft", champion, nights, store, lambda night: night.learnt_chats)
+
+
+def _learnt_shards(
+    stage: str,
+    champion: Champion | None,
+    nights: Iterable[NightRecord],
+    store: ArtifactStore,
+    recorded: Callable[[NightRecord], tuple[str, ...]],
+) -> tuple[str, ...]:
     if champion is None:
         return ()
     its_night = next((n for n in nights if n.outcome in COMPLETED and n.data.get("version") == champion.version), None)
-    references = its_night.learnt_documents if its_night else ()
-    base = store.find("pretrain", champion.keys["pretrain"]) if "pretrain" in champion.keys else None
-    if not references and base and (shards := base.manifest["inputs"].get("shards")):
+    references = recorded(its_night) if its_night else ()
+    model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
+    if not references and model and (shards := model.manifest["inputs"].get("shards")):
         references = (f"{shards['stage']}/{shards['key']}",)
     return tuple(reference for reference in dict.fromkeys(references) if _find_reference(store, reference))
 
@@ -255,6 +304,11 @@ def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
     """Find the artifact of a "stage/key" reference; None if it was removed."""
     stage, _, key = reference.partition("/")
     return store.find(stage, key)
+
+
+def _find_references(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
+    """The artifacts of those references that are in the store."""
+    return tuple(filter(None, (_find_reference(store, reference) for reference in references)))
 
 
 def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -46,7 +46,7 @@ class Champion:
     keys: Mapping[str, str]
 
 
-SNAPSHOT_LISTS = ("learnt", "documents", "heldout_nights")
+SNAPSHOT_LISTS = ("learnt", "documents", "chats", "heldout_nights")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class InputSnapshot:
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
     learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
     documents: tuple[str, ...] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
+    chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
     replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
     average: float | None = None  # share of the champion's weights in the average with the night's own
@@ -110,6 +111,12 @@ class NightRecord:
         """Shards ("stage/key") of all documents that this night's models have learnt, the oldest first."""
         own = self.data.get("documents")
         return (*self.frozen.documents, *([own] if own else []))
+
+    @property
+    def learnt_chats(self) -> tuple[str, ...]:
+        """Shards ("stage/key") of all chats that this night's SFT model has learnt, the oldest first."""
+        own = self.data.get("chats")
+        return (*self.frozen.chats, *([own] if own else []))
 
     @property
     def last_try(self) -> Mapping[str, Any]:
@@ -308,7 +315,7 @@ def needed_keys(home: Path) -> set[str]:
     for directory in (home / "nightly").glob("*"):
         for night in Nights(home, directory.name).all():
             frozen = night.frozen
-            keys |= {reference.partition("/")[2] for reference in night.learnt_documents}
+            keys |= {reference.partition("/")[2] for reference in (*night.learnt_documents, *night.learnt_chats)}
             if night.is_open:
                 keys |= set(frozen.champion.keys.values() if frozen.champion else ())
                 keys.add((frozen.heldout or "").partition("/")[2])

@@ -98,7 +98,10 @@ def _training(row: config.TrainingStage) -> Stage:
         row.name,
         row.module or f"ttrain.stages.{row.name}",
         config.TRAINING_CONFIGS[row.name],
-        {**({"tokenizer": (), "replay": (), "plateau": (PLATEAU,)} if row.role == "base" else {}), "base": (), "shards": ()},
+        {
+            **({"tokenizer": (), "plateau": (PLATEAU,)} if row.role == "base" else {}),
+            **dict.fromkeys(("replay", "base", "shards"), ()),
+        },
         uses_ranks=True,
         primary_metric=row.metric,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
@@ -108,6 +111,9 @@ def _training(row: config.TrainingStage) -> Stage:
 # The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read it, too.
 TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in config.TRAINING_STAGES.values()}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
+BASE_OF = (
+    "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
+)
 EVALUATE = Stage(
     "evaluate",
     "ttrain.stages.evaluate",
@@ -115,6 +121,7 @@ EVALUATE = Stage(
     inputs={
         **{row.model: () for row in config.TRAINING_STAGES.values()},
         **{row.part: ("heldout",) for row in config.TRAINING_STAGES.values() if row.part},
+        **{f"{BASE_OF}{row.model}": ("model",) for row in config.TRAINING_STAGES.values() if row.role == "adapter"},
     },
     uses_model=True,
     reads_suites=True,
@@ -131,6 +138,9 @@ REPLAY = Stage(
     config.ReplayConfig,
     {"documents": ()},  # and those of each earlier night, by names that begin with LEARNT_BEFORE
     about="Sample documents that the champion has learnt before",
+)
+REPLAY_SFT = replace(
+    REPLAY, name="replay-sft", config=config.ReplaySftConfig, about="Sample chats that the champion has learnt before"
 )
 HELDOUT = Stage(
     "heldout",
@@ -164,13 +174,13 @@ CHOSEN_BASE = Stage(
     about="Take the better base model of a night",
 )
 AVERAGING = (AVERAGE, *EVALUATE_CANDIDATES.values(), CHOSEN_BASE)
-OF_NIGHTS = frozenset(stage.name for stage in (REPLAY, HELDOUT, EVALUATE_CHAMPION, *AVERAGING))
+OF_NIGHTS = frozenset(stage.name for stage in (REPLAY, REPLAY_SFT, HELDOUT, EVALUATE_CHAMPION, *AVERAGING))
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
-        *(REPLAY, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION, *AVERAGING),
+        *(REPLAY, REPLAY_SFT, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION, *AVERAGING),
     )
 }
 

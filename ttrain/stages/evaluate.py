@@ -30,6 +30,7 @@ from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
+from ttrain.stages import BASE_OF
 from ttrain.stages.job import StageContext
 from ttrain.stages.shards import heldout_records
 from ttrain.store.model_files import weights_digest
@@ -176,7 +177,8 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
     if ROWS[name].role != "adapter":
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
-        base = job.inputs[[other for other in _models(job) if ROWS[other].role != "adapter"][-1]] / "model"
+        below = [other for other in _models(job) if ROWS[other].role != "adapter"][-1]
+        base = job.inputs.get(f"{BASE_OF}{name}", job.inputs[below]) / "model"
         model = adapters.load(factory.load(base), job.inputs[name] / "adapter", weights_digest(base))
     return model.to(device)
 

@@ -1,4 +1,5 @@
-"""Stage `replay`: documents that the champion has learnt before, for a night to read beside the new ones.
+"""Stages `replay` and `replay-sft`: documents or chats that the champion has learnt before, for a night to read beside the
+new ones.
 
 A model that learns new documents alone forgets the old ones; a share of 5 % of old ones keeps most of them
 (arXiv:2403.08763).
@@ -6,6 +7,7 @@ A model that learns new documents alone forgets the old ones; a share of 5 % of 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -13,29 +15,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.config import ReplayConfig
+from ttrain.config import ReplayConfig, ReplaySftConfig
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 from ttrain.stages import LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
 
+TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
-def run(config: ReplayConfig, job: StageContext) -> dict[str, Any]:
-    """Write `train/`, a sample of the documents of all nights, in proportion to their tokens by night and by source.
 
-    It has as many tokens as the night reads again, or all of them. A document that tonight's held-out part has is left out.
-    Seed and new documents determine the sample.
+def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
+    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night and by source.
+
+    It has as many tokens as the night reads again, or all of them. A record that the held-out part of tonight or of one of
+    these nights has is left out. Seed and new records determine the sample.
     """
-    new, heldout = (ShardSet(job.inputs["documents"] / part) for part in ("train", "heldout"))
+    training = config.pretrain if isinstance(config, ReplayConfig) else config.sft
+    new = ShardSet(job.inputs["documents"] / "train")
     tokenizer, share = new.index["tokenizer"], config.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
-    read = config.pretrain.tokens or math.ceil((config.pretrain.epochs or 0) * new.tokens / (1 - share))
+    read = training.tokens or math.ceil((training.epochs or 0) * new.tokens / (1 - share))
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     taken = min(1.0, share * read / max(1, total))
-    seed = int(digest_of([config.pretrain.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
-    held_out = {_bytes(column, record) for column in heldout.columns() for record in range(len(column))}
+    seed = int(digest_of([training.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
+    held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
     directory = job.output / "train"
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
@@ -51,10 +56,11 @@ def run(config: ReplayConfig, job: StageContext) -> dict[str, Any]:
             entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
     index = write_index(
         directory,
-        kind="documents",
+        kind=new.index["kind"],
         vocab_size=new.index["vocab_size"],
         tokenizer=tokenizer,
         shards=entries,
+        **({TEMPLATE: new.index[TEMPLATE]} if TEMPLATE in new.index else {}),
         **{SHARE: share},
     )
     return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": nights}
@@ -76,14 +82,24 @@ def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Coll
     for column in source.columns():
         flags = chosen[first : first + len(column)].copy()
         for record in np.flatnonzero(flags).tolist():
-            flags[record] = _bytes(column, record) not in heldout
+            flags[record] = _digest(column, record) not in heldout
         parts.append(column.select(flags))
         first += len(column)
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     tokens: npt.NDArray[Any] = np.concatenate([part.tokens for part in parts])
-    return Column(tokens, np.concatenate([[0], lengths.cumsum()]).astype(np.int64))
+    live = [part.live for part in parts if part.live is not None]
+    offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+    return Column(tokens, offsets, np.concatenate(live) if live else None)
 
 
-def _bytes(column: Column, record: int) -> bytes:
-    """The tokens of a record, as bytes that are the same in every set of one tokenizer."""
-    return column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes()
+def _digests(shards: ShardSet) -> Iterator[bytes]:
+    """The digest of each record."""
+    for column in shards.columns():
+        yield from (_digest(column, record) for record in range(len(column)))
+
+
+def _digest(column: Column, record: int) -> bytes:
+    """The digest of a record's tokens, which is the same in every set of one tokenizer."""
+    return hashlib.blake2b(
+        column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes(), digest_size=16
+    ).digest()

@@ -1,0 +1,72 @@
+"""How a night learns: pretraining that continues the champion's plateau or warms its model up again, its budget, and the
+models that SFT and LoRA start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ttrain.config import Settings
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import PLATEAU
+
+INFINITE = "infinite"
+
+
+def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
+    """Settings of `pretrain` that differ where it continues the champion's base: the budget of a night, and no warm-up of a
+    plateau, whose rate is at the peak."""
+    nightly = settings.nightly
+    changes: dict[str, Any] = {}
+    if nightly.tokens is not None or nightly.epochs is not None:
+        changes |= {"tokens": nightly.tokens, "epochs": nightly.epochs}
+    if has_plateau:
+        changes["schedule"] = {**settings.pretrain.schedule.model_dump(), "warmup_steps": 0}
+    return changes
+
+
+def plateau_problem(settings: Settings, base: Artifact) -> str | None:
+    """Why the plateau of the champion's base model cannot be continued; None if it can, or is not asked for."""
+    if settings.pretrain.schedule.kind != INFINITE:
+        return None
+    trained = base.manifest["ingredients"].get("settings", {})
+    if not base.files_of((PLATEAU,)):
+        return f"pretrain.schedule.kind was {trained.get('pretrain.schedule.kind', 'unknown')} and left no plateau"
+    kind, now = trained.get("pretrain.optim.kind"), settings.pretrain.optim.kind
+    return None if kind == now else f"pretrain.optim.kind was {kind}, whose state {now} cannot continue"
+
+
+def continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple[Artifact | None, str]:
+    """The artifact whose plateau the night continues, and a note where there should be one and is none."""
+    if settings.pretrain.schedule.kind != INFINITE:
+        return None, ""
+    if problem := plateau_problem(settings, base):
+        note = f"the champion, version {version}, is warmed up again: its {problem}; the next champion will have a plateau"
+        return None, note
+    return base, ""
+
+
+def chat_bases(settings: Settings, champion: Mapping[str, Artifact], store: ArtifactStore) -> dict[str, Artifact]:
+    """By stage, the models that SFT and LoRA start from instead of tonight's; `champion`: its artifacts by stage."""
+    bases: dict[str, Artifact] = {}
+    nightly = settings.nightly
+    if nightly.sft_base == "champion" and "sft" in champion and settings.sft.start_from == "pretrain":
+        bases["sft"] = champion["sft"]
+    if nightly.lora_base == "champion" and "lora" in champion and (base := base_of(champion["lora"], store)):
+        bases["lora"] = base
+    return bases
+
+
+def foreign_bases(champion: Mapping[str, Artifact], store: ArtifactStore) -> dict[str, Artifact]:
+    """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
+    own = {artifact.key for artifact in champion.values()}
+    adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
+    return {name: base for name in adapters if (base := base_of(champion[name], store)) and base.key not in own}
+
+
+def base_of(adapter: Artifact, store: ArtifactStore) -> Artifact | None:
+    """The model that an adapter was trained on; None if it was removed."""
+    base = adapter.manifest["inputs"].get("base")
+    return store.find(base["stage"], base["key"]) if base else None
