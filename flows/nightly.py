@@ -141,12 +141,12 @@ class NightRun:
             execution, inputs = self._train(night, frozen)
         decision = self._decide(night, execution, inputs)
         shards, evaluation = execution.artifacts.get(SHARDS_PRETRAIN.name), execution.artifacts[EVALUATE.name]
-        chats = None if "sft" in inputs.replacements else execution.artifacts.get(SHARDS["sft"].name)
+        chat_shards = None if "sft" in inputs.replacements else execution.artifacts.get(SHARDS["sft"].name)
         night.note(
             heldout=night_decision.heldout_of(evaluation),
             heldout_nights=list(night_decision.heldout_nights(night, evaluation)),
             documents=f"{shards.stage}/{shards.key}" if shards else None,
-            chats=f"{chats.stage}/{chats.key}" if chats else None,
+            chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
         )
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
         self.say(f"{decision.word}: {decision.reason}")

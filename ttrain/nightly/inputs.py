@@ -36,8 +36,8 @@ class NightInputs:
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights.
     `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
-    learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: models
-    that stages start from instead of tonight's, by stage. `champion_bases`: those of the champion's adapters that are of
+    learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: by
+    stage, models that it starts from instead of tonight's. `champion_bases`: those of the champion's adapters that belong to
     another model than its own. `note`: what the user should know of these.
     """
 

@@ -1,0 +1,328 @@
+"""Ten nights over ten domains: what a model that learns them one after the other knows, against one that learns all at once.
+
+    python bench/nights.py [--path FILE.jsonl]                          hours on two cores
+    python bench/nights.py --nights 4 --sizes 1M --seeds 1 --tokens 60k  eight minutes of one core
+
+A night brings the documents of one domain: modules of Python's standard library by subject, or with --path the largest
+sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
+pretraining from the champion), called one after the other, and each night's model becomes champion. The sides:
+
+ours: schedule.kind=infinite with replay, as docs/nightly.md recommends. rewarm: the default schedule with replay.
+new: new documents alone (nightly.replay=0). all: each night continues on all documents (nightly.data=all).
+
+All are compared with a new model that learns everything at once, in bits per byte of the held-out text of all nights. Its
+tokens are those of retraining so every night: of the first night, of the first two, and so on. The tokenizer is that of the
+first night. The table of nights and domains shows what each night's model knows of each, and what the one before it knew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+from common import Table
+
+SIZES = {"1M": ["model.hidden_size=128", "model.layers=4", "model.heads=2"],
+         "5M": ["model.hidden_size=256", "model.layers=5", "model.heads=4"]}  # fmt: skip
+SUBJECTS = {
+    "tests": "unittest doctest test/test_list.py test/list_tests.py test/string_tests.py test/test_unicode.py "
+    "test/test_set.py test/test_dict.py test/seq_tests.py test/test_bytes.py test/test_float.py test/test_long.py",
+    "windows": "tkinter idlelib turtle.py turtledemo",
+    "encodings": "encodings codecs.py stringprep.py",
+    "tasks": "asyncio concurrent multiprocessing threading.py queue.py sched.py selectors.py subprocess.py socketserver.py",
+    "topics": "pydoc_data this.py __hello__.py",
+    "mail": "email mailbox.py smtplib.py smtpd.py imaplib.py poplib.py nntplib.py mimetypes.py base64.py",
+    "compilers": "lib2to3 ast.py tokenize.py token.py dis.py opcode.py symtable.py inspect.py pickletools.py tabnanny.py",
+    "numbers": "_pydecimal.py statistics.py fractions.py random.py datetime.py _pydatetime.py calendar.py numbers.py "
+    "_strptime.py heapq.py bisect.py colorsys.py",
+    "markup": "xml html xmlrpc json plistlib.py configparser.py csv.py tomllib",
+    "files": "shutil.py tarfile.py zipfile.py zipfile os.py pathlib.py pathlib tempfile.py glob.py fnmatch.py posixpath.py "
+    "ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py importlib zipimport.py fileinput.py filecmp.py",
+}
+PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
+HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain; of it that is scored
+BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
+RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
+OURS = ["pretrain.schedule.kind=infinite"]
+SIDES = {"ours": OURS, "rewarm": [], "new": ["nightly.replay=0"], "all": ["nightly.data=all"]}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument("--path", help="JSON lines with the key `source`, also .gz or .zst; default: Python's own source")
+    parser.add_argument("--nights", type=int, default=10)
+    parser.add_argument("--sizes", default="1M,5M", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tokens", default="400k", help="of a night, about")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--threads", type=int, help="of each training; default: all cores")
+    parser.add_argument("--set", action="append", default=[], help="a setting of our side, such as nightly.replay=0.1")
+
+
+def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """Every size, seed and side; then the table of nights and domains of our side, and the figures."""
+    from ttrain.config.base import as_count
+
+    names = write_domains(options.path, options.nights, int(str(as_count(options.tokens))), directory)
+    sides = options.sides.split(",")
+    for size in options.sizes.split(","):
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ("everything", *sides)}
+        for seed in range(1, options.seeds + 1):
+            for side, results in runs.items():
+                threads = [f"runtime.threads={options.threads}"] if options.threads else []
+                own = [*SIDES.get(side, []), *(options.set if side == "ours" else [])]
+                settings = [*SIZES[size], *threads, *own, f"pretrain.seed={seed}"]
+                learn = at_once if side == "everything" else by_night
+                cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings))
+                results.append({**cost.result, "cpu": cost.cpu})
+                print(f"  {size}, seed {seed}, {side}: {whole(results[-1]['nights'][-1], names):.4f} bits per byte after "
+                      f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
+        show(runs[sides[0]], names, size, sides[0])
+        for side in sides:
+            report(table, f"{size}, {side}", runs[side], runs["everything"], names, limited=side == "ours")
+
+
+def report(
+    table: Table, label: str, ours: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]],
+    names: Sequence[str], *, limited: bool,
+) -> None:  # fmt: skip
+    """The lines of a side, means over its seeds: all nights, the worst domain, and the share of the tokens."""
+    rules = RULES if limited else dict.fromkeys(RULES, 0.0)
+    last = [[run["nights"][-1] for run in runs] for runs in (ours, everything)]
+    means = [statistics.mean(whole(night, names) for night in nights) for nights in last]
+    table.ratio(f"{label}: bits per byte of all nights", *means, most=rules["overall"])
+    domains = {name: [statistics.mean(bits(night[name]) for night in nights) for nights in last] for name in names}
+    worst = max(names, key=lambda name: domains[name][0] / domains[name][1])
+    table.ratio(f"{label}: of the worst domain, {worst}", *domains[worst], most=rules["worst"])
+    retrained = sum(range(1, len(names) + 1)) / len(names) * everything[0]["tokens"]
+    table.ratio(f"{label}: tokens, of retraining every night", ours[0]["tokens"], retrained, most=rules["tokens"])
+
+
+def show(runs: Sequence[Mapping[str, Any]], names: Sequence[str], size: str, side: str) -> None:
+    """The table of nights and domains: bits per byte before the night, and after it; means over the seeds."""
+    width = max(10, *map(len, names)) + 2
+    print(f"\n{size}, {side}: bits per byte of each domain before and after each night")
+    print(f"{'':<{width}}{''.join(f'{name:>14}' for name in names)}{'all':>14}")
+    before: list[str] = [""] * (len(names) + 1)
+    for night, name in enumerate(names):
+        nights = [run["nights"][night] for run in runs]
+        after = [f"{statistics.mean(bits(found[domain]) for found in nights):.3f}" for domain in names]
+        after.append(f"{statistics.mean(whole(found, names) for found in nights):.3f}")
+        cells = (f"{old} {new}".strip() for old, new in zip(before, after, strict=True))
+        print(f"{f'{night + 1} {name}':<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
+        before = after
+    print()
+
+
+def bits(score: Sequence[float]) -> float:
+    """Bits per byte of (nats, bytes)."""
+    nats, size = score
+    return nats / size / math.log(2)
+
+
+def whole(night: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
+    """Bits per byte of all domains together."""
+    return bits([sum(night[name][part] for name in names) for part in (0, 1)])
+
+
+# --- text
+
+
+def write_domains(path: str | None, nights: int, tokens: int, directory: Path) -> list[str]:
+    """Write the documents of each night as NAME.jsonl; returns the names, in the order of the nights."""
+    import orjson
+
+    limit = int(tokens * BYTES_PER_TOKEN / (1 - HELDOUT_FRACTION))
+    texts = dict(list((sources(path, nights) if path else modules()).items())[:nights])
+    for name, documents in texts.items():
+        size = 0
+        with (directory / f"{name}.jsonl").open("wb") as file:
+            for text in documents:
+                if size < limit:
+                    size += len(text.encode())
+                    file.write(orjson.dumps({"text": text}) + b"\n")
+        print(f"  night of {name}: {size / 1e6:.2f} MB")
+    return list(texts)
+
+
+def modules() -> dict[str, list[str]]:
+    """Pieces of modules of the standard library, by subject; those of a subject in an order of their own."""
+    root = Path(sysconfig.get_path("stdlib"))
+    subjects: dict[str, list[str]] = {}
+    for subject, entries in SUBJECTS.items():
+        pieces: list[str] = []
+        for entry in entries.split():
+            path = root / entry
+            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []:
+                pieces += pieces_of(file.read_text("utf-8", errors="ignore"))
+        subjects[subject] = shuffled(pieces)
+    return subjects
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Parts of a module of at least PIECE_BYTES, which end before a line that is not indented."""
+    lines: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        if size >= PIECE_BYTES and (not line[:1].isspace() or size >= 2 * PIECE_BYTES):
+            yield "".join(lines)
+            lines, size = [], 0
+        lines.append(line)
+        size += len(line)
+    if "".join(lines).strip():
+        yield "".join(lines)
+
+
+def sources(path: str, nights: int) -> dict[str, list[str]]:
+    """Texts of the sources of a file with the most bytes, the largest first."""
+    from ttrain.data import records
+    from ttrain.data.records import Tally
+
+    found: dict[str, list[str]] = {}
+    for record in records.read([path], records.document_parser("text"), Tally(), 32 << 20):
+        assert isinstance(record, records.TextDocument), "the parser is that of documents"
+        found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).append(record.text)
+    largest = sorted(found, key=lambda name: -sum(len(text.encode()) for text in found[name]))[:nights]
+    return {name: shuffled(found[name]) for name in largest}
+
+
+def shuffled(texts: Sequence[str]) -> list[str]:
+    """The texts in the order of their digests, so that a cut takes a sample of them."""
+    import hashlib
+
+    return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+
+
+# --- sides: processes of their own
+
+
+def by_night(directory: str, names: str, settings: str) -> dict[str, Any]:
+    """Learn one domain after the other; returns the score of each domain after each night, and the tokens of all nights."""
+    from ttrain.config import Settings
+    from ttrain.config.loading import load
+
+    root, domains = Path(directory), json.loads(names)
+    config: Settings = load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"]).settings
+    learner = Learner(root, config)
+    nights, tokens, champion = [], 0, None
+    for number in range(len(domains)):
+        read = domains[: number + 1] if config.nightly.data == "all" else domains[number : number + 1]
+        learnt = domains[:number] if config.nightly.data == "new" and config.nightly.replay else []
+        champion, figures = learner.night(read, learnt, champion)
+        tokens += figures["tokens"]
+        nights.append(learner.scores(champion, domains))
+    shutil.rmtree(root / "models")
+    return {"nights": nights, "tokens": tokens}
+
+
+def at_once(directory: str, names: str, settings: str) -> dict[str, Any]:
+    """Learn all domains at once, from nothing."""
+    from ttrain.config.loading import load
+
+    root, domains = Path(directory), json.loads(names)
+    learner = Learner(root, load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"]).settings)
+    model, figures = learner.night(domains, [], None)
+    scores = learner.scores(model, domains)
+    shutil.rmtree(root / "models")
+    return {"nights": [scores], "tokens": figures["tokens"]}
+
+
+class Learner:
+    """Runs the stages of nights in this process, each under `root`; shards are made once."""
+
+    def __init__(self, root: Path, settings: Any) -> None:
+        self.root, self.settings = root, settings
+
+    def job(self, output: Path, inputs: Mapping[str, Path], files: Mapping[str, list[str]] = {}, **arguments: str) -> Any:
+        """What a stage gets."""
+        from ttrain.core.files import ProgressWriter
+        from ttrain.core.hashing import sha256_file
+        from ttrain.stages.job import StageContext
+
+        output.mkdir(parents=True, exist_ok=True)
+        versions = {role: [sha256_file(Path(path)) for path in paths] for role, paths in files.items()}
+        groups = {role: [0] * len(paths) for role, paths in files.items()}
+        return StageContext(
+            inputs, files, arguments, output, self.settings.runtime, ProgressWriter(None), lambda: False,
+            versions=versions, groups=groups,
+        )  # fmt: skip
+
+    def shards(self, domains: Sequence[str]) -> Path:
+        """The shards of these domains; the tokenizer is that of the first night."""
+        from ttrain.config import ShardsConfig
+        from ttrain.stages import shards, tokenizer
+
+        if not (tokens := self.root / "tokenizer").exists():
+            first = next(iter(domains))
+            tokenizer.train_directory(
+                [str(self.root / f"{first}.jsonl")], tokens, self.settings.tokenizer, self.settings.reading
+            )
+        output = self.root / "shards" / "-".join(domains)
+        if not output.exists():
+            reading = self.settings.reading.model_copy(update={"heldout_fraction": HELDOUT_FRACTION})
+            files = {"train": [str(self.root / f"{name}.jsonl") for name in domains]}
+            job = self.job(output, {"tokenizer": tokens}, files, kind="documents", dataset="pretrain")
+            shards.run(ShardsConfig(reading=reading, shards=self.settings.shards), job)
+        return output
+
+    def night(self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None) -> tuple[Path, dict[str, Any]]:
+        """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
+        from ttrain.config import PretrainConfig, ReplayConfig
+        from ttrain.nightly.learning import budget_and_schedule
+        from ttrain.stages import pretrain, replay
+        from ttrain.store.model_files import PLATEAU
+
+        documents = self.shards(domains)
+        inputs, changes = {"tokenizer": self.root / "tokenizer", "shards": documents}, dict[str, Any]()
+        output, settings = self.root / "models" / f"{len(list(self.root.glob('models/*'))):03}", self.settings
+        output.mkdir(parents=True)
+        if champion:
+            has_plateau = (champion / PLATEAU).exists()
+            inputs |= {"base": champion, **({"plateau": champion} if has_plateau else {})}
+            changes = budget_and_schedule(settings, has_plateau=has_plateau)
+        if champion and learnt:
+            inputs["replay"] = output.with_name(f"{output.name}-replay")
+            earlier = {f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)}
+            config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
+            replay.run(config, self.job(inputs["replay"], {"documents": documents, **earlier}))
+        config = PretrainConfig.model_validate(
+            {"model": settings.model, "pretrain": {**settings.pretrain.model_dump(), **changes}}
+        )
+        figures = pretrain.run(config, self.job(output, inputs))
+        return output, figures
+
+    def scores(self, model: Path, domains: Sequence[str]) -> dict[str, tuple[float, int]]:
+        """(nats, bytes) of the held-out documents of each domain."""
+        import torch
+
+        from ttrain.data.encoder import Encoder
+        from ttrain.evaluate import perplexity
+        from ttrain.stages import new_model
+        from ttrain.stages.shards import heldout_records
+
+        encoder, network = Encoder(self.root / "tokenizer"), new_model.load(model / "model").eval()
+        found: dict[str, tuple[float, int]] = {}
+        for name in domains:
+            texts, size = [], 0
+            for record in heldout_records(self.shards([name])):
+                if size < HELDOUT_BYTES:
+                    texts.append(record["text"])
+                    size += len(record["text"].encode())
+            sequences = [([encoder.bos_id, *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
+            scored = perplexity.score_each(
+                network, sequences, length=256, stride=128, device=torch.device("cpu"), progress=lambda done, total: None
+            )
+            found[name] = (sum(score.nats for score in scored), size)
+        return found
+
+
+if __name__ == "__main__":
+    common.main(str(__doc__), {"nights": compare}, options=options)
