@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ttrain import tracking
 from ttrain.config import Promotion, Settings
-from ttrain.config.training import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS, TRAINING_STAGES
+from ttrain.config.training import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS
 from ttrain.errors import TrackingError
-from ttrain.evaluate import forgetting, promotion
-from ttrain.evaluate.forgetting import TextFigure
-from ttrain.evaluate.scores import scores_of, source_records
+from ttrain.evaluate import candidates
+from ttrain.evaluate.candidates import Judged
+from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.reports import summary
-from ttrain.stages import EVALUATE, EVALUATE_CHAMPION
+from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-
-
-@dataclass(frozen=True)
-class NightDecision:
-    """A decision with the figures on the held-out text of each night and source."""
-
-    decision: promotion.Decision
-    texts: tuple[TextFigure, ...] = ()
-
-    def table(self) -> str:
-        """The decision in Markdown."""
-        return summary.markdown(self.decision.rows(), ("name", "value"))
-
-    def texts_table(self) -> str:
-        """The figures in Markdown; empty where there are none."""
-        return summary.markdown(forgetting.rows(self.texts), forgetting.HEADER) if self.texts else ""
 
 
 def decide(
@@ -45,9 +29,9 @@ def decide(
     settings: Settings,
     store: ArtifactStore,
     say: Callable[[str], object],
-) -> NightDecision:
+) -> Judged:
     """Compare the evaluations, record the decision in the night and in MLflow. Promotes nothing yet."""
-    made = compared(night, inputs, execution, settings, store, say)
+    made = judged(night, inputs, execution, settings, store, say)
     decision = made.decision
     home, name, version = store.root, settings.name, execution.model_set
     if version is None:
@@ -61,54 +45,36 @@ def decide(
     texts = [figure.to_json() for figure in made.texts]
     night.note(version=version, run=execution.record.run, decision=decision.to_json(), texts=texts)
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
-        run_id, figures = execution.tracked_run, made.texts_table()
-        tracking.log_decision(home, name, version, decision.to_json(), made.table(), run_id=run_id, figures=figures)
+        table, *figures = tables(made)
+        run_id = execution.tracked_run
+        tracking.log_decision(home, name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
     return made
 
 
-def compared(
+def tables(made: Judged) -> list[str]:
+    """The decision in Markdown, and the figures by text where there are some."""
+    return [summary.markdown(rows, header) for rows, header in candidates.tables(made)]
+
+
+def judged(
     night: NightRecord,
     inputs: NightInputs,
     execution: PipelineRun,
     settings: Settings,
     store: ArtifactStore,
     say: Callable[[str], object],
-) -> NightDecision:
+) -> Judged:
     """Compare the evaluations of challenger and champion."""
-    rules = _rules(settings, inputs, execution)
 
-    def complete(stage: str) -> Artifact | None:
-        evaluation = execution.artifacts.get(stage)
+    def complete(stage: Stage) -> Artifact | None:
+        evaluation = execution.artifacts.get(stage.name)
         return store.complete(evaluation, report=say) if evaluation else None  # the files of a cached one may be in MLflow
 
-    evaluation, of_champion = complete(EVALUATE.name), complete(EVALUATE_CHAMPION.name)
+    evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
     assert evaluation is not None, "a run that came to its end has evaluated"
-    challenger, champion = (scores_of(e, rules.metric) if e else None for e in (evaluation, of_champion))
-    assert challenger is not None, "the challenger is evaluated"
-    texts = _texts(night, evaluation, of_champion, rules, store, say)
-    baseline = promotion.baseline_of(evaluation.result["metrics"], challenger, rules)
-    return NightDecision(promotion.decide(challenger, champion, rules, baseline=baseline, texts=texts), texts)
-
-
-def _texts(
-    night: NightRecord,
-    evaluation: Artifact,
-    of_champion: Artifact | None,
-    rules: Promotion,
-    store: ArtifactStore,
-    say: Callable[[str], object],
-) -> tuple[TextFigure, ...]:
-    """The figures of challenger and champion on the held-out text of each night and source: of `promotion.metric` where that
-    is over documents, else of the base model's bits per byte."""
-    of_documents = {BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values()}
-    metric = rules.metric if rules.metric in of_documents else BITS_PER_BYTE.name
-    if metric not in evaluation.result["metrics"]:
-        return ()
-    challenger, champion = (scores_of(e, metric) if e else None for e in (evaluation, of_champion))
-    assert challenger is not None, "the challenger is evaluated"
-    sources = source_records(evaluation, metric)
-    texts = forgetting.heldout_texts(challenger.records, _nights(night, evaluation, store, say), sources, night.name)
-    return tuple(forgetting.figures(challenger, champion, texts, rules.model_copy(update={"higher_is_better": False})))
+    champion = Evaluation.of(of_champion) if of_champion else None
+    rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
+    return candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
 
 
 def _nights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain import tracking
@@ -20,8 +20,12 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
+    AVERAGE,
     BASE_OF,
+    CANDIDATES,
+    CHOSEN_BASE,
     EVALUATE,
+    EVALUATE_CANDIDATES,
     EVALUATE_CHAMPION,
     EXISTING_MODEL,
     HELDOUT,
@@ -30,6 +34,7 @@ from ttrain.stages import (
     REPLAY,
     REPLAY_SFT,
     SFT,
+    SHARDS,
     SHARDS_PRETRAIN,
     Stage,
 )
@@ -67,49 +72,98 @@ def recipe_of(inputs: NightInputs) -> Recipe:
     """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
 
     def nightly(stage: Callable[..., Any], settings: Settings) -> None:
-        def build(of: Stage, **stage_inputs: Any) -> Any:
-            if of.name in inputs.replacements:
-                return inputs.replacements[of.name]
-            if inputs.keeps_base and of is SHARDS_PRETRAIN:
-                return None
-            if inputs.keeps_base and of is EXISTING_MODEL:
-                return inputs.replacements["pretrain"]
-            if of is SHARDS_PRETRAIN and settings.reading.near_duplicates:
-                stage_inputs |= _learnt_before(inputs.learnt)
-            if of is PRETRAIN:
-                stage_inputs |= {"plateau": inputs.plateau, "replay": replay(REPLAY, stage_inputs, inputs.replayed)}
-            if of is SFT:
-                stage_inputs["replay"] = replay(REPLAY_SFT, stage_inputs, inputs.replayed_chats)
-            if of.name in inputs.bases:
-                stage_inputs["base"] = inputs.bases[of.name]
-            if of is not EVALUATE:
-                return stage(of, **stage_inputs)
-            measured = {**stage_inputs, "documents": documents(stage_inputs.get("documents"))}
-            if inputs.champion:
-                models = {row.model: inputs.champion.get(row.model) for row in TRAINING_STAGES.values()}
-                stage(EVALUATE_CHAMPION, **{**measured, **models, **adapter_bases(inputs.champion_bases)})
-            return stage(EVALUATE, **measured, **adapter_bases(inputs.bases))
-
-        def adapter_bases(bases: Mapping[str, Artifact]) -> dict[str, Artifact]:
-            models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
-            return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}
-
-        def replay(of: Stage, stage_inputs: Mapping[str, Any], replayed: Sequence[Artifact]) -> Any:
-            return stage(of, documents=stage_inputs["shards"], **_learnt_before(replayed)) if replayed else None
-
-        def documents(new: Any) -> Any:
-            if new is None or inputs.earlier_heldout is None:
-                return inputs.earlier_heldout if new is None else new
-            return stage(HELDOUT, earlier=inputs.earlier_heldout, documents=new)
-
-        full(build, settings)
+        full(NightWalk(stage, settings, inputs), settings)
 
     return nightly
+
+
+@dataclass
+class NightWalk:
+    """One walk of a night's recipe: what becomes of each stage of `full`. A stage that two others need is called once."""
+
+    stage: Callable[..., Any]
+    settings: Settings
+    inputs: NightInputs
+    shards: dict[str, Any] = field(default_factory=dict)  # by data set
+    shared: dict[str, Any] = field(default_factory=dict)  # by stage
+
+    def __call__(self, of: Stage, **stage_inputs: Any) -> Any:
+        if self.inputs.kept_base and (of is PRETRAIN or of is EXISTING_MODEL):
+            return self.inputs.kept_base
+        if of.name in self.inputs.replacements:
+            return self.inputs.replacements[of.name]
+        if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
+            return None
+        if of is SHARDS_PRETRAIN and self.settings.reading.near_duplicates:
+            stage_inputs |= _learnt_before(self.inputs.learnt)
+        if of is PRETRAIN:
+            return self._base(stage_inputs)
+        if of is EVALUATE:
+            return self._evaluate(stage_inputs)
+        if of is SFT:
+            stage_inputs["replay"] = self._replay(REPLAY_SFT, stage_inputs["shards"], self.inputs.replayed_chats)
+        if of.name in self.inputs.bases:
+            stage_inputs["base"] = self.inputs.bases[of.name]
+        result = self.stage(of, **stage_inputs)
+        if of.dataset and SHARDS.get(of.dataset) is of:
+            self.shards[of.dataset] = result
+        return result
+
+    def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
+        """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
+        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed)
+        night = self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
+        return night if self.inputs.average is None else self._chosen_base(night)
+
+    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact]) -> Any:
+        """A sample of what was learnt before, if there is any."""
+        return self.stage(of, documents=shards, **_learnt_before(learnt)) if learnt else None
+
+    def _chosen_base(self, night: Any) -> Any:
+        """The better of the night's own weights and their average with the champion's."""
+        champion, documents = self.inputs.champion["base"], self._documents(self.shards["pretrain"])
+        models = dict(zip(CANDIDATES, (night, self.stage(AVERAGE, champion=champion, night=night)), strict=True))
+        evaluations = {
+            f"of-{name}": self.stage(EVALUATE_CANDIDATES[name], base=model, documents=documents)
+            for name, model in models.items()
+        }
+        evaluations["of-champion"] = self._of_champion()
+        return self.stage(CHOSEN_BASE, **models, documents=documents, **evaluations)
+
+    def _evaluate(self, stage_inputs: Mapping[str, Any]) -> Any:
+        if self.inputs.champion:
+            self._of_champion()
+        measured = {**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))}
+        return self.stage(EVALUATE, **measured, **_adapter_bases(self.inputs.bases))
+
+    def _of_champion(self) -> Any:
+        """The evaluation of the champion on the same data as the night's models."""
+        if EVALUATE_CHAMPION.name not in self.shared:
+            rows = [TRAINING_STAGES[name] for name in self.settings.trainings]
+            data = {row.part: self.shards.get(row.dataset) for row in rows if row.part}
+            measured = {**data, "documents": self._documents(self.shards.get("pretrain"))}
+            models = {**self.inputs.champion, **_adapter_bases(self.inputs.champion_bases)}
+            self.shared[EVALUATE_CHAMPION.name] = self.stage(EVALUATE_CHAMPION, **measured, **models)
+        return self.shared[EVALUATE_CHAMPION.name]
+
+    def _documents(self, new: Any) -> Any:
+        """The held-out documents of this and all earlier nights."""
+        if new is None or self.inputs.earlier_heldout is None:
+            return self.inputs.earlier_heldout if new is None else new
+        if HELDOUT.name not in self.shared:
+            self.shared[HELDOUT.name] = self.stage(HELDOUT, earlier=self.inputs.earlier_heldout, documents=new)
+        return self.shared[HELDOUT.name]
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Documents of earlier nights as inputs of a stage, the oldest first."""
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
+
+
+def _adapter_bases(bases: Mapping[str, Artifact]) -> dict[str, Artifact]:
+    """The bases of adapters, by stage, as inputs of an evaluation."""
+    models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
+    return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}
 
 
 def check(settings: Settings) -> None:
@@ -158,10 +212,16 @@ def choose_inputs(
     chats = night_inputs.learnt_chats(champion, nights.all(), store) if learns_new_chats else ()
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
-        heldout_nights=earlier.nights,
+        heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
+
+
+def _average(settings: Settings, champion: Champion | None, files: Mapping[str, Any]) -> float | None:
+    """The share of the champion's weights in an average; None where the night trains no base model that continues it."""
+    continues = champion is not None and settings.nightly.start_from == "champion"
+    return settings.nightly.average if continues and files.get("pretrain") else None
 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:

@@ -223,7 +223,7 @@ class NightRun:
         if self.engine == "prefect":
             from ttrain.flows import prefect_run
 
-            text = "\n\n".join(filter(None, (decided.table(), decided.texts_table())))
+            text = "\n\n".join(night_decision.tables(decided))
             prefect_run.show_decision(text, night.name, in_flow=self.in_flow)
         if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"

@@ -147,6 +147,15 @@ def test_records_are_named_by_what_they_say_whoever_is_scored(evaluated: Any, tm
     assert ours[0] != theirs[0]
 
 
+def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any, tmp_path: Path) -> None:
+    """The night has another SFT model, of which the adapter knows nothing."""
+    inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
+    config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+    metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
+    assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
+    assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
+
+
 def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "output"
     output.mkdir()

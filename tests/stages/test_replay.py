@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.doubles import Home, run_here, stage_settings
 
-from ttrain.config import Pretrain, ReplayConfig, Settings
+from ttrain.config import Pretrain, PretrainConfig, ReplayConfig, ReplaySftConfig, Settings, SftConfig
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.stages import replay, rows
+from ttrain.stages import pretrain, replay, rows, sft
 
 VOCAB = 300
 
@@ -116,6 +117,31 @@ def test_a_sample_that_was_killed_is_made_again_to_the_same_bytes(nights: dict[s
 def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:
     result, _ = run(nights, tmp_path / "out", 0.5, tokens=1000, epochs=None)
     assert 500 <= result["tokens"] <= 500 + 3 * 24
+
+
+def test_what_an_earlier_night_has_held_out_is_not_learnt_either(nights: dict[str, Path], tmp_path: Path) -> None:
+    """As where the held-out share was another once: the first night learnt what the second held out."""
+    nights["learnt-0001"] = write(tmp_path / "e", [documents(1000, 200)], documents(11, 1))
+    _, found = run(nights, tmp_path / "out", 0.9)
+    assert documents(11, 1)[0] not in found and documents(12, 1)[0] in found
+
+
+def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(4)
+    chats = {"documents": home.chats.path, "learnt-0000": home.chats.path}
+    config = ReplaySftConfig(nightly={"replay": 0.25}, sft=settings.sft)
+    result = replay.run(config, SimpleNamespace(inputs=chats, output=tmp_path / "replay"))  # type: ignore[arg-type]
+    whole, sample = (ShardSet(path / "train") for path in (home.chats.path, tmp_path / "replay"))
+    assert sample.index["kind"] == "chats" and 0 < result["records"] < len(whole)
+    all_chats = {ids.tobytes(): live.tobytes() for ids, live in map(whole.row, range(len(whole))) if live is not None}
+    for ids, live in map(sample.row, range(len(sample))):
+        assert live is not None and all_chats[ids.tobytes()] == live.tobytes()
+    base = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    pretrain_config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    run_here(pretrain, pretrain_config, tmp_path / "base", base, settings.runtime)
+    inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
+    figures = run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
+    assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)
 
 
 def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(nights: dict[str, Path], tmp_path: Path) -> None:

@@ -104,9 +104,9 @@ def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
 
 
 def _members(model_set: ModelSet) -> list[Member]:
-    from ttrain.config.training import TRAININGS
+    from ttrain.config.training import MODEL_STAGES
 
-    return [model_set.members[stage] for stage in ("tokenizer", *TRAININGS) if stage in model_set.members]
+    return [model_set.members[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in model_set.members]
 
 
 def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:

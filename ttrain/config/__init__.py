@@ -15,7 +15,9 @@ from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,
     TRAINING_CONFIGS,
+    AverageConfig,
     ChatShardsConfig,
+    ChosenBaseConfig,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
@@ -32,6 +34,7 @@ from ttrain.config.settings import (
     UserTaskConfig,
 )
 from ttrain.config.training import (
+    CHOSEN_BASE,
     TRAINING_STAGES,
     TRAININGS,
     EarlyStopping,
@@ -48,6 +51,7 @@ from ttrain.config.training import (
 )
 
 __all__ = [
+    "CHOSEN_BASE",
     "DATASETS",
     "LEARNT",
     "NAMES_CODE",
@@ -57,7 +61,9 @@ __all__ = [
     "TRAINING_CONFIGS",
     "TRAINING_STAGES",
     "Auth",
+    "AverageConfig",
     "ChatShardsConfig",
+    "ChosenBaseConfig",
     "Data",
     "EarlyStopping",
     "Evaluate",

@@ -33,6 +33,13 @@ class Nightly(Section):
         lt=1,
         description="share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
     )
+    average: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the champion's weights in an average with the night's own, which is a candidate beside them; "
+        "empty: none",
+    )
     again: bool = Field(
         True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )
@@ -51,6 +58,15 @@ class Nightly(Section):
     deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
     timezone: TimeZone | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
     attempts: int = Field(2, ge=1, description="nights in which the same list of files may fail before it is given up")
+
+    @model_validator(mode="after")
+    def _averages_relatives(self) -> Nightly:
+        if self.average is not None and self.start_from == "scratch":
+            raise ValueError(
+                f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
+                f"with the champion's; set nightly.start_from=champion, or nightly.average= (empty)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_budget(self) -> Nightly:

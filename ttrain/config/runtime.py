@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word
 from ttrain.config.data import LEARNT
-from ttrain.config.training import TRAININGS
+from ttrain.config.training import CHOSEN_BASE, TRAININGS
 
 
 class Night(Section):
@@ -29,6 +29,7 @@ STAGE_NAMES = (
     *("base-model", "new-model"),
     *TRAININGS,
     *("evaluate", "evaluate-champion", "heldout", "replay"),
+    *("average", "evaluate-night", "evaluate-average", CHOSEN_BASE),
 )
 StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out
 

@@ -188,6 +188,23 @@ class ReplayShare(PartOfSection):
     replay: float
 
 
+class AverageShare(PartOfSection):
+    """The share of the champion's weights in the average with a night's own."""
+
+    average: float | None
+
+
+class GateRules(PartOfSection):
+    """By what the candidates of a night are compared with the champion."""
+
+    margin: float
+    confidence: float
+    resamples: int
+    min_samples: int
+    seed: int
+    forgetting: float | None
+
+
 class NewModelConfig(Section):
     model: Model
     pretrain: FirstWeights
@@ -230,6 +247,14 @@ class ReplayConfig(Section):
 class ReplaySftConfig(Section):
     nightly: ReplayShare
     sft: Budget
+
+
+class AverageConfig(Section):
+    nightly: AverageShare
+
+
+class ChosenBaseConfig(Section):
+    promotion: GateRules
 
 
 class UserTaskConfig(Section):

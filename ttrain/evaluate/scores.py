@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ttrain.config import Promotion
@@ -42,36 +43,59 @@ class Scores:
         return 1.0 if higher_is_better else -1.0
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The files of an evaluation, and its metrics."""
+
+    directory: Path
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Evaluation:
+        """That of an artifact. Raises ArtifactError if its records were not fetched."""
+        if task_result.FILE in artifact.absent:  # without them it would be compared like a metric without records
+            raise ArtifactError(
+                f"{task_result.FILE} of {artifact.stage} {artifact.key[:12]} is missing; it was not fetched yet"
+            )
+        return cls(artifact.path, artifact.result["metrics"])
+
+    @classmethod
+    def at(cls, directory: Path) -> Evaluation:
+        """That of the directory of a stage's input."""
+        return cls(directory, read_object(directory / "evaluation.json").get("metrics", {}))
+
+    def scores(self, metric: str) -> Scores:
+        """A metric, with its records if it has them.
+
+        Raises UsageError if there is no such metric, and ArtifactError if its value does not follow from its records.
+        """
+        if metric not in self.metrics:
+            raise UsageError(
+                f"promotion.metric is {metric}, which the evaluation does not have; choose one of "
+                f"{', '.join(sorted(self.metrics))}"
+            )
+        value = float(self.metrics[metric])
+        stored = task_result.sums_of(self.directory, metric)
+        if stored is None:
+            return Scores(metric, value)
+        file = self.directory / task_result.FILE
+        if not len(stored.sums) == len(stored.sizes) == len(stored.records):
+            raise ArtifactError(f"{file} does not have a sum, a size and a digest for each record")
+        scored = Scores(metric, value, *stored)
+        again = scored.figure.value
+        if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
+            raise ArtifactError(f"{file} gives {metric} {again}, but the evaluation says {value}")
+        return scored
+
+    def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
+        """What identifies the records of each source, as far as the evaluation has groups of them."""
+        prefix, contents = f"{metric}/source:", read_object(self.directory / task_result.FILE)
+        groups = {
+            name: task_result.sums_in(contents, name) for name in contents.get("metrics", {}) if name.startswith(prefix)
+        }
+        return {name.removeprefix(prefix): group.records for name, group in groups.items() if group}
+
+
 def scores_of(evaluation: Artifact, metric: str) -> Scores:
-    """Read a metric of an evaluation, with its records if it has them.
-
-    Raises UsageError if there is no such metric, and ArtifactError if its value does not follow from its records, or if
-    these were not fetched.
-    """
-    if task_result.FILE in evaluation.absent:  # without them it would be compared like a metric without records
-        raise ArtifactError(
-            f"{task_result.FILE} of {evaluation.stage} {evaluation.key[:12]} is missing; it was not fetched yet"
-        )
-    metrics: Mapping[str, float] = evaluation.result["metrics"]
-    if metric not in metrics:
-        raise UsageError(
-            f"promotion.metric is {metric}, which the evaluation does not have; choose one of {', '.join(sorted(metrics))}"
-        )
-    value = float(metrics[metric])
-    stored = task_result.sums_of(evaluation.path, metric)
-    if stored is None:
-        return Scores(metric, value)
-    if not len(stored.sums) == len(stored.sizes) == len(stored.records):
-        raise ArtifactError(f"{evaluation.path / task_result.FILE} does not have a sum, a size and a digest for each record")
-    scored = Scores(metric, value, *stored)
-    again = scored.figure.value
-    if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
-        raise ArtifactError(f"{evaluation.path / task_result.FILE} gives {metric} {again}, but the evaluation says {value}")
-    return scored
-
-
-def source_records(evaluation: Artifact, metric: str) -> dict[str, tuple[str, ...]]:
-    """What identifies the records of each source, as far as the evaluation has groups of them."""
-    prefix, contents = f"{metric}/source:", read_object(evaluation.path / task_result.FILE)
-    groups = {name: task_result.sums_in(contents, name) for name in contents.get("metrics", {}) if name.startswith(prefix)}
-    return {name.removeprefix(prefix): group.records for name, group in groups.items() if group}
+    """Read a metric of an evaluation, as `Evaluation.scores` does."""
+    return Evaluation.of(evaluation).scores(metric)

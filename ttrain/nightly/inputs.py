@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations, python_docs
@@ -47,6 +47,7 @@ class NightInputs:
     earlier_heldout: Artifact | None = None
     learnt: tuple[Artifact, ...] = ()
     replayed: tuple[Artifact, ...] = ()
+    average: float | None = None  # share of the champion's base model in the average with the night's own
     replayed_chats: tuple[Artifact, ...] = ()
     plateau: Artifact | None = None
     bases: Mapping[str, Artifact] = field(default_factory=dict)
@@ -56,7 +57,12 @@ class NightInputs:
     @property
     def keeps_base(self) -> bool:
         """Whether no document is new, so that SFT and LoRA start again on the champion's base model."""
-        return "pretrain" in self.replacements
+        return self.kept_base is not None
+
+    @property
+    def kept_base(self) -> Artifact | None:
+        """The champion's base model where it stays."""
+        return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
 
 
 def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> dict[str, list[dict[str, Any]]]:
@@ -183,18 +189,19 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     artifacts = _champion_artifacts(frozen.champion, store)
     replacements: dict[str, Artifact] = {}
     plateau, note = None, ""
-    if "pretrain" in user.trainings and {"tokenizer", "pretrain"} <= set(artifacts):
+    base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
+    if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
         tree["tokenizer"]["existing"] = str(replacements["tokenizer"].path)
         tree["data"]["tokenizer"] = ()
         if user.nightly.start_from == "champion":
-            base = store.complete(artifacts["pretrain"], ("model",))
+            base = store.complete(base, ("model",))
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
-                replacements["pretrain"] = base
+                replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
             else:
                 assert frozen.champion is not None, "it has artifacts"
-                plateau, note = learning.continued_plateau(user, base, frozen.champion.version)
+                plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
     bases = learning.chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
@@ -207,6 +214,10 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
+    if base:
+        champion[TRAINING_STAGES[BASES[0]].model] = base
+    average = frozen.average if base and "pretrain" not in replacements else None
+    tree["nightly"]["average"] = average
     earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
     return NightInputs(
         settings=Settings.model_validate(tree),
@@ -220,6 +231,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         bases=bases,
         champion_bases=learning.foreign_bases(artifacts, store),
         note=note,
+        average=average,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import PLATEAU
@@ -61,13 +61,9 @@ def chat_bases(settings: Settings, champion: Mapping[str, Artifact], store: Arti
 
 def foreign_bases(champion: Mapping[str, Artifact], store: ArtifactStore) -> dict[str, Artifact]:
     """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
-    below = next((champion[name] for name in reversed(TRAININGS) if name in champion and not _is_adapter(name)), None)
-    adapters = {name: base_of(champion[name], store) for name in champion if _is_adapter(name)}
-    return {name: base for name, base in adapters.items() if base and below and base.key != below.key}
-
-
-def _is_adapter(stage: str) -> bool:
-    return stage in TRAINING_STAGES and TRAINING_STAGES[stage].role == "adapter"
+    own = {artifact.key for artifact in champion.values()}
+    adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
+    return {name: base for name in adapters if (base := base_of(champion[name], store)) and base.key not in own}
 
 
 def base_of(adapter: Artifact, store: ArtifactStore) -> Artifact | None:

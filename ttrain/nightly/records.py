@@ -62,6 +62,7 @@ class InputSnapshot:
     chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
     replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
+    average: float | None = None  # share of the champion's weights in the average with the night's own
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
@@ -101,11 +102,9 @@ class NightRecord:
         """The night's inputs."""
         snapshot = self.data["frozen"]
         champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
-        lists = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
-        replay = snapshot.get("replay", 0.0)
-        return InputSnapshot(
-            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, replay=replay
-        )
+        lists: dict[str, Any] = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
+        numbers: dict[str, Any] = {"replay": snapshot.get("replay", 0.0), "average": snapshot.get("average")}
+        return InputSnapshot(snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, **numbers)
 
     @property
     def learnt_documents(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config.training import TRAININGS
+from ttrain.config.training import MODEL_STAGES
 from ttrain.errors import TTrainError, UsageError
 from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
@@ -117,7 +117,7 @@ def _registered(home: Path, text: str, model: references.Registered) -> LineageT
     full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
     if tags.get(KIND) == SET:
         keys = {tag.removeprefix(KEY): key for tag, key in tags.items() if tag.startswith(KEY)}
-        roots = tuple((stage, keys[stage]) for stage in ("tokenizer", *TRAININGS) if stage in keys)
+        roots = tuple((stage, keys[stage]) for stage in ("tokenizer", *MODEL_STAGES) if stage in keys)
         return LineageTarget(text, SET, full, roots, tags.get("ttrain.run"), tags)
     if not tags.get("ttrain.key"):
         raise UsageError(f"the registered model {full} was not made by ttrain: it has no tag ttrain.key")

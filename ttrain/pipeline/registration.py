@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ttrain.config.training import TRAINING_STAGES, model_order
+from ttrain.config.training import BASES, CHOSEN_BASE, TRAINING_STAGES, model_order
 from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline.lineage import History, seed_of
@@ -150,7 +150,11 @@ NAME: Final = 40  # characters of a file's name: MLflow takes 5,000 for everythi
 
 CHAT_STAGES: Final = tuple(name for name, row in TRAINING_STAGES.items() if row.role != "base")  # their models chat
 # The title of a registered model; each version has its own description.
-TITLES: Final[Mapping[str, str]] = {"tokenizer": "Tokenizers", **{name: row.title for name, row in TRAINING_STAGES.items()}}
+TITLES: Final[Mapping[str, str]] = {
+    "tokenizer": "Tokenizers",
+    **{name: row.title for name, row in TRAINING_STAGES.items()},
+    CHOSEN_BASE: TRAINING_STAGES[BASES[0]].title,
+}
 
 SETS: Final = (  # the description of the registered model that holds the sets of a pipeline
     "Models of the pipeline `{name}`: each version is a tokenizer, a base model, an SFT model and an adapter that one run "

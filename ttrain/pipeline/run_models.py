@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ttrain import tracking
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
 from ttrain.pipeline import registration
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -16,7 +16,15 @@ from ttrain.store.layout import Artifact
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
     **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
+    CHOSEN_BASE: (TRAINING_STAGES[BASES[0]].model, TRAINING_STAGES[BASES[0]].directory),
 }
+
+
+def members_of(artifacts: Mapping[str, Artifact], name: str) -> dict[str, Artifact]:
+    """The models of a run's set by their registered names; a base that a night chose stands for the one that it trained."""
+    return {
+        f"{name}-{REGISTERED[stage][0]}": artifacts[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in artifacts
+    }
 
 
 def tracked_path(artifact: Artifact) -> str:
@@ -85,7 +93,7 @@ class RunModels:
         Existing versions are reused. A model that another run made under another `name`, or untracked, is registered from
         the store.
         """
-        members = {self._name(model): model for model in artifacts.values() if model.stage in REGISTERED}
+        members = members_of(artifacts, self._pipeline)
         models = [
             {
                 "name": name,

@@ -75,7 +75,7 @@ def _overlaps(contamination: Mapping[str, Any] | None) -> str:
 def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     """One line about a stage's result."""
     from ttrain.config.data import LEARNT
-    from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import BITS_PER_BYTE, CHOSEN_BASE, TRAININGS, VALIDATION_LOSS
 
     if stage == "source":
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
@@ -95,7 +95,12 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "replay":
         nights = len(result["nights"])
         return f"{result['records']:,} documents, {result['tokens']:,} tokens, of {counted(nights, 'earlier night')}"
-    if stage in ("evaluate", "evaluate-champion"):
+    if stage == "average":
+        return f"{result['share']:g} of the champion's weights in {result['averaged_tensors']:,} tensors"
+    if stage == CHOSEN_BASE:
+        compared = ", ".join(f"{name} {candidate['figure']:.4f}" for name, candidate in result["candidates"].items())
+        return f"{result['chosen']}{': ' if compared else ''}{compared}"
+    if stage.startswith("evaluate"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
     names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())

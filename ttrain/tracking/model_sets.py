@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ttrain.config.training import TRAININGS
+from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import PRIVATE_FILE, parse_json, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DamagedFile
@@ -28,7 +28,7 @@ RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself 
 KEY = "ttrain.key."  # followed by the stage's name
 METRICS: Final = "ttrain.metrics"
 DECISION: Final = "ttrain.decision"
-LAST_FIRST: Final = TRAININGS[::-1]  # which of a set's models to chat with, the first that exists
+LAST_FIRST: Final = MODEL_STAGES[::-1]  # which of a set's models to chat with, the first that exists
 
 
 @dataclass(frozen=True)

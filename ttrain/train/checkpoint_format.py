@@ -42,11 +42,11 @@ def read_tensors(
     path: Path, names: Iterable[str], weights_file: str = WEIGHTS
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Read weights and optimizer state from those of the named files of a checkpoint that hold tensors."""
-    weights = dict(_tensors(path / weights_file))
+    weights = dict(load_tensors(path / weights_file))
     for name in names:
         if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `by_file` laid them out
-            weights |= {f"{name}/{tensor_name}": tensor for tensor_name, tensor in _tensors(path / name).items()}
-    return weights, _tensors(path / OPTIMIZER)
+            weights |= {f"{name}/{tensor_name}": tensor for tensor_name, tensor in load_tensors(path / name).items()}
+    return weights, load_tensors(path / OPTIMIZER)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -111,7 +111,7 @@ def _verify(file: Path, entry: Any) -> None:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {STATE} does not list it") from None
 
 
-def _tensors(file: Path) -> dict[str, Any]:
+def load_tensors(file: Path) -> dict[str, Any]:
     """Load tensors into memory of their own: memory-mapped pages could change or vanish after they were verified."""
     try:
         tensors: dict[str, Any] = load_file(file, backend="pread")

@@ -1,0 +1,228 @@
+"""How a night learns: from which state, with which budget, which chats, and which models SFT and LoRA start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config import Nightly, Settings
+from ttrain.flows.night_plan import recipe_of
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import learning
+from ttrain.nightly.inputs import NightInputs
+from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, Nights, needed_keys
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+TRAINED = {"pretrain.schedule.kind": "infinite", "pretrain.optim.kind": "muon"}
+
+
+def publish(store: ArtifactStore, stage: str, key: str, *files: str, **manifest: Any) -> Artifact:
+    output = store.work(stage, key) / "output"
+    for name in files:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text("{}", encoding="utf-8")
+    return store.publish(stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest})
+
+
+def reference(stage: str, key: str) -> dict[str, str]:
+    return {"stage": stage, "key": key, "content": ""}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    """The champion is version 7: its base left a plateau, its adapter belongs to its SFT model."""
+    store = ArtifactStore(tmp_path / "home")
+    publish(store, "tokenizer", "t", "tokenizer.json")
+    for stage, key in (("shards-pretrain", "d"), ("shards-sft", "c")):
+        publish(store, stage, key, "train/index.json")
+    publish(
+        store, "pretrain", "p", "model/model.safetensors", "plateau/model.safetensors", "plateau/optimizer.safetensors",
+        inputs={"shards": reference("shards-pretrain", "d")}, ingredients={"files": {}, "settings": TRAINED},
+    )  # fmt: skip
+    publish(store, "pretrain", "old", "model/model.safetensors", ingredients={"files": {}, "settings": {}})
+    publish(store, "sft", "q", "model/model.safetensors", inputs={"shards": reference("shards-sft", "c")})
+    publish(store, "sft", "q0", "model/model.safetensors")
+    publish(store, "lora", "a", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "q")})
+    publish(store, "lora", "a0", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "q0")})
+    return store
+
+
+KEYS = {"tokenizer": "t", "pretrain": "p", "sft": "q", "lora": "a"}
+
+
+def settings_of(tmp_path: Path, **sections: Any) -> Settings:
+    for name in ("docs", "chats", "domain"):
+        (tmp_path / f"{name}.jsonl").write_text("{}", encoding="utf-8")
+    data = {"pretrain": f"{tmp_path}/docs.jsonl", "sft": f"{tmp_path}/chats.jsonl", "lora": f"{tmp_path}/domain.jsonl"}
+    return Settings.model_validate({"data": data, **sections})
+
+
+def inputs(
+    store: ArtifactStore,
+    settings: Settings,
+    keys: Mapping[str, str] = KEYS,
+    *,
+    without: str = "",
+    now: Settings | None = None,
+    **snapshot: Any,
+) -> NightInputs:
+    files = night_inputs.watched_files(settings, store, may_be_gone=True)
+    files = {name: [] if name == without else entries for name, entries in files.items()}
+    frozen = InputSnapshot(files, settings.model_dump(mode="json"), Champion("7", keys), **snapshot)
+    return night_inputs.inputs_of(frozen, now or settings, store)
+
+
+def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
+    """The inputs of each stage of the recipe."""
+    stages: dict[str, dict[str, Any]] = {}
+
+    def stage(of: Any, **inputs: Any) -> str:
+        stages[of.name] = {name: value for name, value in inputs.items() if value is not None}
+        return str(of.name)
+
+    recipe_of(found)(stage, found.settings)
+    return stages
+
+
+# --- pretraining
+
+
+def infinite(tmp_path: Path, **sections: Any) -> Settings:
+    return settings_of(tmp_path, pretrain={"schedule": {"kind": "infinite"}}, **sections)
+
+
+def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(store: ArtifactStore, tmp_path: Path) -> None:
+    found = inputs(store, infinite(tmp_path))
+    assert found.plateau and found.plateau.key == "p" and not found.note
+    assert found.settings.pretrain.schedule.warmup_steps == 0 and found.settings.pretrain.schedule.kind == "infinite"
+    assert stages_of(found)["pretrain"]["plateau"] is found.plateau
+
+
+@pytest.mark.parametrize(
+    ("key", "sections", "why"),
+    [
+        ("old", {}, "pretrain.schedule.kind was unknown and left no plateau"),
+        ("p", {"optim": {"kind": "adamw"}}, "pretrain.optim.kind was muon, whose state adamw cannot continue"),
+    ],
+)
+def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_message(
+    store: ArtifactStore, tmp_path: Path, key: str, sections: dict[str, Any], why: str
+) -> None:
+    settings = settings_of(tmp_path, pretrain={"schedule": {"kind": "infinite"}, **sections})
+    found = inputs(store, settings, {**KEYS, "pretrain": key})
+    assert found.plateau is None and why in found.note and "version 7" in found.note
+    assert found.settings.pretrain.schedule.warmup_steps is None and "plateau" not in stages_of(found)["pretrain"]
+
+
+def test_another_schedule_warms_up_again_and_says_nothing(store: ArtifactStore, tmp_path: Path) -> None:
+    found = inputs(store, settings_of(tmp_path))
+    assert found.plateau is None and found.note == ""
+
+
+@pytest.mark.parametrize(
+    ("nightly", "budget"),
+    [({}, (1_800_000, None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))],
+)
+def test_a_night_has_its_own_budget(
+    store: ArtifactStore, tmp_path: Path, nightly: dict[str, Any], budget: tuple[int | None, float | None]
+) -> None:
+    pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain
+    assert (pretrain.tokens, pretrain.epochs) == budget
+
+
+def test_a_night_from_scratch_has_the_budget_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
+    found = inputs(store, infinite(tmp_path, nightly={"epochs": 1, "start_from": "scratch"}))
+    assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None
+
+
+def test_two_budgets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0; set one"):
+        Nightly(tokens=5, epochs=1)
+
+
+def test_a_night_that_goes_on_keeps_what_shapes_its_models_and_takes_the_present_deadline(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    before = settings_of(tmp_path, nightly={"epochs": 1, "deadline_hours": 3, "sft_base": "champion"})
+    now = settings_of(tmp_path, nightly={"epochs": 2, "deadline_hours": 5, "attempts": 4})
+    nightly = inputs(store, before, now=now).settings.nightly
+    assert (nightly.epochs, nightly.sft_base) == (1, "champion")
+    assert (nightly.deadline_hours, nightly.attempts) == (5, 4)
+
+
+# --- SFT and LoRA
+
+
+def test_sft_and_lora_start_anew_from_the_models_of_the_night(store: ArtifactStore, tmp_path: Path) -> None:
+    stages = stages_of(inputs(store, settings_of(tmp_path)))
+    assert (stages["sft"]["base"], stages["lora"]["base"]) == ("pretrain", "sft") and "replay-sft" not in stages
+    assert not {name for name in stages["evaluate"] if name.startswith("base_of")}
+
+
+def test_sft_continues_the_champion_s_model_with_a_sample_of_learnt_chats(store: ArtifactStore, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, nightly={"sft_base": "champion", "chats": "new"})
+    found = inputs(store, settings, chats=("shards-sft/c", "shards-sft/gone"))
+    stages = stages_of(found)
+    assert stages["sft"]["base"].key == "q" and stages["sft"]["replay"] == "replay-sft"
+    assert stages["replay-sft"] == {"documents": "shards-sft", "learnt-0000": found.replayed_chats[0]}
+    assert stages["lora"]["base"] == "sft"
+
+
+def test_without_new_chats_the_champion_s_sft_model_stays(store: ArtifactStore, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, nightly={"sft_base": "champion", "chats": "new"})
+    found = inputs(store, settings, without="sft", chats=("shards-sft/c",))
+    assert found.replacements["sft"].key == "q" and not found.replayed_chats
+    assert {"sft", "replay-sft"}.isdisjoint(stages_of(found)) and stages_of(found)["lora"]["base"].key == "q"
+
+
+def test_an_adapter_stays_with_its_model_which_the_evaluation_is_told(store: ArtifactStore, tmp_path: Path) -> None:
+    stages = stages_of(inputs(store, settings_of(tmp_path, nightly={"lora_base": "champion"})))
+    assert (
+        stages["lora"]["base"].key == stages["evaluate"]["base_of_lora"].key == "q" and stages["sft"]["base"] == "pretrain"
+    )
+    assert "base_of_lora" not in stages["evaluate-champion"]
+
+
+def test_a_champion_s_adapter_of_an_earlier_model_is_measured_on_that_model(store: ArtifactStore, tmp_path: Path) -> None:
+    stages = stages_of(inputs(store, settings_of(tmp_path), {**KEYS, "lora": "a0"}))
+    assert stages["evaluate-champion"]["base_of_lora"].key == "q0" and "base_of_lora" not in stages["evaluate"]
+
+
+def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
+    return {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in names]}
+
+
+@pytest.mark.parametrize(
+    ("nightly", "files", "chosen"),
+    [
+        ({}, "ab", "ab"),
+        ({"chats": "new"}, "ab", "b"),
+        ({"chats": "new"}, "a", "a"),  # a new base that would learn no chat at all
+        ({"chats": "new", "sft_base": "champion"}, "a", ""),
+    ],
+)
+def test_new_chats_are_those_that_the_champion_has_not_learnt(nightly: dict[str, Any], files: str, chosen: str) -> None:
+    choice = night_inputs.select_files(Nightly(**nightly), watched(*files), {"a"}, {"a"}, has_champion=True)
+    assert "".join(file["sha256"] for file in choice.files["sft"]) == chosen
+
+
+def test_the_chats_of_a_champion_are_those_of_its_night_and_of_the_nights_before(store: ArtifactStore) -> None:
+    nights = Nights(store.root, "mine")
+    nights.directory.mkdir(parents=True)
+    champion = Champion("7", KEYS)
+    assert night_inputs.learnt_chats(champion, nights.all(), store) == ("shards-sft/c",)  # no night made it
+    publish(store, "shards-sft", "new", "train/index.json")
+    night = nights.begin(InputSnapshot({}, {}, chats=("shards-sft/c",)), None)
+    night.note(version="7", chats="shards-sft/new")
+    night.end_try(COMPLETED[0], "", closed=True)
+    assert night_inputs.learnt_chats(champion, nights.all(), store) == ("shards-sft/c", "shards-sft/new")
+    assert needed_keys(store.root) == {"c", "new"}
+
+
+def test_a_base_that_was_removed_is_no_base(store: ArtifactStore) -> None:
+    adapter = publish(store, "lora", "b", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "gone")})
+    assert learning.base_of(adapter, store) is None

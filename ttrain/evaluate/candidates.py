@@ -1,0 +1,65 @@
+"""Candidates for champion: each judged on all held-out text and on that of every night and source, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ttrain.config import Promotion
+from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES
+from ttrain.evaluate import forgetting, promotion
+from ttrain.evaluate.forgetting import TextFigure
+from ttrain.evaluate.promotion import Decision
+from ttrain.evaluate.scores import Evaluation
+
+OF_DOCUMENTS = frozenset(BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values())  # metrics over held-out documents
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The decision about a candidate, with its figures on the text of each night and source."""
+
+    decision: Decision
+    texts: tuple[TextFigure, ...] = ()
+
+
+def judge(
+    challenger: Evaluation,
+    champion: Evaluation | None,
+    rules: Promotion,
+    nights: Mapping[str, Collection[str]],
+    new: str = "",
+) -> Judged:
+    """Decide whether a candidate becomes champion.
+
+    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget.
+    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte.
+    Raises UsageError if an evaluation does not have the metric.
+    """
+    scores = challenger.scores(rules.metric)
+    texts: tuple[TextFigure, ...] = ()
+    metric = rules.metric if rules.metric in OF_DOCUMENTS else BITS_PER_BYTE.name
+    if metric in challenger.metrics:
+        ours, theirs = challenger.scores(metric), champion.scores(metric) if champion else None
+        listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
+        texts = tuple(forgetting.figures(ours, theirs, listed, rules.model_copy(update={"higher_is_better": False})))
+    baseline = promotion.baseline_of(challenger.metrics, scores, rules)
+    of_champion = champion.scores(rules.metric) if champion else None
+    return Judged(promotion.decide(scores, of_champion, rules, baseline=baseline, texts=texts), texts)
+
+
+def choose(candidates: Mapping[str, Judged]) -> str:
+    """The name of the best candidate: one that would be promoted before one that would not, one that forgets nothing before
+    one that does, then the one that is better by more; the first of equals."""
+
+    def rank(name: str) -> tuple[bool, bool, float]:
+        decision = candidates[name].decision
+        return decision.promote, not decision.lost, -float("inf") if decision.difference is None else decision.difference
+
+    return max(candidates, key=rank)
+
+
+def tables(judged: Judged) -> Sequence[tuple[Sequence[tuple[str, ...]], Sequence[str]]]:
+    """(rows, header) of the decision, and of the figures by text where there are some."""
+    of_texts = [(forgetting.rows(judged.texts), forgetting.HEADER)] if judged.texts else []
+    return [(judged.decision.rows(), ("name", "value")), *of_texts]

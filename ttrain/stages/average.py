@@ -1,0 +1,62 @@
+"""Stage `average`: the weights of a night averaged with the champion's.
+
+A training that goes on from a model stays in one basin of the loss with it, so that the weights between the two are a model
+as well; they keep more of what the champion knew (arXiv:2203.05482, 2109.01903).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttrain.config import AverageConfig
+from ttrain.errors import ArtifactError
+from ttrain.stages.job import StageContext
+from ttrain.stages.new_model import DIRECTORY
+from ttrain.train import checkpoint_format
+from ttrain.train.checkpoint_format import SAFETENSORS, load_tensors
+
+
+def run(config: AverageConfig, job: StageContext) -> dict[str, Any]:
+    """Write `model/`: of each tensor this share of the champion's and the rest of the night's; returns the counts.
+
+    A tensor that the champion does not have, as a new second head, and numbers that are no weights stay the night's.
+    """
+    share = config.nightly.average
+    assert share is not None, "the recipe has this stage where there is a share"
+    own, champion, output = (path / DIRECTORY for path in (job.inputs["night"], job.inputs["champion"], job.output))
+    output.mkdir(parents=True, exist_ok=True)
+    averaged = kept = 0
+    for file in sorted(path for path in own.iterdir() if path.is_file()):
+        if file.suffix != SAFETENSORS:
+            shutil.copyfile(file, output / file.name)
+            continue
+        tensors, before = load_tensors(file), _champion_tensors(champion / file.name)
+        mixed = {name: average(tensor, before.get(name), share, name) for name, tensor in tensors.items()}
+        averaged += sum(mixed[name] is not tensor for name, tensor in tensors.items())
+        kept += sum(mixed[name] is tensor for name, tensor in tensors.items())
+        target = output / file.name
+        target.unlink(missing_ok=True)
+        checkpoint_format.write(target, checkpoint_format.tensor_parts(mixed, {"format": "pt"}))
+    return {"share": share, "averaged_tensors": averaged, "kept_tensors": kept}
+
+
+def average(own: Tensor, before: Tensor | None, share: float, name: str = "") -> Tensor:
+    """This share of the second tensor and the rest of the first, computed in fp32; the first itself where there is no second
+    or it holds no weights. Raises ArtifactError for another shape."""
+    if before is None or not own.is_floating_point():
+        return own
+    if own.shape != before.shape:
+        raise ArtifactError(
+            f"nightly.average cannot average {name}: it is {list(own.shape)} in the night's model and {list(before.shape)} "
+            f"in the champion's; set nightly.average= (empty) for this night"
+        )
+    return torch.lerp(own.float(), before.float(), share).to(own.dtype)
+
+
+def _champion_tensors(file: Path) -> dict[str, Tensor]:
+    return load_tensors(file) if file.exists() else {}
