@@ -29,7 +29,8 @@ from rich.console import Console
 from ttrain.config import NAMES_CODE, Section, Settings, flatten
 from ttrain.config.yaml_text import shown
 from ttrain.core.signals import catching_signals
-from ttrain.core.terminal import guard_streams, outlast_output, show_warnings
+from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
+from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import flow_runs, schedule_files
 from ttrain.flows.flow_runs import NIGHT_STATES, UNFINISHED
@@ -39,6 +40,10 @@ from ttrain.store.layout import usable_home
 from ttrain.tasks.best_effort import best_effort
 
 DEFAULTS = Settings()
+# The API gets these logs, the terminal does not: it has the run's own messages, and what starts the run tells how it ended.
+# Now, not in the flow: a signal that comes before it is logged as a crash.
+for run_logger in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(run_logger).propagate = False
 
 
 @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
@@ -126,8 +131,11 @@ def _final_state(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
         return Cancelled(message=str(error))
     except TTrainError as error:
         get_run_logger().error("%s", error)
-        if error.is_mistake:
-            with best_effort():
+        if not error.shown:
+            print(timed_lines(f"error: {escaped(str(error))}"), flush=True)
+        with best_effort():
+            flow_runs.note_shown()
+            if error.is_mistake:
                 flow_runs.forbid_retries()
         return Failed(message=str(error))
 
@@ -137,7 +145,6 @@ def set_up_logging() -> None:
     guard_streams()
     outlast_output()
     show_warnings()
-    logging.getLogger("prefect.task_runs").propagate = False
     logging.getLogger("prefect.flow_runs").addFilter(is_not_own_state)
 
 
@@ -162,9 +169,9 @@ class _RunLog(io.TextIOBase):
         self._logger, self._rest = get_run_logger(), ""
 
     def write(self, text: str) -> int:
-        sys.stdout.write(text)  # guarded: the runner, which reads it, may be gone
         *lines, self._rest = (self._rest + text).split("\n")
         for line in filter(None, map(str.rstrip, lines)):
+            sys.stdout.write(f"{timed_lines(line)}\n")  # guarded: the runner, which reads it, may be gone
             self._logger.info("%s", line)
         return len(text)
 

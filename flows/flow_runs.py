@@ -32,6 +32,7 @@ LABEL_PID: Final = "ttrain.pid"
 LABEL_STARTED: Final = "ttrain.process-started"
 LABEL_TRY: Final = "ttrain.run-count"
 LABEL_RUN: Final = "ttrain.run"  # name of the record
+LABEL_SHOWN: Final = "ttrain.shown"  # the run's own process has shown why it failed
 AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
 HEARTBEAT_SECONDS: Final = 30  # the minimum of Prefect
 SILENCE_SECONDS: Final = 80  # two heartbeats are missed by then, and less than two minutes have passed
@@ -64,6 +65,12 @@ def label_with_process(home: Path, record: str = "") -> None:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
             _end_tasks(client, FlowRunFilter.model_validate({"id": {"any_": [run.id]}}))
+
+
+def note_shown() -> None:
+    """Label the current flow run as one whose failure its own process has shown, for who watches its output."""
+    with sync_client() as client:
+        client.update_flow_run_labels(current_flow_run().id, {LABEL_SHOWN: True})
 
 
 def forbid_retries() -> None:

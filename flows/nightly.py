@@ -76,7 +76,8 @@ def run_night(
     except records.StillRunning as running:
         covered = str(running)
     nights.skipped(slot, covered)
-    console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
+    if not in_flow:  # else the state of the flow run says it
+        console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
     _send(settings, "skipped", covered)
     return NightResult("skipped", covered)
 
@@ -104,15 +105,16 @@ class NightRun:
             _send_pending(self.settings, newest)  # a notification that a kill prevented
         night = newest if newest and newest.is_open else None
         if night:
-            night.begin_try(self.slot)
+            self._named(night).begin_try(self.slot)
         try:
             frozen, reason = night_plan.choose_inputs(self.settings, self.store, self.nights, night)
-            self.say(reason)
             if frozen is None:
-                night = self.nights.add_empty(records.NOTHING_NEW, self.slot, reason)
+                self.say_outcome(reason)
+                night = self._named(self.nights.add_empty(records.NOTHING_NEW, self.slot, reason))
                 return NightResult(records.NOTHING_NEW, reason, night.name)
+            self.say(reason)
             if night is None:
-                night = self.nights.begin(frozen, self.slot)
+                night = self._named(self.nights.begin(frozen, self.slot))
             elif frozen != night.frozen:
                 night.freeze(frozen)
             self.say(f"{night.name}: {night_inputs.describe_files(frozen.files)}")
@@ -122,7 +124,7 @@ class NightRun:
         except Exception as error:
             if night and is_nothing_new(error):
                 night.end_try(records.NOTHING_NEW, str(error), closed=True)
-                self.say(f"{night.name}: nothing new: {error}")
+                self.say_outcome(f"{night.name}: nothing new: {error}")
                 return NightResult(records.NOTHING_NEW, str(error), night.name)
             self._failed(night, error)
             raise
@@ -149,7 +151,7 @@ class NightRun:
             chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
         )
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
-        self.say(f"{decision.word}: {decision.reason}")
+        self.say_outcome(f"{decision.word}: {decision.reason}")
         _send_pending(self.settings, night)
         return NightResult(decision.word, decision.reason, night.name, decision.to_json())
 
@@ -172,7 +174,7 @@ class NightRun:
         refused = isinstance(error, TTrainError) and error.is_usage_error
         outcome = records.REFUSED if refused else records.FAILED
         if night is None:
-            night = self.nights.add_empty(outcome, self.slot, str(error), "failed")
+            night = self._named(self.nights.add_empty(outcome, self.slot, str(error), "failed"))
         elif refused:
             gives_up = isinstance(error, TooFewRows)
             night.end_try(outcome, str(error), closed=gives_up, event="failed")
@@ -229,6 +231,19 @@ class NightRun:
             assert execution.model_set is not None, "a decision is about a registered set"
             tracking.promote(self.store.root, self.settings.name, execution.model_set)
         return decided.decision
+
+    def _named(self, night: NightRecord) -> NightRecord:
+        """Give the flow run of a deployment the night's name."""
+        if self.in_flow and self.engine == "prefect":
+            from ttrain.flows import prefect_run
+
+            prefect_run.rename(night.name)
+        return night
+
+    def say_outcome(self, text: str) -> None:
+        """Print how the night ended, unless the state of a flow run says it."""
+        if not self.in_flow:
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""

@@ -97,7 +97,7 @@ def run(
             flow_runs.create_automation()
     if in_flow:
         with execution.catching_signals():
-            _rename(night or execution.record.run)
+            rename(night or execution.record.run)
             _run_stages(execution, recipe)
         _raise_failure(execution, "a retry or the next run continues")
         return
@@ -116,7 +116,7 @@ def run(
             with best_effort():
                 flow_runs.label_with_process(execution.store.root, execution.record.run)
                 if night:  # after the label, which names its record from then on
-                    _rename(night)
+                    rename(night)
             _run_stages(execution, recipe)
         have_ended.append(True)
         if execution.signum:
@@ -225,7 +225,7 @@ def _trainings_are_limited() -> bool:
     return False
 
 
-def _rename(name: str) -> None:
+def rename(name: str) -> None:
     """Give the flow run of a deployment the name of its night or run."""
     with best_effort(), sync_client() as client:
         client.set_flow_run_name(current_flow_run().id, name)
@@ -342,6 +342,7 @@ class _TemporaryServer:
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
+        ephemeral |= servers.SLOTS_AHEAD
         token_variables = {PORT: str(self._port), server_records.ACCESS: self._token, AUTH_STRING: self._token}
         environment = {**ephemeral, **token_variables, OWNER: str(self._owner)}
         return servers.spawn(command, environment, self._log_file)

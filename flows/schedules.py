@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +32,16 @@ class RefusedError(UsageError):
 
 
 @dataclass(frozen=True)
+class EndedRun:
+    """The newest run of a schedule that ended: its name (a night's is that of its record), state, slot and message."""
+
+    name: str
+    outcome: str
+    slot: datetime
+    message: str | None
+
+
+@dataclass(frozen=True)
 class ScheduleStatus:
     """A schedule and its state on the server; `on_server` is None where no server could be asked."""
 
@@ -39,27 +49,28 @@ class ScheduleStatus:
     on_server: bool | None
     paused: bool
     next_slot: datetime | None
-    last: tuple[str, datetime, str | None] | None = None  # state, slot and message of the newest run that ended
+    last: EndedRun | None = None
 
-    def to_row(self) -> tuple[str, str, str, str]:
-        """Name, cron, next slot and outcome of the last one, for a table."""
-        schedule = self.schedule
-        cron = f"{schedule.cron} ({schedule.timezone})" if schedule.cron else "by hand"
-        following = "paused" if self.paused else f"{self.next_slot:%a %Y-%m-%d %H:%M %Z}" if self.next_slot else "none"
+    def to_row(self, timezone: str) -> tuple[str, str, str, str]:
+        """Name, cron, next slot and outcome of the last one, for a table whose times are of one zone."""
+        schedule, zone = self.schedule, ZoneInfo(timezone)
+        cron = "by hand"
+        if schedule.cron:
+            cron = schedule.cron if schedule.timezone == timezone else f"{schedule.cron} ({schedule.timezone})"
+        following = "none" if self.next_slot is None else f"{self.next_slot.astimezone(zone):%a %Y-%m-%d %H:%M}"
+        following = "paused" if self.paused else following
         if self.on_server is False:
             following = f"{following} (not on the server yet)"
         if self.last is None:
             return schedule.full_name, cron, following, "none"
-        outcome, slot, message = self.last
-        ended = f"{outcome}, {slot:%Y-%m-%d %H:%M %Z}"
-        return schedule.full_name, cron, following, f"{ended}: {message}" if message else ended
+        ended = f"{self.last.name}, {self.last.slot.astimezone(zone):%Y-%m-%d %H:%M}: {self.last.outcome}"
+        return schedule.full_name, cron, following, f"{ended}, {self.last.message}" if self.last.message else ended
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON, for scripts."""
         schedule, last = self.schedule, None
         if self.last is not None:
-            outcome, slot, message = self.last
-            last = {"outcome": outcome, "slot": slot.isoformat(), "message": message}
+            last = {**asdict(self.last), "slot": self.last.slot.isoformat()}
         return {
             "schedule": schedule.full_name,
             **{name: getattr(schedule, name) for name in ("kind", "name", "cron", "timezone", "pool")},
@@ -68,6 +79,12 @@ class ScheduleStatus:
             "next": self.next_slot.isoformat() if self.next_slot else None,
             "last": last,
         }
+
+
+def common_timezone(listing: Sequence[ScheduleStatus]) -> str:
+    """The time zone of a table: that of the schedules if they have the same one, else this machine's."""
+    zones = {entry.schedule.timezone for entry in listing}
+    return zones.pop() if len(zones) == 1 else schedule_files.local_timezone()
 
 
 def check(cron: str, timezone: str) -> None:
@@ -303,5 +320,5 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )
-    last = next(((run.state.name, run.expected_start_time, run.state.message) for run in ended), None)
+    last = next((EndedRun(run.name, run.state.name, run.expected_start_time, run.state.message) for run in ended), None)
     return ScheduleStatus(schedule, True, bool(deployment.paused), min(slots, default=None), last)

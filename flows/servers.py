@@ -64,6 +64,15 @@ QUIET: Final = {
 }
 
 
+# The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
+# least three: 60 of a cron of every minute.
+SLOTS_AHEAD: Final = {
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "1",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "2",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_SCHEDULED_TIME": "0",
+}
+
+
 @dataclass(frozen=True)
 class ServerAddresses:
     """The addresses of the two servers."""
@@ -254,7 +263,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the Prefect server."""
     environment = {
-        **_unset({"PREFECT_HOME": str(home / "prefect")}),
+        **_unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -161,12 +162,15 @@ class ScheduleServer:
         for number in heeded_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         self._looking = anyio.CancelScope()  # so that a stop does not wait for a server that is away
-        self._say(f"serving the schedules of {self._home}")  # only now: a reader of this line may stop it at once
+        zone = schedule_files.local_timezone()
+        self._say(f"serving the schedules of {self._home}; times are of {zone}")  # only now: its reader may stop it at once
         self._say(f"Prefect  {self._url.removesuffix('/api')}{self._hint()}\nstop with Ctrl-C or SIGTERM")
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             proposer = self._context._state_proposer
             proposer.propose_cancelled = partial(self._propose_cancelled, proposer.propose_cancelled)
+            proposer.propose_crashed = partial(self._propose_crashed, proposer.propose_crashed)
+            logging.getLogger("prefect.runner.flow_run_executor").setLevel(logging.CRITICAL)  # the end is told here, once
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._keep_server)
                 with self._looking:
@@ -245,6 +249,7 @@ class ScheduleServer:
         await self._cancel_asked()
         if not deployments:
             return
+        await self._name_slots(list(deployments))
         from prefect.types._datetime import now
 
         due = await client.get_scheduled_flow_runs_for_deployments(list(deployments), scheduled_before=now("UTC"))
@@ -305,7 +310,7 @@ class ScheduleServer:
         )
         try:
             if not self._stop.is_set() and await self._context._state_proposer.propose_pending(run):
-                self._say(f"{run.name}: started, of {deployment}")
+                self._say(f"{run.name} of {ENTRY_POINTS[entry_point]}/{deployment}: started")
                 executor = self._context.create_executor(run, starter, resolve_flow=_flow_of(entry_point))
                 await executor.submit()
                 await self._say_how_it_ended(run)
@@ -319,14 +324,28 @@ class ScheduleServer:
         import httpx
 
         with contextlib.suppress(httpx.TransportError):
-            state = (await self._context.client.read_flow_run(run.id)).state
-            if state:
-                self._say(f"{run.name}: {state.name}" + (f", {state.message}" if state.message else ""))
+            ended = await self._context.client.read_flow_run(run.id)  # which has the name of its night by now
+            if state := ended.state:
+                is_shown = ended.labels.get(flow_runs.LABEL_SHOWN) and state.is_failed()
+                self._say(f"{ended.name}: {state.name}" + (f", {state.message}" if state.message and not is_shown else ""))
+
+    async def _name_slots(self, deployments: list[Any]) -> None:
+        """Name the slots to come by their time, where Prefect draws a name from a list; a night gets its own name later."""
+        from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+
+        client = self._context.client
+        slots = await client.read_flow_runs(
+            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": deployments}}),
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
+        )
+        for run in slots:
+            if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.expected_start_time)):
+                await client.set_flow_run_name(run.id, name)
 
     async def _skip(self, run: Any, newer: Any) -> None:
         from prefect.states import Completed
 
-        message = f"nothing served at this slot; the one of {newer.next_scheduled_start_time:%Y-%m-%d %H:%M %Z} covers it"
+        message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
         await self._context.client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
         self._say(f"{run.name}: Skipped, {message}")
 
@@ -336,6 +355,18 @@ class ScheduleServer:
         """Propose Cancelled, unless the run itself has set it, with the reason, and a retry is already requested."""
         state = (await self._context.client.read_flow_run(run.id)).state
         return True if state and not state.is_cancelling() else await propose(run, updates)
+
+    async def _propose_crashed(self, propose: Callable[..., Awaitable[Any]], run: Any, message: str) -> Any:
+        """Propose Crashed, or Cancelled where the process was asked to stop before it could handle that itself."""
+        from prefect.states import Cancelled
+
+        if run.id not in self._stopping_ids:
+            return await propose(run, message=message)
+        state = (await self._context.client.read_flow_run(run.id)).state
+        if state and (not state.is_final() or state.is_crashed()):
+            stopped = Cancelled(message="stopped before it began; the next slot runs")
+            await self._context.client.set_flow_run_state(run.id, stopped, force=True)
+        return None
 
     async def _kill_patiently(self, flow_run_id: Any, grace_seconds: float = 0, *, force: bool = False) -> None:
         """Send SIGTERM once, however often a stop is requested: a second one ends the run before its state is saved."""
@@ -376,6 +407,11 @@ def _flow_of(entry_point: str) -> Callable[[Any], Awaitable[Any]]:
         return getattr(deployed, ENTRY_POINTS[entry_point])
 
     return flow_of
+
+
+def slot_name(when: datetime) -> str:
+    """The name of a slot, by this machine's clock, until it has the name of its night."""
+    return f"slot {when.astimezone():%Y-%m-%d %H:%M}"
 
 
 def missed_slots(due: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -144,7 +144,8 @@ def schedule_list(as_json: AsJson = False) -> None:
     if not listing:
         print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
         return
-    table(("schedule", "cron", "next", "last"), [entry.to_row() for entry in listing])
+    zone = schedules.common_timezone(listing)
+    table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), [entry.to_row(zone) for entry in listing])
     if all(entry.on_server is None for entry in listing):
         print("no Prefect server answers, so the outcomes of the last slots are unknown")
     if not pid and not all(entry.schedule.pool for entry in listing):
@@ -190,13 +191,14 @@ def serve(
 
         print(service_files.unit(unit, usable_home()), end="")
         return
+    from ttrain.core.text import timed_lines
     from ttrain.flows import serving
 
     outlast_output()
     if unless_served and serving.served_by(usable_home()):
         return
     auth = server_settings(overrides).auth
-    serving.serve(usable_home(), lambda line: print(escaped_lines(line), flush=True), auth)
+    serving.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
 
 
 def escaped_lines(text: str) -> str:

@@ -84,6 +84,12 @@ def format_time(seconds: float | None) -> str:
     return ABSENT if seconds is None else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
 
 
+def timed_lines(text: str) -> str:
+    """Put this machine's date and time before each line of a text: "2026-11-21 16:02:07  ..."."""
+    now = f"{datetime.now(UTC).astimezone():%Y-%m-%d %H:%M:%S}"
+    return "\n".join(f"{now}  {line}" for line in text.split("\n"))
+
+
 def rule_of(error: Mapping[str, Any], own: Mapping[str, str] = MappingProxyType({})) -> str:
     """What a value must be, in plain words, for one of the errors of pydantic's ValidationError. `own`: whole sentences for
     some kinds of error, before those of the table."""

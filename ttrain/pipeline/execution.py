@@ -95,8 +95,11 @@ class PipelineRun(StopRequest):
         tags = {"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **self._tags, **extra_tags, **labels.tags}
         if labels.note:  # at the end of the run the rest of the description stands below it
             tags[tracking.NOTE] = run_summary.note(labels.note)
+        night = extra_tags.get("ttrain.night")
+        if night:
+            self.record.note(night=night)
         self._parent = self._tracker.start_run(
-            self.record.run,
+            night or self.record.run,
             identity=continues,
             parent=tracking.NullRun(identity=parent_identity) if parent_identity else None,
             tags=tags,

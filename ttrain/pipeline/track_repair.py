@@ -122,11 +122,17 @@ class _RunReplay:
         record = self.record
         changed = tracking.masked({setting.key: setting.value for setting in names.settings_of(record)})
         everything = dict(flatten(record["settings"]))
+        night = record.get("night")
         run = self._tracker.start_run(
-            record["run"],
+            night or record["run"],
             identity=_identity(record),
             started=self._began,
-            tags={"ttrain.pipeline": record["pipeline"], **tracking.source_tags(record["pipeline"]), **self._tags},
+            tags={
+                "ttrain.pipeline": record["pipeline"],
+                **tracking.source_tags(record["pipeline"]),
+                **self._tags,
+                **({"ttrain.night": night} if night else {}),
+            },
             params={} if tracking.has_outbox(self._store.root, _identity(record)) else facts.parameters(everything),
         )
         run.log_text(run_summary.as_yaml(changed, tracking.masked(everything)), "settings.yaml")

@@ -121,8 +121,11 @@ class _RunReader:
             return match
         if model := references.registered(text):
             return self._with_model(model)
-        if text != references.LATEST and (tracked_runs := self._ask("with_tags", "mlflow.runName", [text])):
-            return self._tracked(tracked_runs[0])
+        for tag in (
+            ("mlflow.runName", "ttrain.run") if text != references.LATEST else ()
+        ):  # a night's run has the night's name
+            if tracked_runs := self._ask("with_tags", tag, [text]):
+                return self._tracked(tracked_runs[0])
         raise references.unknown("run", text, self._names)
 
     def _with_id(self, run_id: str) -> _Match | None:
