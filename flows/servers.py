@@ -67,9 +67,9 @@ QUIET: Final = {
 # The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
 # least three: 60 of a cron of every minute.
 SLOTS_AHEAD: Final = {
-    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "1",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "2",
     "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "2",
-    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_SCHEDULED_TIME": "0",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_SCHEDULED_TIME": "PT0S",
 }
 
 
