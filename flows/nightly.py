@@ -26,8 +26,8 @@ from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTra
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
 from ttrain.flows.run import run_pipeline
+from ttrain.nightly import history, notify, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly import notify, records
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
@@ -149,6 +149,7 @@ class NightRun:
             heldout_nights=list(night_decision.heldout_nights(night, evaluation)),
             documents=f"{shards.stage}/{shards.key}" if shards else None,
             chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
+            learnt=history.learnt_of(execution.artifacts),
         )
         night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
         self.say_outcome(f"{decision.word}: {decision.reason}")

@@ -119,7 +119,7 @@ def test_sources_are_judged_like_nights_also_those_of_the_new_text() -> None:
     assert [(text.kind, text.name) for text in texts] == [("source", "code"), ("source", "prose")], "one night is all text"
     figures = forgetting.figures(challenger, champion, texts, Promotion())
     decision = decide(challenger, champion, Promotion(), texts=figures)
-    assert decision.lost == ("prose",) and "it forgets prose: " in decision.reason
+    assert decision.lost == ("source prose",) and "it forgets source prose: " in decision.reason
     assert [row[0] for row in forgetting.rows(figures)] == ["source code", "source prose"]
     assert [row[-1] for row in forgetting.rows(figures)] == ["", "lost"]
 

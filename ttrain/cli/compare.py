@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, old_spelling, run_words, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, check_output_file, old_spelling, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -80,7 +80,7 @@ def compare(
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
     if html:
-        _check_writable(html)
+        check_output_file(html)
     views = read_runs(home(), runs)
     duplicate = next(
         (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
@@ -138,7 +138,7 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
 
     view = read_run(home(), names[0])
     path = options.out or Path(f"{view.name}.html")
-    _check_writable(path)
+    check_output_file(path)
     path.write_text(report_of(home(), view, axis=options.axis, log=options.log), encoding="utf-8")
     for note in view.notes:
         typer.echo(escaped(note), err=True)
@@ -164,7 +164,7 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
     views = read_runs(home(), runs)
     rows = panels_of(views, options.metric or (), options.stage or ())
     path = options.out or Path(f"{views[0].name}.png")
-    _check_writable(path)
+    check_output_file(path)
     title = views[0].name if len(views) == 1 else ""
     drawings.save(drawings.picture(rows, axis=options.axis, log=options.log, title=title), path)
     if options.as_json:
@@ -175,13 +175,6 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
         print(escaped(str(path)))
-
-
-def _check_writable(path: Path) -> None:
-
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
-        raise UsageError(f"the file to write, {path}, {problem}; name a file in a directory that exists")
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:

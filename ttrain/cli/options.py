@@ -316,3 +316,12 @@ def checked_name(option: str | None) -> str:
     if option is not None and not option.strip():
         raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")
     return (option or "").strip()
+
+
+def check_output_file(path: Path) -> None:
+    """Raise UsageError where a file cannot be written there."""
+    from ttrain.errors import UsageError
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
+        raise UsageError(f"the file to write, {path}, {problem}; name a file in a directory that exists")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson
+from ttrain.cli.options import AsJson, check_output_file
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_number, format_time
 from ttrain.errors import UsageError
@@ -56,6 +56,33 @@ def models_list(
     if not any(tracking.CHAMPION in model_set.aliases for model_set in model_sets):
         newest = model_sets[0]
         print(escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}"))
+
+
+@models_app.command("history", epilog="Examples:  ttrain models history\n\nttrain models history --html nights.html")
+def models_history(
+    name: Name = None,
+    nights: Annotated[int, typer.Option("--nights", min=1, max=1000, help="how many, the newest first")] = 30,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="write a page to this file", metavar="FILE", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
+    from ttrain.nightly import history, history_page
+    from ttrain.store.layout import home
+
+    if page:
+        check_output_file(page)
+    pipeline, listed = history.history(home(), name, nights)
+    if page:
+        page.write_text(history_page.render(pipeline, listed), encoding="utf-8")
+    if as_json:
+        print_json({
+            "name": pipeline, "page": str(page) if page else None, "nights": [night.to_json() for night in listed],
+        })  # fmt: skip
+        return
+    table(history.HEADER, [history.row(night) for night in listed])
+    print(escaped(history.summary_line(listed) + (f"; written to {page}" if page else "")))
 
 
 @models_app.command(

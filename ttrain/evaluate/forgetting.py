@@ -48,16 +48,21 @@ class TextFigure:
     judged: bool = False
     lost: bool = False
 
+    @property
+    def label(self) -> str:
+        """The text's name in messages and tables."""
+        return f"source {self.name}" if self.kind == "source" else self.name
+
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON; numbers that are not finite become null."""
-        return finite(asdict(self))
+        return finite({**asdict(self), "name": self.label})
 
     def describe(self) -> str:
         """The loss in a line, for a reason."""
         assert self.champion is not None and self.difference is not None, "a text is lost against a champion"
         interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
         loss = -self.difference / (abs(self.champion) or 1.0)
-        return f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}, {loss:.1%} worse{interval}"
+        return f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {loss:.1%} worse{interval}"
 
 
 def _shares(interval: tuple[float, float], of: float) -> str:
@@ -125,7 +130,9 @@ def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[
     for kind in ("night", "source"):
         small = [text for text in old if text.kind == kind and len(text.rows) < settings.min_samples]
         if len(small) > 1 and small != nights:
-            together.append((f"{kind}s of fewer than {settings.min_samples} records", small))
+            together.append(
+                (f"{'nights' if kind == 'night' else 'those'} of fewer than {settings.min_samples} records", small)
+            )
     return [*together, *([("all earlier nights", nights)] if len(nights) > 1 else [])]
 
 
@@ -187,7 +194,7 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
     """A row for each text, below HEADER."""
     return [
         (
-            figure.name if figure.kind == "night" else f"source {figure.name}",
+            figure.label,
             f"{figure.records:,}",
             _with_interval(figure.challenger, figure.challenger_interval),
             "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),

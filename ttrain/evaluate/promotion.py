@@ -145,7 +145,7 @@ def decide(
     """
     decision = _compared(challenger, champion, settings, baseline)
     lost = [figure for figure in texts if figure.lost]
-    decision = replace(decision, lost=tuple(figure.name for figure in lost))
+    decision = replace(decision, lost=tuple(figure.label for figure in lost))
     if not lost or not decision.promote:
         return decision
     reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"

@@ -25,6 +25,11 @@ from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, T
 
 TILES = 7  # per row at most; .of4 ... of page.css
 
+STATUS_COLOURS = {
+    **dict.fromkeys(("completed", "equal", "promoted"), "good"),
+    **dict.fromkeys(("failed", "crashed", "different", "refused"), "bad"),
+}
+
 LONG = 30  # characters above which a cell's text may break anywhere
 
 MARKS = re.compile("<[^>]*>")
@@ -80,9 +85,7 @@ def letter(label: str, run: int) -> Markup:
 
 def pill(status: str) -> Markup:
     """The status of a run or a stage, in the colour of a good or bad one."""
-    colour = {"completed": "good", "equal": "good", "failed": "bad", "crashed": "bad", "different": "bad"}.get(
-        status, "plain"
-    )
+    colour = STATUS_COLOURS.get(status, "plain")
     return tag("span", status, class_=f"pill {colour}")
 
 

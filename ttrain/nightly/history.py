@@ -1,0 +1,161 @@
+"""What became of the last nights: what each learnt and lost, promoted or not and why. Reads the nights' own records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.text import ABSENT, counted, first_of, format_time
+from ttrain.errors import UsageError
+from ttrain.nightly.records import NightRecord, Nights
+from ttrain.stages import REPLAY, SHARDS_PRETRAIN
+from ttrain.store.layout import Artifact
+
+NIGHTS = 30  # that are shown
+FIGURES = ("documents", "tokens", "left_out", "read_tokens", "replayed_tokens")
+
+
+def learnt_of(artifacts: Mapping[str, Artifact]) -> dict[str, int]:
+    """FIGURES of a night, for its record: new documents and their tokens, rows that were left out, the tokens that the
+    training read, those of them that were learnt before. Empty where the base model stays."""
+    shards, pretrain, replay = (artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name))
+    if shards is None:
+        return {}
+    train, tally = shards.result.get("train", {}), shards.result.get("rows", {}).get("train", {})
+    left_out = sum(sum(tally.get(kind, {}).values()) for kind in ("skipped", "rejected"))
+    return {
+        "documents": train.get("rows", 0),
+        "tokens": train.get("tokens", 0),
+        "left_out": left_out,
+        "read_tokens": pretrain.result.get("tokens", 0) if pretrain else 0,
+        "replayed_tokens": replay.result.get("tokens", 0) if replay else 0,
+    }
+
+
+@dataclass(frozen=True)
+class TextHistory:
+    """The figures on one held-out text in one night. `change` is the loss as a share of the champion's figure; below 0: a
+    gain."""
+
+    name: str
+    kind: str
+    records: int
+    challenger: float | None
+    champion: float | None
+    change: float | None
+    lost: bool
+
+
+@dataclass(frozen=True)
+class NightHistory:
+    """One night. `base` says which weights it took where it averaged: its own, or the average."""
+
+    night: str
+    began: float | None
+    outcome: str
+    reason: str
+    files: tuple[str, ...]
+    learnt: Mapping[str, int]
+    champion: str | None
+    version: str | None
+    run: str | None
+    metric: str
+    figure: float | None
+    champion_figure: float | None
+    base: str | None = None
+    lost: tuple[str, ...] = ()
+    texts: tuple[TextHistory, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """What `models history --json` prints for it."""
+        return asdict(self)
+
+    @property
+    def worst(self) -> TextHistory | None:
+        """The text on which the challenger is worse than the champion by most; None where it is on none."""
+        worse = [text for text in self.texts if text.change is not None and text.change > 0]
+        return max(worse, key=lambda text: text.change or 0.0, default=None)
+
+
+def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[NightHistory]]:
+    """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
+    names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
+    if name is None and len(names) != 1:
+        if not names:
+            raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
+        raise UsageError(f"there are nights of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
+    if name is not None and name not in names:
+        raise UsageError(f"there was no night of {name} yet; there are nights of {', '.join(names) or 'no pipeline'}")
+    chosen = name or names[0]
+    return chosen, [of_record(night) for night in Nights(home, chosen).all()[:most]]
+
+
+def of_record(night: NightRecord) -> NightHistory:
+    """A night as its record tells it; what the record of an earlier version does not have is absent."""
+    data, decision = night.data, night.data.get("decision") or {}
+    frozen, tries = data.get("frozen") or {}, data.get("tries") or [{}]
+    files = tuple(str(file.get("location")) for file in (frozen.get("files") or {}).get("pretrain", ()))
+    return NightHistory(
+        night=night.name,
+        began=tries[0].get("began"),
+        outcome=str(data.get("outcome", "")),
+        reason=str(data.get("reason") or tries[-1].get("reason") or ""),
+        files=files,
+        learnt={figure: int(number) for figure, number in (data.get("learnt") or {}).items() if figure in FIGURES},
+        champion=(frozen.get("champion") or {}).get("version"),
+        version=data.get("version"),
+        run=data.get("run") or tries[-1].get("run"),
+        metric=str(decision.get("metric", "")),
+        figure=decision.get("challenger"),
+        champion_figure=decision.get("champion"),
+        base=data.get("base"),
+        lost=tuple(decision.get("lost") or ()),
+        texts=tuple(_text(text) for text in data.get("texts") or ()),
+    )
+
+
+def _text(text: Mapping[str, Any]) -> TextHistory:
+    champion, difference = text.get("champion"), text.get("difference")
+    change = None if champion is None or difference is None else -difference / (abs(champion) or 1.0) + 0.0
+    return TextHistory(
+        str(text.get("name")), str(text.get("kind")), int(text.get("records") or 0), text.get("challenger"), champion,
+        change, bool(text.get("lost")),
+    )  # fmt: skip
+
+
+HEADER = ("night", "began", "outcome", "files", "documents", "tokens", "metric", "challenger", "champion", "lost", "why")
+
+
+def row(night: NightHistory) -> tuple[str, ...]:
+    """A night as a row of the table below HEADER."""
+    learnt = night.learnt
+    return (
+        night.night,
+        format_time(night.began),
+        night.outcome + (f" as version {night.version}" if night.outcome == "promoted" else ""),
+        f"{len(night.files):,}",
+        *(f"{learnt[figure]:,}" if figure in learnt else ABSENT for figure in ("documents", "tokens")),
+        night.metric or ABSENT,
+        ABSENT if night.figure is None else f"{night.figure:.4f}",
+        ABSENT if night.champion_figure is None else f"{night.champion_figure:.4f}",
+        lost_text(night),
+        night.reason,
+    )
+
+
+def lost_text(night: NightHistory) -> str:
+    """What the night lost: the texts beyond the bound, else the one that became worse by most."""
+    if night.lost:
+        return first_of(night.lost, 3)
+    return f"{night.worst.name} {night.worst.change:+.1%}" if night.worst else "nothing" if night.texts else ABSENT
+
+
+def summary_line(nights: Sequence[NightHistory]) -> str:
+    """How many nights came to what, and what the champion learnt in them."""
+    promoted = [night for night in nights if night.outcome == "promoted"]
+    documents, tokens = (sum(night.learnt.get(figure, 0) for night in promoted) for figure in ("documents", "tokens"))
+    kinds = {outcome: sum(night.outcome == outcome for night in nights) for outcome in [n.outcome for n in nights]}
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in kinds.items())
+    return f"{counted(len(nights), 'night')}: {outcomes}; promoted models learnt {documents:,} documents, {tokens:,} tokens"
