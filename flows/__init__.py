@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
-from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.pipeline.recipe import Recipe
+from ttrain.store import references
 
 RECIPES: dict[str, Recipe] = {"full": full}
 NAMES = (*RECIPES, "nightly")  # nightly: its recipe depends on the inputs of a night (`flows/nightly.py`)
@@ -16,6 +14,4 @@ def recipe(name: str) -> Recipe:
     """The recipe of a pipeline. Raises UsageError with the nearest name."""
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(NAMES)}"
-    raise UsageError(f"there is no pipeline '{name}'; {hint}")
+    raise references.unknown("pipeline", name, NAMES)

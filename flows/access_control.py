@@ -19,7 +19,7 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_object
 from ttrain.store.server_records import HOST
 
 Scope = Mapping[str, Any]
@@ -225,11 +225,8 @@ class _CheckedSocket:
     def _brings_token(self, text: str) -> bool:
         if len(text) > FIRST_MESSAGE_CHARACTERS:
             return False
-        try:
-            message = parse_json(text)
-        except ValueError:
-            return False
-        shown = message.get("token") if isinstance(message, dict) and message.get("type") == "auth" else None
+        message = parse_object(text)
+        shown = message.get("token") if message.get("type") == "auth" else None
         return isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace"))
 
 

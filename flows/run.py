@@ -8,12 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ttrain import tracking
 from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
+from ttrain.core.terminal import table
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
@@ -205,13 +204,8 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
     """Print the evaluation and the next steps, or how to continue."""
     rows = execution.evaluation_table() if outcome == "completed" else []
     if rows:
-        table = Table(box=None, header_style="dim", pad_edge=False)
-        for name in ("evaluation", "value", ""):
-            table.add_column(name)
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
         console.print()
-        console.print(table)
+        table(("evaluation", "value", ""), rows, console)
         console.print()
     took = format_duration(execution.seconds)
     if outcome == "completed":

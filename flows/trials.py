@@ -25,16 +25,17 @@ from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.progress_display import Display, plain
 from ttrain.pipeline.recipe import planned_part
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import this_process
 from ttrain.sweep import measure as measures
 from ttrain.sweep import records, report_page, summary
 from ttrain.sweep import study as studies
-from ttrain.sweep.records import Sweep, this_process
+from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import format_value
 from ttrain.sweep.study import Study, Trial
 
@@ -150,7 +151,7 @@ class TrialRunner:
     def _begin(self, slot: int, trial: Trial) -> None:
         values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
         goes_on = " goes on" if trial.run else ""
-        self.display.say(_plain(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}"))
+        self.display.say(plain(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}"))
         self._running[slot] = RunningTrial(self, trial, slot)
         self._running[slot].thread.start()
 
@@ -204,7 +205,7 @@ class TrialRunner:
         standing = (
             "the best so far" if best == trial else f"the best is trial {best.number}, {best.value:.4f}" if best else ""
         )
-        self.display.say(_plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
+        self.display.say(plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
         done = sum(t.outcome != studies.RUNNING for t in trials)
         points = {"sweep/value": trial.value, "sweep/best": best.value if best else None}
         metrics = {name: value for name, value in points.items() if value is not None}
@@ -226,7 +227,7 @@ class TrialRunner:
             self._log_best(best, done=_done(trials))
             self._parent.set_tags({"ttrain.best": best.run or ""})
         self._parent.set_tags({"ttrain.outcome": outcome})
-        self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
+        self._parent.finish(tracking.status_of(outcome))
         self._tracker.close()
         self.sweep.note(tracking=self._tracked())
 
@@ -252,10 +253,6 @@ class TrialRunner:
             "continues": ((earlier or {}).get("tracking") or {}).get("identity"),
             "extra_tags": {"ttrain.sweep": self.sweep.name, "ttrain.trial": str(trial.number)},
         }
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def _opening(request: SweepRequest, sweep: Sweep, trials: Sequence[Trial]) -> list[str]:

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
 
@@ -22,6 +22,14 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a text; empty for anything else."""
+    with contextlib.suppress(ValueError):
+        value = parse_json(text)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -39,6 +47,15 @@ def read_json(path: Path) -> Any:
 
 
 INTERRUPTED_WRITE = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
+
+
+class Taken(Exception):
+    """Another process has the lock."""
+
+
+def refuse() -> NoReturn:
+    """As `waiting` of `exclusive`: raise Taken instead."""
+    raise Taken
 
 
 @contextlib.contextmanager

@@ -65,8 +65,8 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr) if stream.isatty() else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print the cells as they are; no markup counts in them."""
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:
+    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
     from rich.table import Table
     from rich.text import Text
 
@@ -75,7 +75,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         drawn.add_column(Text(escaped(name)), overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
-    console().print(drawn)
+    (screen or console()).print(drawn)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:

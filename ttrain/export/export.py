@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ttrain.pipeline.model_card import Exported, card
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE, base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
-from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference
+from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
 from ttrain.store.runs import process_started
 
 if TYPE_CHECKING:
@@ -319,7 +319,6 @@ def load(model: Path, adapter: Path | None) -> PreTrainedModel:
     Raises ArtifactError for keys that are missing, unexpected or mis-shaped, and for an adapter of another base.
     """
     from ttrain.model import adapters, factory
-    from ttrain.store.model_files import weights_digest
 
     base = factory.load(model)
     if adapter is None:
@@ -351,7 +350,7 @@ def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
 
     tensors = {name: cast(name, tensor, dtype).contiguous() for name, tensor in load_file(source).items()}
     save_file(tensors, target, metadata={"format": "pt"})
-    return _numbers(tensors.values())
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
@@ -371,10 +370,6 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor
-
-
-def _numbers(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def check_repository(name: str) -> None:

@@ -24,12 +24,11 @@ import psutil
 from ttrain.core.files import read_object
 from ttrain.core.signals import PARENT
 from ttrain.errors import TTrainError, UsageError
+from ttrain.export.export import DTYPES, Request, export
 from ttrain.store.model_files import Reference
-from ttrain.store.server_records import ACCESS
+from ttrain.store.server_records import ACCESS, HOST
 
-HOST = "127.0.0.1"
 NEEDED = ("openai", "fastapi", "uvicorn")
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMMIT = "0" * 40  # of a repository that does not exist
 REFUSALS = (401, 403)  # of the guard
 POLL_SECONDS, ENDING_SECONDS = 0.2, 5.0
@@ -103,8 +102,6 @@ def _provide(reference: Reference, cache: Path, name: str, dtype: str) -> None:
     """
     model = reference.model
     if reference.adapter is not None:
-        from ttrain.export.export import Request, export
-
         model = export(reference, cache / "merged", Request(dtype=dtype, merge=True)).directory
     else:
         _check_architecture(reference)

@@ -288,7 +288,7 @@ class PipelineRun(StopRequest):
         run_summary.log_page(self._parent, self.store.root, self.record.run)
         if self.log.path.is_file():  # no log if everything was cached
             self._parent.log_file(self.log.path)
-        self._parent.finish({"completed": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED"))
+        self._parent.finish(tracking.status_of(outcome))
         self._tracker.close()
         tracking.refresh_views(self._tracker)
         self._note_tracked()
@@ -450,4 +450,4 @@ class StageWatcher(DisplayObserver):
             self.child.set_tags({"ttrain.error": message[:1000]})
             if self.log_path and self.log_path.is_file():  # a finished artifact has it among its files
                 self.child.log_file(self.log_path, changes=True)
-            self.child.finish("KILLED" if interrupted else "FAILED")
+            self.child.finish(tracking.status_of(outcome))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, read_object
+from ttrain.core.files import Taken, exclusive, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
@@ -178,7 +178,7 @@ def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
 
 def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
     """Whether a process is working on the key now."""
-    with contextlib.suppress(_TakenError), _locked(store, stage, key):
+    with contextlib.suppress(Taken), _locked(store, stage, key):
         return False
     return True
 
@@ -187,18 +187,10 @@ def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
 def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
     """Hold both locks of a key: the run's, and the stage process's, which may outlive the run for a moment.
 
-    Raises _TakenError if another process holds one of them.
+    Raises Taken if another process holds one of them.
     """
-
-    def taken() -> None:
-        raise _TakenError
-
-    with store.lock(stage, key, waiting=taken), store.lock(stage, f"{key}.process", waiting=taken):
+    with store.lock(stage, key, waiting=refuse), store.lock(stage, f"{key}.process", waiting=refuse):
         yield
-
-
-class _TakenError(Exception):
-    """Another process has the lock."""
 
 
 # --- what is not needed ------------------------------------------------------------------------------------------------
@@ -281,7 +273,7 @@ def _move_to_trash(store: ArtifactStore, removal: UnneededPath) -> Path | None:
     trash = store.root / TRASH / f"{removal.path.name}-{time.time_ns()}-{os.getpid()}"
     trash.parent.mkdir(exist_ok=True)
     is_work = removal.kind == "work"
-    with contextlib.suppress(FileNotFoundError, _TakenError):
+    with contextlib.suppress(FileNotFoundError, Taken):
         with _locked(store, removal.stage, removal.key) if is_work else contextlib.nullcontext():
             removal.path.rename(trash)
             return trash
@@ -298,7 +290,7 @@ def _remove_locks(store: ArtifactStore) -> None:
     for stage, key in {(path.parent.name, path.name.partition(".")[0]) for path in paths}:
         if _is_known(store, stage, key):
             continue
-        with contextlib.suppress(_TakenError), _locked(store, stage, key):
+        with contextlib.suppress(Taken), _locked(store, stage, key):
             if not _is_known(store, stage, key):  # still unknown under the locks
                 for name in (f"{key}.lock", f"{key}.process.lock"):
                     (store.root / "work" / stage / name).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
-from ttrain.store.runs import parse_row
+from ttrain.store.runs import read_rows
 
 CURVE_ROWS = 8
 
@@ -182,13 +183,10 @@ def _training(history: History) -> list[Block]:
 
 def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """(step, logged values) of the steps that have a loss; [] if there is no file."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError:
-        return []
     steps: dict[int, dict[str, Any]] = {}  # a validation has a line of its own
-    for row in filter(None, map(parse_row, lines)):
-        steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
+    with contextlib.suppress(OSError):
+        for row in read_rows(file):
+            steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
     return [(step, values) for step, values in steps.items() if "loss" in values]
 
 

@@ -67,7 +67,7 @@ class Display:
 
     def started(self, name: str, why: str) -> None:
         """Show that a stage begins."""
-        self.say(f"[bold]>[/] {name}: {_plain(why)}")
+        self.say(f"[bold]>[/] {name}: {plain(why)}")
 
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
         """Show the progress of a stage; a total of 0 means unknown."""
@@ -104,7 +104,7 @@ class Display:
         with self._lock:
             if self._bars and name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(name))
-        self.say(f"[red]x[/] {name}: {_plain(message)}")
+        self.say(f"[red]x[/] {name}: {plain(message)}")
 
     def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
         """The reported figures, and the speed since the stage began or continued."""
@@ -142,5 +142,6 @@ class DisplayObserver(StageObserver):
         self.display.progressed(stage.name, progress)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """The text without markup of rich."""
     return text.replace("[", "\\[")

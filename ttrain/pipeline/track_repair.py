@@ -31,7 +31,6 @@ NOT_RESTORED: Final = (
     "champions (choose one: ttrain models promote), version numbers, descriptions, tags and deletions that were made in "
     "MLflow, runs of models that were evaluated or registered by hand, pages of sweeps"
 )
-STATUS: Final = {"completed": "FINISHED", "failed": "FAILED"}  # else KILLED
 ENDED: Final = (*runs.BUILT, "failed", "interrupted")
 
 
@@ -155,7 +154,7 @@ class _RunReplay:
         note = run_summary.description(record, changed, record["metrics"], rows)
         run.set_tags({tracking.NOTE: note, "ttrain.cached": cached})
         run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair logs the run again
-        run.finish(STATUS.get(record["outcome"], "KILLED"), at=self._began + (record["seconds"] or 0.0))
+        run.finish(tracking.status_of(record["outcome"]), at=self._began + (record["seconds"] or 0.0))
         tracking.record_run_id(self._store.root, run)
         return absent
 
@@ -193,7 +192,7 @@ class _RunReplay:
                 run.keep_rows(rows)
             if "sweep" not in self.record:  # whose trials keep no models in MLflow
                 self._models.register(artifact, run)
-        run.finish("FINISHED" if entry["outcome"] in runs.BUILT else STATUS.get(entry["outcome"], "KILLED"), at=ended)
+        run.finish(tracking.status_of(entry["outcome"]), at=ended)
         return artifact is not None or entry["outcome"] not in runs.BUILT
 
     def _inputs(self, artifact: Artifact) -> dict[str, Artifact]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
 from ttrain.reports import facts
@@ -315,11 +315,7 @@ def scores_of(view: RunView) -> Mapping[str, Any]:
     """The scores of each held-out record in the run's evaluation (`ttrain.evaluate.task_result`); else empty."""
     from ttrain.evaluate.task_result import FILE
 
-    try:
-        scores = parse_json(view.text(EVALUATION, FILE) or "{}")
-    except ValueError:
-        return {}
-    return scores if isinstance(scores, dict) else {}
+    return parse_object(view.text(EVALUATION, FILE) or "")
 
 
 def significance_text(better: RunView, worse: RunView, name: str) -> str:

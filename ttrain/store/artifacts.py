@@ -19,9 +19,11 @@ from typing import Any
 
 from ttrain.core.files import (
     INTERRUPTED_WRITE,
+    Taken,
     exclusive,
     fsync,
     read_object,
+    refuse,
     remove_tree,
     write_json,
 )
@@ -98,8 +100,6 @@ class ArtifactStore:
             if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
                 raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
-        from ttrain.store.artifacts import fetch_absent
-
         return fetch_absent(self, artifact, names, report)
 
     def damage(self, artifact: Artifact) -> str | None:
@@ -206,17 +206,9 @@ class ArtifactStore:
 
     def is_locked(self, stage: str, key: str) -> bool:
         """Whether a process holds the key's lock at this moment."""
-        import filelock
-
-        path = self.root / "work" / stage / f"{key}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            return True
-        lock.release()
-        return False
+        with contextlib.suppress(Taken), exclusive(self.root / "work" / stage / f"{key}.lock", refuse):
+            return False
+        return True
 
     def holder(self, stage: str, key: str) -> tuple[int, str] | None:
         """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""

@@ -88,14 +88,14 @@ class RunRecord:
 
 def _new(pipeline: str, stages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a run that begins."""
-    pid, now = os.getpid(), datetime.now(UTC)
+    now = datetime.now(UTC)
     return {
         "pipeline": pipeline,
         "outcome": "running",
         "started": now.isoformat(timespec="seconds"),
         "started_unix": now.timestamp(),
         "seconds": None,
-        "process": {"pid": pid, "started": process_started(pid), "host": platform.node()},
+        "process": this_process(),
         "stages": stages,
         "metrics": {},
         "settings": settings,
@@ -262,6 +262,11 @@ def builder(store: ArtifactStore, stage: str, key: str) -> str:
             if run["outcome"] == "running" and run["process"]["pid"] == pid and (not is_local or is_alive(run["process"])):
                 return f"the run {run['run']} ({process_text})"
     return process_text
+
+
+def this_process() -> dict[str, Any]:
+    """The identity of this process, for `is_alive`."""
+    return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import secrets
 from collections.abc import Iterator, Mapping
@@ -78,11 +77,6 @@ class Sweep:
             yield
 
 
-def this_process() -> dict[str, Any]:
-    """The identity of this process."""
-    return {"pid": os.getpid(), "started": runs.process_started(os.getpid()), "host": platform.node()}
-
-
 def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]) -> Sweep:
     """Create a sweep. `request`: what was asked for, as JSON; `ingredients`: digests of the data and code of each stage."""
     now = datetime.now(UTC)
@@ -93,7 +87,7 @@ def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]
         "sweep": name,
         "started": now.isoformat(timespec="seconds"),
         "outcome": "running",
-        "process": this_process(),
+        "process": runs.this_process(),
         "asked": request,
         "asked_digest": digest_of(request),
         "ingredients": ingredients,

@@ -33,7 +33,7 @@ from ttrain.tracking.model_description import CARD, LoadableModel
 from ttrain.tracking.model_sets import Member, ModelSet, copy_sets, last_of, read_copied_sets
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import FOLDER
-from ttrain.tracking.outboxes import log_result, note_run_id, undelivered_keys
+from ttrain.tracking.outboxes import log_result, note_run_id, status_of, undelivered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
@@ -95,6 +95,7 @@ __all__ = [
     "server_app",
     "set_damaged_database_aside",
     "source_tags",
+    "status_of",
     "sync",
     "tracking_uri",
     "undelivered_runs",

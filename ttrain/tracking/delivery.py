@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from ttrain.core.files import exclusive, parse_json
+from ttrain.core.files import exclusive, parse_object
 from ttrain.store.runs import read_rows
 from ttrain.tracking import datasets, model_sets, outboxes, registered_models, uploads
 from ttrain.tracking.calls import RefusedError, below, plain
@@ -162,11 +162,7 @@ def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
         for prefix, field in OLD_TAG_PREFIXES.items():
             if tag.startswith(prefix):
                 stage_links.setdefault(tag.removeprefix(prefix), {})[field] = value
-    try:
-        parsed = parse_json(tags.get(STAGES, "{}"))
-    except ValueError:
-        parsed = {}
-    for stage, link in parsed.items() if isinstance(parsed, dict) else ():
+    for stage, link in parse_object(tags.get(STAGES, "")).items():
         if isinstance(link, dict):
             stage_links.setdefault(stage, {}).update({str(name): str(value) for name, value in link.items()})
     return stage_links

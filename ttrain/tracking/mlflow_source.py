@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_object
 from ttrain.store.layout import MANIFEST
 from ttrain.tracking.calls import all_pages
 from ttrain.tracking.tracker import open_reader
@@ -134,11 +134,9 @@ def _stored_run(run: Any) -> StoredRun:
 
 def _input_of(dataset_input: Any) -> InputView:
     """A data set as MLflow lists it; without counts if the profile is not a JSON object."""
-    data, counts = dataset_input.dataset, None
+    data = dataset_input.dataset
     context = next((tag.value for tag in dataset_input.tags if tag.key == "mlflow.data.context"), "")
-    with contextlib.suppress(ValueError):
-        counts = parse_json(data.profile or "null")
-    return InputView(data.name, data.digest, context, data.source, counts if isinstance(counts, dict) else {})
+    return InputView(data.name, data.digest, context, data.source, parse_object(data.profile or ""))
 
 
 @final

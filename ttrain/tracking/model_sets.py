@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ttrain.config.training import MODEL_STAGES
-from ttrain.core.files import PRIVATE_FILE, parse_json, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, parse_object, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DamagedFile
 from ttrain.tracking.calls import all_pages, create_if_missing
@@ -84,8 +84,8 @@ def set_of(version: Any, aliases: Iterable[str]) -> ModelSet:
         run=tags.get("ttrain.run", ""),
         run_id=version.tags.get(RUN_ID) or version.run_id or None,
         created=version.creation_timestamp / 1000,
-        metrics=_object(tags.get(METRICS)) or {},
-        decision=_object(tags.get(DECISION)),
+        metrics=parse_object(tags.get(METRICS, "")),
+        decision=parse_object(tags.get(DECISION, "")) or None,
         aliases=tuple(sorted(aliases)),
         tags=tags,
     )
@@ -230,11 +230,3 @@ def register_version(
         if str(version.version) != str(created.version):  # another home registered it between the question and the answer
             client.delete_model_version(name, str(created.version))
     return version
-
-
-def _object(text: str | None) -> dict[str, Any] | None:
-    """The JSON object in a tag, which anyone can edit; None if it is not an object."""
-    with contextlib.suppress(ValueError):
-        value = parse_json(text or "null")
-        return value if isinstance(value, dict) else None
-    return None

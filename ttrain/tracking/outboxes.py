@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ttrain.config import flatten
 from ttrain.core.files import read_object, write_json
+from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking import outbox
@@ -135,6 +136,13 @@ def _plain(name: str) -> str:
 
 RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
 FINISHED: Final = "FINISHED"
+
+
+def status_of(outcome: str) -> str:
+    """MLflow's status of a run or a stage that ended with this outcome."""
+    return FINISHED if outcome in runs.BUILT else "FAILED" if outcome == "failed" else "KILLED"
+
+
 FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
 
 

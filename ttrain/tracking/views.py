@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 
 import orjson
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 from ttrain.tracking.calls import attempt, clean
@@ -132,10 +132,7 @@ class StageFiles:
         if stage.manifest or not stage.run_id:
             return stage.manifest
         if stage.run_id not in self._manifests:  # a page reads it a dozen times
-            parsed: object = None
-            with contextlib.suppress(ValueError):
-                parsed = parse_json(self.text(stage, MANIFEST) or "{}")
-            self._manifests[stage.run_id] = parsed if isinstance(parsed, dict) else {}
+            self._manifests[stage.run_id] = parse_object(self.text(stage, MANIFEST) or "")
         return self._manifests[stage.run_id]
 
     def files(self, stage: StageView, under: str) -> list[str]:
