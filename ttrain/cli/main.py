@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 from ttrain.cli.artifacts import artifacts_app
 from ttrain.cli.chat import chat, generate, serve
 from ttrain.cli.compare import add_pages
-from ttrain.cli.contamination import add_contamination
 from ttrain.cli.data import data_app, tokenizer_app
 from ttrain.cli.doctor import doctor
 from ttrain.cli.evaluate import EPILOG as EVAL_EPILOG
@@ -213,7 +212,6 @@ app.command("eval", rich_help_panel=USE, epilog=EVAL_EPILOG)(evaluate)
 app.command("export", rich_help_panel=USE, epilog=EXPORT_EPILOG)(export)
 app.command("ui", hidden=True, epilog=UI_EPILOG)(ui)
 add_lineage(app, LOOK)
-add_contamination(data_app)
 add_pages(app, LOOK)
 
 
