@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -207,17 +208,15 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         console.print()
         table(("evaluation", "value", ""), rows, console)
         console.print()
-    took = format_duration(execution.seconds)
+    took, say = format_duration(execution.seconds), partial(console.print, highlight=False, soft_wrap=True)
     if outcome == "completed":
         for line in _next_steps(execution):
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print(f"[green]done[/] in {took}; run {execution.record.run}", highlight=False, soft_wrap=True)
+            say(line)
+        say(f"[green]done[/] in {took}; run {execution.record.run}")
         return
-    console.print(
+    say(
         f"{outcome} after {took}; finished stages are kept, and the same command continues there "
-        f"(`ttrain pipeline status` shows the stages and their logs)",
-        highlight=False,
-        soft_wrap=True,
+        f"(`ttrain pipeline status` shows the stages and their logs)"
     )
 
 

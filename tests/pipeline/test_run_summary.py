@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ttrain.config import TRAININGS, flatten
 from ttrain.config.loading import load
 from ttrain.pipeline import run_summary
 from ttrain.reports import facts, summary
+from ttrain.store.runs import read_rows
 
 RUN = {
     "run": "full-1",
@@ -24,8 +26,8 @@ RUN = {
 }
 
 
-def line(step: int, **metrics: float | None) -> str:
-    return json.dumps({"step": step, "tokens": step * 512, "time": 100.0 + step, "metrics": metrics})
+def line(step: int, **metrics: float | None) -> dict[str, Any]:
+    return {"step": step, "tokens": step * 512, "time": 100.0 + step, "metrics": metrics}
 
 
 def test_the_step_of_a_curve_is_its_tokens() -> None:
@@ -59,9 +61,11 @@ def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> 
     assert len([row for row in rows if "Curves/pretrain validation" in row["metrics"]]) == 100
 
 
-def test_lines_that_a_crash_tore_and_rows_without_tokens_are_passed_over() -> None:
-    lines = ['{"step": 1, "tok', "7", '{"step": 1, "metrics": {"loss": 1.0}}', line(1, loss=1.0)]
-    assert [row["step"] for row in run_summary.curves("lora", lines)] == [512]
+def test_lines_that_a_crash_tore_and_rows_without_tokens_are_passed_over(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "tok', "7", '{"step": 1, "metrics": {"loss": 1.0}}', json.dumps(line(1, loss=1.0))]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*lines, ""]))
+    assert [row["step"] for row in run_summary.curves("lora", read_rows(path))] == [512]
 
 
 def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
         print_json([row.to_json() for row in artifacts])
         return
     shown = [
-        (row.stage, row.key[:SHOWN_KEY], format_time(row.published), row.state, format_size(row.bytes), row.run or "")
+        (row.stage, row.key[:SHOWN_KEY], format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")
         for row in artifacts
     ]
     table(("stage", "key", "published", "state", "size", "run"), shown)

@@ -13,7 +13,7 @@ import typer
 
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import bar, escaped, print_json, table
-from ttrain.core.text import rule_of
+from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
 from ttrain.store.layout import home
 
@@ -287,8 +287,7 @@ def _valid(section: type[S], **values: Any) -> S:
     try:
         return section(**values)
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc']))}: {rule_of(item)}" for item in error.errors())
-        raise UsageError("; ".join(lines)) from None
+        raise UsageError(invalid_values(error.errors())) from None
 
 
 def _kind(kind: str, text_field: str | None) -> str | None:

@@ -136,17 +136,16 @@ def pipeline_plan(
         auto = {key: asdict(rule) for key, rule in automatic.items()}
         print_json({**planned.to_json(), **needs, "auto": auto, "tuned": [asdict(tuning) for tuning in tuned]})
         return
-    screen = console()
     table(("stage", "state", "key", "why"), planned.rows())
     for key, rule in automatic.items():
-        screen.print(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}", highlight=False, markup=False)
+        print(escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}"))
     for tuning in tuned:
-        screen.print(f"tuned on this machine: {tuning}", highlight=False, markup=False)
+        print(escaped(f"tuned on this machine: {tuning}"))
     for name, size in needs.get("memory_bytes", {}).items():
-        screen.print(f"{name}: {format_size(size)}, plus activations", highlight=False)
+        print(f"{name}: {format_size(size)}, plus activations")
     _print_left_out(planned)
     waiting = sum(stage.state == "run" for stage in planned)
-    screen.print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached", highlight=False)
+    print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
 @pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
@@ -164,13 +163,13 @@ def pipeline_status(
         return
     screen = console()
     if not runs:
-        screen.print("no runs yet; begin with `ttrain pipeline run full`")
+        print("no runs yet; begin with `ttrain pipeline run full`")
     for run in (one.record for one in runs[: limit or LISTED_RUNS]):
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
         for line in summary.labels(run):
-            screen.print(escaped(f"  {line}"), highlight=False, markup=False)
+            print(escaped(f"  {line}"))
         rows = [summary.status_row(stage) for stage in run["stages"] if run["outcome"] != "cached"]
         if rows:
             table(("stage", "outcome", "time", "figures", "log"), rows)

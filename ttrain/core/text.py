@@ -101,6 +101,15 @@ def rule_of(error: Mapping[str, Any], own: Mapping[str, str] = MappingProxyType(
     return str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
 
 
+def invalid_values(errors: Iterable[Mapping[str, Any]]) -> str:
+    """What is wrong with values, by the errors of pydantic's ValidationError: each with its name and its rule."""
+    lines = []
+    for error in errors:
+        name = ".".join(map(str, error["loc"]))
+        lines.append(f"{name} is {error['input']!r} but {rule_of(error)}" if name else rule_of(error))
+    return "; ".join(lines)
+
+
 def counted(number: int, noun: str) -> str:
     """ "1 row" or "1,200 rows"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ttrain.config.base import Section
-from ttrain.core.text import rule_of
+from ttrain.core.text import invalid_values
 from ttrain.errors import UsageError
 
 
@@ -38,5 +38,4 @@ def sampling(**values: Any) -> Sampling:
     try:
         return Sampling.model_validate(values)
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc']))} is {item['input']!r} but {rule_of(item)}" for item in error.errors())
-        raise UsageError("; ".join(lines)) from None
+        raise UsageError(invalid_values(error.errors())) from None

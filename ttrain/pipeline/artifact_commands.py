@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +39,12 @@ class ArtifactRow:
     state: str  # "finished", "damaged: ..." or "unfinished at step N"
     path: Path
     bytes: int
-    published: float | None = None  # seconds since 1970
+    published_unix: float | None = None  # seconds since 1970
     run: str | None = None  # the newest run that made or used it
 
     def to_json(self) -> dict[str, Any]:
         """The form that `list --json` prints."""
-        values = {"stage": self.stage, "key": self.key, "state": self.state, "path": str(self.path), "bytes": self.bytes}
-        return {**values, "published_unix": self.published, "run": self.run}
+        return {**asdict(self), "path": str(self.path)}
 
 
 def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[ArtifactRow]:

@@ -22,7 +22,7 @@ from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.reports import facts, summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import parse_row
+from ttrain.store.runs import read_rows
 from ttrain.tracking.mlflow_views import by_weight
 
 log = logging.getLogger("ttrain")
@@ -46,13 +46,13 @@ POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them 
 SHOWN_SETTINGS = 6
 
 
-def curves(stage: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Rows for the pipeline's run from a stage's `metrics.jsonl`: its losses, where the step is the number of tokens.
+def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: its losses by the number of tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
     thousand losses; a single full validation is left out if there are quick ones.
     """
-    rows = [row for line in lines if (row := parse_row(line.encode())) and row.get("tokens") is not None]
+    rows = [row for row in rows if row.get("tokens") is not None]
     losses = [number for number, row in enumerate(rows) if "loss" in row["metrics"]]
     shown_losses = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
     is_quick = any(QUICK in row["metrics"] for row in rows)
@@ -192,7 +192,7 @@ def log_curves(run: tracking.AnyRun, artifacts: Iterable[Artifact]) -> None:
     for artifact in artifacts:
         curve = artifact.path / "run" / "metrics.jsonl"
         with contextlib.suppress(OSError):  # the stage did not train, or the file is elsewhere or unreadable
-            rows = curves(artifact.stage, curve.read_text(encoding="utf-8", errors="replace").splitlines())
+            rows = list(curves(artifact.stage, read_rows(curve)))
             run.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
 
 

@@ -23,7 +23,7 @@ CURVES = 16  # of trials on one chart, the best of them
 def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> str:
     """The page as HTML."""
     measure, space = sweep.measure, sweep.space
-    best = best_of(list(trials), maximize=measure.maximize)
+    best = best_of(trials, maximize=measure.maximize)
     curves = [trial for trial in summary.ranked(trials, maximize=measure.maximize) if len(trial.curve) > 1][:CURVES]
     page = html.Page(sweep.name, runs=[f"trial {trial.number}" for trial in curves])
     done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,15 @@ def upcoming(space: Space, earlier: Sequence[Trial], count: int, *, sampler: str
     return drawn[len(earlier) :]
 
 
-def best_of(trials: list[Trial], *, maximize: bool) -> Trial | None:
-    """The trial with the best metric, the earliest of equals."""
+def completed(trials: Iterable[Trial], *, maximize: bool) -> list[Trial]:
+    """The trials with a metric, the best first, the earlier of equals."""
     done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
-    return min(done, key=lambda trial: -(trial.value or 0.0) if maximize else trial.value or 0.0, default=None)
+    return sorted(done, key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
+
+
+def best_of(trials: Iterable[Trial], *, maximize: bool) -> Trial | None:
+    """The trial with the best metric; None if there is none with one."""
+    return next(iter(completed(trials, maximize=maximize)), None)
 
 
 class _SweepLock(JournalFileOpenLock):

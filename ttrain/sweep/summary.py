@@ -11,7 +11,7 @@ from ttrain.core.text import format_duration, truncated
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Space, assignment, format_value
-from ttrain.sweep.study import COMPLETED, RUNNING, Trial, best_of
+from ttrain.sweep.study import RUNNING, Trial, best_of, completed
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 SHORT = 100  # characters of an error in a table
@@ -19,15 +19,14 @@ SHORT = 100  # characters of an error in a table
 
 def ranked(trials: Sequence[Trial], *, maximize: bool) -> list[Trial]:
     """The completed trials, the best first; then the others in their order."""
-    done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
-    done.sort(key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
+    done = completed(trials, maximize=maximize)
     return [*done, *(trial for trial in trials if trial not in done)]
 
 
 def trial_table(trials: Sequence[Trial], space: Space, measure: Measure) -> Table:
     """(header, rows): the best trial first, with its settings, its metric, how it ended and its run."""
     header = ("trial", *space.dimensions, measure.metric, "outcome", "time", "run")
-    best = best_of(list(trials), maximize=measure.maximize)
+    best = best_of(trials, maximize=measure.maximize)
     rows = [
         (
             f"{trial.number}{' *' if trial == best else ''}",
@@ -66,13 +65,12 @@ def counts(trials: Sequence[Trial]) -> str:
 
 def verdict(trials: Sequence[Trial], measure: Measure) -> str:
     """One sentence: which trial is best, and how far the others are from it."""
-    best = best_of(list(trials), maximize=measure.maximize)
-    if best is None or best.value is None:
+    done = completed(trials, maximize=measure.maximize)
+    if not done:
         return "no trial has completed"
+    best, worst = done[0], done[-1]
     settings = ", ".join(assignment(key, value) for key, value in best.values.items())
-    others = [trial.value for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
-    worst = min(others) if measure.maximize else max(others)
-    spread = f"; the worst has {worst:.4f}" if len(others) > 1 else ""
+    spread = f"; the worst has {worst.value:.4f}" if len(done) > 1 else ""
     return f"trial {best.number} is best: {measure.metric} {best.value:.4f} with {settings}{spread}"
 
 
@@ -86,7 +84,7 @@ def command(sweep: Sweep, trial: Trial) -> str:
 def sweep_json(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> dict[str, Any]:
     """The object that `show --json` prints."""
     measure = sweep.measure
-    best = best_of(list(trials), maximize=measure.maximize)
+    best = best_of(trials, maximize=measure.maximize)
     return {
         "sweep": sweep.name,
         "outcome": sweep.outcome,
