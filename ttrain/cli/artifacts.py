@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, load_settings, stage_words
+from ttrain.cli.options import AsJson, Files, Overrides, Profiles, command_group, load_settings, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 from ttrain.store.layout import home, usable_home
@@ -22,8 +22,7 @@ MEGABYTE = 1e6
 CELL_CHARACTERS = 80  # characters of a list in a table
 KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
 
-artifacts_app = typer.Typer(
-    no_args_is_help=True,
+artifacts_app = command_group(
     help="Find, check, keep and remove the outputs of stages.",
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from ttrain.cli.options import AsJson
+from ttrain.cli.options import AsJson, command_group
 from ttrain.core.terminal import bar, escaped, print_json, table
 from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
     S = TypeVar("S", bound=Section)
 
-data_app = typer.Typer(
-    no_args_is_help=True,
+data_app = command_group(
     help="Check, shard, inspect and count training data.",
     epilog="Begin with:  ttrain data validate docs.jsonl",
 )
-tokenizer_app = typer.Typer(
-    no_args_is_help=True,
+tokenizer_app = command_group(
     help="Train or inspect a tokenizer.",
     epilog="Example:  ttrain tokenizer train docs.jsonl --out tokenizer",
 )

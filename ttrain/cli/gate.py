@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ttrain.cli import train as train_task
-from ttrain.cli.options import AsJson, Files, task_settings
+from ttrain.cli.options import AsJson, Files, command_group, task_settings
 from ttrain.core import redact
 from ttrain.core.files import read_object
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ttrain.store.model_files import Reference
 
 
-gate_app = typer.Typer(
-    no_args_is_help=True,
+gate_app = command_group(
     help="Train a router over several finished models, and inspect it.",
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )

@@ -34,6 +34,7 @@ from ttrain.cli.options import (
     AsJson,
     SettingsOptions,
     StageOptions,
+    command_group,
     run_words,
     server_settings,
     stage_words,
@@ -76,11 +77,8 @@ app = typer.Typer(
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
 )
-stage_app = typer.Typer(
-    no_args_is_help=True, help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft"
-)
-config_app = typer.Typer(
-    no_args_is_help=True,
+stage_app = command_group(help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft")
+config_app = command_group(
     help="Show the settings and where each value comes from.",
     epilog="Example:  ttrain config show --profile small",
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Profiles, load_settings, old_spelling
+from ttrain.cli.options import AsJson, Files, Profiles, command_group, load_settings, old_spelling
 from ttrain.core.files import read_object
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_size
@@ -65,7 +65,7 @@ SIZE_EPILOG = (
     "Examples:  ttrain models size\n\nttrain models size 124m model.kv_heads=4\n\n"
     "ttrain models size model.kind=gpt2 model.layers=6 --json\n\nttrain models size --kinds"
 )
-model_app = typer.Typer(no_args_is_help=True, help="Old names of `ttrain models size` and `ttrain models import`.")
+model_app = command_group(help="Old names of `ttrain models size` and `ttrain models import`.")
 
 
 @model_app.callback()
@@ -174,8 +174,7 @@ def _show_kinds(as_json: bool) -> None:
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory, of an adapter"
 
-adapter_app = typer.Typer(
-    no_args_is_help=True,
+adapter_app = command_group(
     help="Show adapters. `ttrain export REF --merge` merges one into its base.",
     epilog="Example:  ttrain adapter show lora",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, server_settings, with_option_groups
+from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
 from ttrain.core import redact
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
 from ttrain.errors import UsageError
@@ -85,8 +85,7 @@ def _store(loaded: LoadedSettings) -> ArtifactStore:
 
 EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
 
-schedule_app = typer.Typer(
-    no_args_is_help=True,
+schedule_app = command_group(
     help="Schedule nights and other runs, and list the schedules.",
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+command_group = functools.partial(typer.Typer, no_args_is_help=True)
+
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
 

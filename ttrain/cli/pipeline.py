@@ -15,6 +15,7 @@ from ttrain.cli.options import (
     RunOptions,
     SelectionOptions,
     SettingsOptions,
+    command_group,
     run_words,
     stage_words,
     with_option_groups,
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
 LISTED_RUNS = 10
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
-pipeline_app = typer.Typer(
-    no_args_is_help=True, help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full"
-)
+pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
 
 Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
 

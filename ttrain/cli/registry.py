@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, check_output_file
+from ttrain.cli.options import AsJson, check_output_file, command_group
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import format_number, format_time
 from ttrain.errors import UsageError
@@ -17,8 +17,7 @@ from ttrain.store.layout import home
 if TYPE_CHECKING:
     from ttrain.tracking import Member, ModelSet
 
-models_app = typer.Typer(
-    no_args_is_help=True,
+models_app = command_group(
     help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion; show what "
     "models cost; import one.",
     epilog="Example:  ttrain models list",
@@ -162,7 +161,7 @@ def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str 
     names = [model_set.run for model_set in model_sets]
     run = references.matching(which, [*dict.fromkeys([*names, *references.run_names(root)])])
     record = runs.read(root, run) if run else None
-    keys = {stage["name"]: stage.get("key") for stage in record["stages"]} if record else {}
+    keys = runs.keys_of(record) if record else {}
     for model_set in model_sets:
         if model_set.run == run or (
             model_set.members and all(keys.get(name) == model_set.keys[name] for name in model_set.members)

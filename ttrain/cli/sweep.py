@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles
+from ttrain.cli.options import AsJson, Files, Profiles, command_group
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -26,9 +26,8 @@ class _WithoutPipeline(TyperGroup):
         return super().parse_args(ctx, ["full", *args] if args and "=" in args[0] else args)
 
 
-sweep_app = typer.Typer(
+sweep_app = command_group(
     cls=_WithoutPipeline,
-    no_args_is_help=True,
     help="Try a pipeline with several values of some settings, and see which are best.",
     epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, old_spelling, server_settings
+from ttrain.cli.options import AsJson, command_group, old_spelling, server_settings
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.redact import without_user
 from ttrain.core.signals import heeded_signals
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from ttrain.tracking import Addresses
 
 
-track_app = typer.Typer(
-    no_args_is_help=True,
+track_app = command_group(
     help="Send MLflow the data that runs could not deliver while its server was unreachable.",
     epilog="Example:  ttrain track sync",
 )

@@ -16,6 +16,7 @@ from ttrain.cli.options import (
     Files,
     SettingsOptions,
     StageOptions,
+    command_group,
     old_spelling,
     task_settings,
     with_option_groups,
@@ -59,9 +60,8 @@ class _TrainGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-train_app = typer.Typer(
+train_app = command_group(
     cls=_TrainGroup,
-    no_args_is_help=True,
     help="Train a task of your own: `ttrain train NAME`, an installed task or module:Class.",
     epilog="Examples:  ttrain train regression hidden=128 --out regression\n\n"
     "ttrain train mytask:MyTask optim.lr=1e-3 --out mine\n\n"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 ABSENT: Final = "–"
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
@@ -51,9 +51,14 @@ def format_number(value: float | None, name: str = "") -> str:
     return f"{value:.4f}" if 1 <= abs(value) < 10 else f"{value:.4g}"
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def format_value(value: object) -> str:
     """A value in a cell of a table: numbers as `format_number` writes them, nothing for None."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         return format_number(value)
     return "" if value is None else str(value)
 

@@ -141,7 +141,7 @@ def _needs(
     needs = NeededKeys()
     different: set[frozenset[tuple[str, str | None]]] = set()
     for run in runs.history(store.root):
-        keys = {stage["name"]: stage.get("key") for stage in run["stages"]}
+        keys = runs.keys_of(run)
         if run["outcome"] == "running":
             needs.running[run["run"]] = run["process"].get("host", platform.node())
         stage_keys = frozenset(keys.items())

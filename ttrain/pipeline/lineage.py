@@ -21,7 +21,7 @@ from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Manifest
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.model_sets import KEY
 
@@ -238,7 +238,7 @@ class Link:
     data: tuple[LineageData, ...]
     libraries: Mapping[str, str]  # and Python and ttrain
     notes: tuple[str, ...] = ()  # adopted, continued under other code, extended
-    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    manifest: Manifest = field(default_factory=dict, repr=False)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -328,7 +328,7 @@ def _data_entries(artifact: Artifact) -> list[LineageData]:
     return entries
 
 
-def _notes(manifest: Mapping[str, Any]) -> list[str]:
+def _notes(manifest: Manifest) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
     notes = [
         f"adopted from {entry['key'][:12]}, although {'; '.join(entry['differences'])}"

@@ -24,7 +24,7 @@ from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
 from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.reports.facts import SHOWN_DIGEST
-from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown
+from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown, table_of
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
 from ttrain.store.runs import read_rows
@@ -148,14 +148,9 @@ def _use(exported: Exported, last: Artifact | None) -> list[Block]:
     return blocks
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Block]:
-    """The table, if it has rows."""
-    return [Table(header, rows)] if rows else []
-
-
 def _shape(exported: Exported) -> list[Block]:
     rows = [(label, format_value(exported.config[name])) for name, label in SHAPE if exported.config.get(name) is not None]
-    return _table(("property", "value"), rows)
+    return table_of(("property", "value"), rows)
 
 
 def _training(history: History) -> list[Block]:
@@ -177,7 +172,7 @@ def _training(history: History) -> list[Block]:
                 for step, values in facts.spread(points, CURVE_ROWS)
             ]
             curves += [Text(f"Curve of `{artifact.stage}`:"), Table(("step", "tokens", "loss", "validation loss"), shown)]
-    table = _table(("stage", "steps", "tokens", "loss", "validation loss", "computed in"), rows)
+    table = table_of(("stage", "steps", "tokens", "loss", "validation loss", "computed in"), rows)
     return [*table, *([Text(MORE_IN_LOSS)] if has_parts else []), *curves]
 
 

@@ -16,6 +16,7 @@ from ttrain.core.text import ABSENT, first_of, format_duration, format_number, f
 from ttrain.reports import facts
 from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
+from ttrain.store.layout import Manifest
 from ttrain.tracking import RunView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
@@ -32,6 +33,8 @@ DECIDING_METRICS = (
 HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
 EVALUATION = "evaluate"
+
+Manifests = Mapping[str, Manifest]  # of the stages of a run
 
 FIGURES = "Figures"  # the section below which a page has the curves
 
@@ -171,7 +174,7 @@ def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
             yield Difference(name, values)
 
 
-def _data(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Difference]:
+def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
     """Files by their digests, and counts of their rows; the datasets in MLflow for a stage without a manifest."""
     tables: list[dict[str, str]] = []
     for view, stages in zip(views, manifests, strict=True):
@@ -188,7 +191,7 @@ def _data(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str
     yield from _differences(tables)
 
 
-def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _data_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
     result = manifest.get("result", {})
     for role, name, digest in facts.files_of(manifest):
         yield (f"{name} ({role})" if role != "train" else name), digest
@@ -204,7 +207,7 @@ def _data_of(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{role} rows left out, {reason}", f"{count:,}"
 
 
-def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Difference]:
+def _code(manifests: Sequence[Manifests]) -> Iterator[Difference]:
     """Code by its digest in each stage, then commits, libraries and machines, as the artifacts record them."""
     tables: list[dict[str, str]] = []
     for stages in manifests:
@@ -221,7 +224,7 @@ def _code(manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[Diff
         yield Difference(f"{difference.name} ({modules})" if modules else difference.name, difference.values)
 
 
-def _modules(stage: str, manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
+def _modules(stage: str, manifests: Sequence[Manifests]) -> str:
     """Names of the modules that are not the same in all runs that have them."""
     codes = [run_manifests[stage]["ingredients"].get("code", {}) for run_manifests in manifests if run_manifests.get(stage)]
     names = sorted({name for code in codes for name in code if len({digests.get(name) for digests in codes}) > 1})
@@ -265,7 +268,7 @@ def _joined_names(numbers: Sequence[int], count: int) -> str:
     return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[str]:
     """Reasons why metrics of the same name cannot be compared."""
     tokenizers = {_content(stages, "tokenizer") for stages in manifests} - {None}
     if len(tokenizers) > 1:
@@ -281,7 +284,7 @@ def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Mappin
         yield f"not all runs are complete: {', '.join(unfinished)}"
 
 
-def _content(stages: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+def _content(stages: Manifests, name: str) -> str | None:
     """The content digest of a stage's artifact, as later stages recorded it."""
     for manifest in stages.values():
         for used in manifest.get("inputs", {}).values():
@@ -290,7 +293,7 @@ def _content(stages: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
     return None
 
 
-def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]], *, same_tokens: bool) -> set[str]:
+def _texts(views: Sequence[RunView], manifests: Sequence[Manifests], *, same_tokens: bool) -> set[str]:
     """Digests that identify the held-out records of each evaluation, by what all runs have: the records, else the shards,
     which hold them as tokens, else their number and size."""
     evaluated = [(view, stages["evaluate"]) for view, stages in zip(views, manifests, strict=True) if stages.get("evaluate")]
@@ -303,7 +306,7 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[st
     return {digest_of([view.metrics.get(f"eval/{name}") for name in HELD_OUT]) for view, _ in evaluated}
 
 
-def _samples(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[ComparedSample]:
+def _samples(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[ComparedSample]:
     """The answers of each run's models to the same prompts of the evaluation."""
     answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)

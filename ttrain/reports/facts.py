@@ -11,6 +11,7 @@ from ttrain.config import Settings, flatten, rules
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT
+from ttrain.store.layout import Manifest
 
 T = TypeVar("T")
 
@@ -62,14 +63,14 @@ def lost_rows(tally: Mapping[str, Any]) -> dict[str, int]:
     return {**tally.get("skipped", {}), **tally.get("rejected", {})}
 
 
-def files_of(manifest: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
     """(role, name, short digest) of the files that a stage read itself."""
     for role, files in manifest.get("ingredients", {}).get("files", {}).items():
         for file in files:
             yield role, file["name"], file["sha256"][:SHOWN_DIGEST]
 
 
-def code_of(manifest: Mapping[str, Any]) -> str:
+def code_of(manifest: Manifest) -> str:
     """The short digest of a stage's code."""
     return digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
 

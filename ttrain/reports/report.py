@@ -16,8 +16,9 @@ from ttrain.reports import charts, compare, facts, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, tiles
-from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text
+from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text, table_of
 from ttrain.store import runs
+from ttrain.store.layout import Manifest
 from ttrain.tracking import RunView
 
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
@@ -38,7 +39,7 @@ def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = Fa
     page.section("What went wrong", _problem_table(problems))
     page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
-    page.section("Evaluation", *_table(("metric", "value", ""), summary.rows(view.metrics, results), numbers=(1,)))
+    page.section("Evaluation", *table_of(("metric", "value", ""), summary.rows(view.metrics, results), numbers=(1,)))
     page.section("Data", *data_tables(view))
     page.section("Samples", *_samples(view))
     page.section("Lineage", *lineage(view))
@@ -66,11 +67,6 @@ def comparison_page(
     head += [tag("p", remark, class_="remark") for remark in compared.remarks]
     head += [tag("p", note, class_="note") for note in compared.notes]
     return page.render(joined([*head, table(("", "run", "outcome", "began", "took"), rows)]))
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> list[Block]:
-    """The table, if it has rows."""
-    return [Table(header, rows, numbers)] if rows else []
 
 
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
@@ -154,7 +150,7 @@ def data_tables(view: RunView) -> Iterator[Block]:
             counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
             files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))
     header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
-    yield from _table(header, sets, numbers=range(1, 7))
+    yield from table_of(header, sets, numbers=range(1, 7))
     if files:
         columns = ("data set", "file", "rows", "kept", "tokens", "bytes", "left out")
         yield Fold(f"{len(files)} files", Table(columns, files, numbers=range(2, 6)))
@@ -211,7 +207,7 @@ def settings(view: RunView) -> Iterator[Block]:
     if not view.params:
         return
     changed = [(name, *values) for name, values in sorted(facts.changed_settings(view.params).items())]
-    yield from _table(("changed setting", "value", "default"), changed)
+    yield from table_of(("changed setting", "value", "default"), changed)
     everything = json.dumps(dict(sorted(view.params.items())), indent=1, ensure_ascii=False)
     yield Fold(f"all {len(view.params)} settings", Code(everything))
 
@@ -223,7 +219,7 @@ def machine(view: RunView) -> list[Block]:
     for field in ("device", "precision", "threads", "ranks", "compiled"):
         recorded = (manifest.get("result", {}).get(field) for manifest in manifests)
         values[field] = list(dict.fromkeys(str(value) for value in recorded if value is not None))
-    return _table(("name", "value"), [(field, ", ".join(texts)) for field, texts in values.items() if texts])
+    return table_of(("name", "value"), [(field, ", ".join(texts)) for field, texts in values.items() if texts])
 
 
 ROW, BAR, TEXT = 34, 9, 13  # pixels: of a stage, of its bar, of the line above it
@@ -307,7 +303,7 @@ def _of_attempts(view: RunView, name: str, earlier: Iterable[Mapping[str, Any]])
                 yield f"the run {run['run']} began the same work and {UNFINISHED[stage['outcome']]}"
 
 
-def _of_artifact(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     result = manifest.get("result", {})
     for source in manifest.get("continued") or ():
         key = str(source.get("key", source) if isinstance(source, dict) else source)

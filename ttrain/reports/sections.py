@@ -82,6 +82,11 @@ class Section:
     blocks: Sequence[Block]
 
 
+def table_of(header: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> list[Block]:
+    """The table, if it has rows."""
+    return [Table(header, rows, numbers)] if rows else []
+
+
 def markdown(block: Section | Block) -> str:
     """A section or a block as Markdown; "" of a section without blocks."""
     match block:

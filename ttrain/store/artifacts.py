@@ -37,6 +37,7 @@ from ttrain.store.layout import (
     PRIVATE,
     Artifact,
     Elsewhere,
+    Manifest,
     altered_manifest,
     is_manifest,
     parse_manifest,
@@ -221,7 +222,7 @@ class ArtifactStore:
         public = [[name, sha256_file(output / name)] for name in names if name.split("/")[0] not in PRIVATE]
         return artifact if digest_of(public) == artifact.content else None
 
-    def publish(self, stage: str, key: str, output: Path, manifest: Mapping[str, Any]) -> Artifact:
+    def publish(self, stage: str, key: str, output: Path, manifest: Manifest) -> Artifact:
         """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside.
 
         "published" is the time, but later than that of every artifact of the stage, also where the clock was set back.

@@ -19,6 +19,8 @@ from ttrain.errors import DISK_FULL, TTrainError, UsageError
 
 FORMAT = 1
 
+Manifest = Mapping[str, Any]
+
 
 MANIFEST = "manifest.json"
 
@@ -48,7 +50,7 @@ class Artifact:
     stage: str
     key: str
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
     @property
     def content(self) -> str:
@@ -144,7 +146,7 @@ def parse_manifest(data: bytes) -> Any:
     return manifest
 
 
-def is_manifest(manifest: Mapping[str, Any]) -> bool:
+def is_manifest(manifest: Manifest) -> bool:
     """Whether it has what every reader of manifests asks for, in the types that they expect."""
     files, inputs, absent = manifest.get("files"), manifest.get("inputs", {}), manifest.get("absent", [])
     return (
@@ -165,7 +167,7 @@ def _has_objects(section: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     return all(isinstance(section.get(name), dict | None) for name in names)
 
 
-def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def write_manifest(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """Write an artifact's manifest with its own digest in it; returns it."""
     plain = json.loads(json.dumps(manifest))  # as a reader gets it: keys are strings
     sealed = {**plain, OWN_DIGEST: _manifest_digest(plain)}
@@ -173,14 +175,14 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
     return sealed
 
 
-def altered_manifest(manifest: Mapping[str, Any]) -> str | None:
+def altered_manifest(manifest: Manifest) -> str | None:
     """What is wrong with a manifest whose own digest does not match its contents; None where nothing is."""
     digest = manifest.get(OWN_DIGEST)
     altered = digest is not None and digest != _manifest_digest(manifest)
     return f"{MANIFEST} was altered after it was written" if altered else None
 
 
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+def _manifest_digest(manifest: Manifest) -> str:
     """The digest of all that was published, which does not include which files were fetched since."""
     published = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
     text = json.dumps(published, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

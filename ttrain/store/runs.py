@@ -201,10 +201,15 @@ def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
+def keys_of(run: Mapping[str, Any]) -> dict[str, str | None]:
+    """The artifact key of each stage of a recorded run; None of one that had none yet."""
+    return {stage["name"]: stage.get("key") for stage in run["stages"]}
+
+
 def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
     """The newest run that made exactly these artifacts. A cached run names the one it equals, so that few are read."""
     for run in _records_containing(home, [key for key in keys.values() if key][-1:]):
-        if {stage["name"]: stage.get("key") for stage in run["stages"]} != keys:
+        if keys_of(run) != keys:
             continue
         if run["outcome"] == "completed":
             return str(run["run"])
@@ -216,7 +221,7 @@ def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
 def cut_short(home: Path, keys: Mapping[str, str | None]) -> str | None:
     """The newest run of exactly these artifacts, where it did not finish: its models may not be registered."""
     for run in _checked_records(home, [key for key in keys.values() if key][-1:]):
-        if {stage["name"]: stage.get("key") for stage in run["stages"]} == keys:
+        if keys_of(run) == keys:
             return None if run["outcome"] in ("completed", "cached", "running") else str(run["run"])
     return None
 

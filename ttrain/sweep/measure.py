@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
+from ttrain.core.text import is_number
 from ttrain.errors import UsageError
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.recipe import with_dependencies
@@ -48,7 +49,7 @@ class Measure:
     def of(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
         """The metric of a trial, from the results of its stages; None where it has none."""
         value = results.get(self.stage, {}).get(self.figure)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             return float(value)
         return summary.metrics_of(results).get(self.metric)
 

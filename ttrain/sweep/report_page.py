@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ttrain.core.text import format_duration
+from ttrain.core.text import format_duration, is_number
 from ttrain.reports import html
 from ttrain.reports.charts import Chart, Line
 from ttrain.reports.drawings import Scatter
@@ -95,7 +95,7 @@ def _position(dimension: Dimension, value: object) -> float | str:
 
 
 def _is_number(dimension: ValueList) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in dimension.values)
+    return all(map(is_number, dimension.values))
 
 
 def _is_log(dimension: Dimension) -> bool:

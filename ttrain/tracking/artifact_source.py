@@ -19,7 +19,7 @@ from typing import Any, final
 
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
-from ttrain.store.layout import MANIFEST, Artifact, altered_manifest, read_manifest
+from ttrain.store.layout import MANIFEST, Artifact, Manifest, altered_manifest, read_manifest
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
@@ -37,7 +37,7 @@ class TrackedArtifact:
 
     run_id: str
     directory: Path | None
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
 
 @final
@@ -173,7 +173,7 @@ class MlflowArtifacts:
             shutil.move(self._source.download(run_id, path, folder), to)
 
 
-def _is_whole(manifest: Mapping[str, Any], stage: str, key: str, sizes: Mapping[str, int]) -> bool:
+def _is_whole(manifest: Manifest, stage: str, key: str, sizes: Mapping[str, int]) -> bool:
     """Whether a foreign manifest has only relative paths, and all its public files are present.
 
     `sizes`: bytes of each file of the artifact.

@@ -20,7 +20,7 @@ from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST
+from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking import delivery
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.champions import decision_metrics
@@ -236,9 +236,7 @@ class _RunReader:
             manifest=manifest,
         )
 
-    def _maker(
-        self, entry: Mapping[str, Any], match: _Match, stage_run: StoredRun | None, manifest: Mapping[str, Any]
-    ) -> str | None:
+    def _maker(self, entry: Mapping[str, Any], match: _Match, stage_run: StoredRun | None, manifest: Manifest) -> str | None:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
@@ -273,7 +271,7 @@ def _tracked_id(record: Mapping[str, Any]) -> Any:
     return (record.get("tracking") or {}).get("run_id")
 
 
-def _maker_in(manifest: Mapping[str, Any]) -> str | None:
+def _maker_in(manifest: Manifest) -> str | None:
     maker: str | None = manifest.get("provenance", {}).get("run")
     return maker
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
+from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow
 from ttrain.tracking import outbox
 from ttrain.tracking.calls import RefusedError, attempt, clean, code_of, is_refusal, plain
@@ -283,7 +284,7 @@ def _values_of(row: MetricRow) -> Iterator[tuple[str, float]]:
     A value that was not finite, null in JSON Lines, is NaN: the curve has a gap there instead of a straight line.
     """
     for key, value in {"tokens": row.get("tokens"), **row["metrics"]}.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             yield clean(key), float(value) if math.isfinite(value) else math.nan
         elif value is None and key != "tokens":
             yield clean(key), math.nan

@@ -13,7 +13,7 @@ import orjson
 
 from ttrain.core.files import parse_object
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST
+from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking.calls import attempt, clean
 from ttrain.tracking.mlflow_source import InputView, MlflowSource
 from ttrain.tracking.uploads import local_path
@@ -50,7 +50,7 @@ class StageView:
     inputs: tuple[InputView, ...] = ()  # those that MLflow lists, if the stage's manifest is not here
     artifact_uri: str | None = None
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
-    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
+    manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
 
 
 @dataclass(frozen=True)
