@@ -45,9 +45,9 @@ def policy_of(hosts: Iterable[str]) -> bytes:
     return "; ".join(rules).encode()
 
 
-def hosts_of(host: str, port: int) -> tuple[str, ...]:
+def hosts_of(port: int) -> tuple[str, ...]:
     """The allowed values of a request's Host."""
-    return (f"{host}:{port}", f"localhost:{port}")
+    return (f"{HOST}:{port}", f"localhost:{port}")
 
 
 async def refuse(
@@ -233,7 +233,7 @@ class _CheckedSocket:
 def guarded(app: Any, port: int, token: str, *, without_token: Iterable[str] = (), without: Iterable[str] = ()) -> HostCheck:
     """The application behind the token, unless that is empty, and behind the check against other sites."""
     checked = TokenRequired(app, token, port, without_token) if token else app
-    return HostCheck(checked, hosts_of(HOST, port), without)
+    return HostCheck(checked, hosts_of(port), without)
 
 
 BODY_BYTES: Final = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB

@@ -283,7 +283,7 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
     tracking.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
     private_directory(tracking.database_of(home).parent, closes_files=False)
-    hosts = hosts_of(HOST, port)
+    hosts = hosts_of(port)
     environment = {
         HOME: str(home),
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(hosts),
@@ -354,10 +354,7 @@ def _listens(leader: int, port: int) -> bool:
     """Whether a process of the leader's session listens on the port."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) == leader and any(
-                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-                for connection in process.net_connections(kind="tcp")
-            ):
+            if os.getsid(process.pid) == leader and server_records.listens(process, port):
                 return True
     return False
 

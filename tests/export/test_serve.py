@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.server
 import json
-import os
 import re
 import resource
 import socket
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.tiny_models import reference, write_model
 
@@ -27,6 +27,7 @@ from ttrain.data import jinja_templates
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export import prompt_tokens, serve
 from ttrain.export.requests import LimitedRequests
+from ttrain.store.server_records import listens
 
 
 def served(directory: Path, *, port: int = 0, options: Sequence[str] = ()) -> AbstractContextManager[Any]:
@@ -104,7 +105,7 @@ def test_a_program_that_took_the_port_meanwhile_is_not_taken_for_the_server() ->
             with pytest.raises(TTrainError, match=f"port {server.server_port} was taken by another program"):
                 serve.wait_until_ready(server.server_port, process)
             process.communicate(b"\n")
-        assert serve.is_listening(os.getpid(), server.server_port), "the process that has the port"
+        assert listens(psutil.Process(), server.server_port), "the process that has the port"
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -27,7 +27,7 @@ def answer(kind: str, *headers: tuple[str, str], path: str = "/api/health") -> l
         sent.append(message)
 
     scope = {"type": kind, "path": path, "headers": [(name.encode(), value.encode()) for name, value in headers]}
-    asyncio.run(HostCheck(inner, hosts_of("127.0.0.1", 4200), without=[ASSISTANT])(scope, receive, send))
+    asyncio.run(HostCheck(inner, hosts_of(4200), without=[ASSISTANT])(scope, receive, send))
     return sent
 
 

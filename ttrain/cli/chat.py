@@ -17,7 +17,7 @@ import typer
 from ttrain.cli.options import AsJson, RunName, model_words, resolved_models, server_settings, with_option_groups
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store.layout import usable_home
 
@@ -319,7 +319,7 @@ def _load(reference: Reference, options: LoadingOptions) -> Any:
     from ttrain.inference import loading
 
     loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
-    print(escaped(loaded_model.describe()), file=sys.stderr)
+    print_escaped(loaded_model.describe(), stderr=True)
     return loaded_model
 
 
@@ -330,7 +330,7 @@ def _load_adapters(references: list[Reference], options: LoadingOptions) -> list
     loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
     names = ", ".join(reference.text for reference in references)
     for line in (loaded_models[0].describe(), f"adapters: {names}; /adapter NAME switches"):
-        print(escaped(line), file=sys.stderr)
+        print_escaped(line, stderr=True)
     return loaded_models
 
 

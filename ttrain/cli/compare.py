@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ttrain.cli.options import AsJson, check_output_file, old_spelling, run_words, stage_words, with_option_groups
-from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -145,7 +145,7 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     if options.as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:
-        print(escaped(str(path)))
+        print_escaped(str(path))
 
 
 @with_option_groups
@@ -174,7 +174,7 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
         ]
         print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
-        print(escaped(str(path)))
+        print_escaped(str(path))
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:

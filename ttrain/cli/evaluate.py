@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import typer
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
 from ttrain.core.files import read_json
-from ttrain.core.terminal import bar, escaped, print_json, table
+from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
 
@@ -103,7 +102,7 @@ def evaluate(
     if items is not None:
         check_writable(items, loaded_suites)
     for line in identified:
-        print(escaped(line), file=sys.stderr if as_json else sys.stdout, flush=True)
+        print_escaped(line, stderr=as_json)
     before_torch()
     results = _evaluate(resolved_models, loaded_suites, heldout, loading_options, batch_tokens)
     notes += results.notes()
@@ -218,7 +217,7 @@ def _show(results: Results, notes: Sequence[str]) -> None:
         print()
         table(header, rows)
     for line in notes:
-        print(escaped(line))
+        print_escaped(line)
 
 
 COMPARISON_TABLE = "comparison_table.json"

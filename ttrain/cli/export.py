@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from ttrain.cli.options import AsJson, RunName, resolved_models
-from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.terminal import print_escaped, print_json, table
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory"
 EPILOG = (
@@ -71,7 +71,7 @@ def export(
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
-    exported = work.export(model, to, request, say=lambda text: print(escaped(text), file=sys.stderr))
+    exported = work.export(model, to, request, say=lambda text: print_escaped(text, stderr=True))
     address = work.push(exported, push, public=public) if push is not None else None
     if as_json:
         print_json(
@@ -89,16 +89,14 @@ def export(
         )
         return
     table(("file", "bytes"), [(name, f"{size:,}") for name, size in exported.files.items()])
-    print(
-        escaped(f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}")
-    )
+    print_escaped(f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}")
     for remark in exported.remarks:
-        print(escaped(remark))
+        print_escaped(remark)
     if address:
-        print(escaped(f"uploaded to {address}"))
+        print_escaped(f"uploaded to {address}")
     if exported.kind == "model":
         trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
-        print(escaped(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})'))
-        print(escaped(f"try it:  ttrain chat {exported.directory}"))
+        print_escaped(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')
+        print_escaped(f"try it:  ttrain chat {exported.directory}")
     else:
-        print(escaped(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")'))
+        print_escaped(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')

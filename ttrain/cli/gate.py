@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -67,11 +68,8 @@ def gate_train(
 
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
-    display = Display(console(stderr=as_json))
-    try:
+    with closing(Display(console(stderr=as_json))) as display:
         summary = train(experts, files, task_settings(overrides, config), out, allow or (), display)
-    finally:
-        display.close()
     if as_json:
         print_json(summary)
         return

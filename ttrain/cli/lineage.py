@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson
-from ttrain.core.terminal import console, escaped, outlast_output, print_json
+from ttrain.core.terminal import console, outlast_output, print_escaped, print_json
 from ttrain.core.text import format_time, short_digest
 from ttrain.store.layout import home
 
@@ -57,7 +57,7 @@ def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
         print_json(model_lineage.to_json())
         return
     for line in _lineage_lines(model_lineage):
-        print(escaped(line))
+        print_escaped(line)
 
 
 def reproduce(
@@ -88,7 +88,7 @@ def reproduce(
         print_json(result.to_json())
     else:
         for line in _result_lines(result, is_kept=to is not None):
-            print(escaped(line))
+            print_escaped(line)
     if not result.is_equal:
         raise typer.Exit(1)
 

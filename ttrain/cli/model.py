@@ -11,7 +11,7 @@ import typer
 
 from ttrain.cli.options import AsJson, Files, Profiles, command_group, load_settings, old_spelling
 from ttrain.core.files import read_object
-from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
 from ttrain.errors import UsageError
 
@@ -169,7 +169,7 @@ def _show_kinds(as_json: bool) -> None:
         print_json(kinds)
         return
     for start in range(0, len(kinds), SHOWN_KINDS):
-        print(escaped("  ".join(f"{name:24}" for name in kinds[start : start + SHOWN_KINDS]).rstrip()))
+        print_escaped("  ".join(f"{name:24}" for name in kinds[start : start + SHOWN_KINDS]).rstrip())
 
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory, of an adapter"

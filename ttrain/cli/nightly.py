@@ -10,7 +10,7 @@ import typer
 
 from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
 from ttrain.core import redact
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
 
@@ -30,7 +30,7 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
 
     usable_home()
     result = run_night(with_absolute_paths(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
-    print(escaped(f"{result.night or 'no night'}: {result.outcome}"))
+    print_escaped(f"{result.night or 'no night'}: {result.outcome}")
 
 
 def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
@@ -56,12 +56,12 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
             "stages": stages,
         })  # fmt: skip
         return
-    print(escaped(planned.reason))
+    print_escaped(planned.reason)
     if snapshot is None:
         return
     for dataset in LEARNT:
         for file in snapshot.files.get(dataset, ()):
-            print(escaped(f"  data.{dataset}: {redact.url(file['location'])}"))
+            print_escaped(f"  data.{dataset}: {redact.url(file['location'])}")
     if planned.near_duplicates:
         sets = f" and with {planned.earlier_sets} earlier sets of documents" if planned.earlier_sets else ""
         print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")

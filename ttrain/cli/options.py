@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast, get_
 
 import typer
 
-from ttrain.core.terminal import escaped
+from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def resolved_models(
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
     for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
-        print(escaped(line), file=sys.stderr if stderr else sys.stdout, flush=True)
+        print_escaped(line, stderr=stderr)
     return models
 
 

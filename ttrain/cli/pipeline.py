@@ -20,7 +20,14 @@ from ttrain.cli.options import (
     stage_words,
     with_option_groups,
 )
-from ttrain.core.terminal import console, escape_control_characters, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import (
+    console,
+    escape_control_characters,
+    outlast_output,
+    print_escaped,
+    print_json,
+    table,
+)
 from ttrain.core.text import format_duration, format_size
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -137,9 +144,9 @@ def pipeline_plan(
         return
     table(("stage", "state", "key", "why"), planned.rows())
     for key, rule in automatic.items():
-        print(escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}"))
+        print_escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}")
     for tuning in tuned:
-        print(escaped(f"tuned on this machine: {tuning}"))
+        print_escaped(f"tuned on this machine: {tuning}")
     for name, size in needs.get("memory_bytes", {}).items():
         print(f"{name}: {format_size(size)}, plus activations")
     _print_left_out(planned)
@@ -168,7 +175,7 @@ def pipeline_status(
         took = format_duration(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
         for line in summary.labels(run):
-            print(escaped(f"  {line}"))
+            print_escaped(f"  {line}")
         rows = [summary.status_row(stage) for stage in run["stages"] if run["outcome"] != "cached"]
         if rows:
             table(("stage", "outcome", "time", "figures", "log"), rows)
@@ -244,7 +251,7 @@ def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> Lo
     settings_text = " ".join(
         f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)
     )
-    print(escaped(f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}"))
+    print_escaped(f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}")
     return loaded
 
 

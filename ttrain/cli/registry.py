@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttrain.cli.options import AsJson, check_output_file, command_group
-from ttrain.core.terminal import escaped, print_json, table
+from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -43,7 +43,7 @@ def models_list(
         return
     if not model_sets:
         qualifier = f" named {name}" if name else ""
-        print(escaped(f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one"))
+        print_escaped(f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one")
         return
     table(
         ("set", "aliases", metric, "models", "run", "registered", "decision"),
@@ -51,10 +51,10 @@ def models_list(
     )
     metric_names = sorted({figure for model_set in model_sets for figure in model_set.metrics})
     if metric_names and metric not in metric_names:
-        print(escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(metric_names)}"))
+        print_escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(metric_names)}")
     if not any(tracking.CHAMPION in model_set.aliases for model_set in model_sets):
         newest = model_sets[0]
-        print(escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}"))
+        print_escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
 
 
 @models_app.command("history", epilog="Examples:  ttrain models history\n\nttrain models history --html nights.html")
@@ -175,4 +175,4 @@ def _print(model_set: ModelSet, status: str, as_json: bool) -> None:
         print_json(model_set.to_json())
         return
     models = ", ".join(f"{member.name}/{member.version}" for member in _members(model_set))
-    print(escaped(f"{model_set.name}/{model_set.version} of the run {model_set.run} {status}: {models}"))
+    print_escaped(f"{model_set.name}/{model_set.version} of the run {model_set.run} {status}: {models}")

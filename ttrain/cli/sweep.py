@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Files, Profiles, command_group
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
 
@@ -170,7 +170,7 @@ def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
     if as_json:
         print_json({"sweep": sweep.name, **best.to_json(), "command": summary.command(sweep, best)})
         return
-    print(escaped(summary.command(sweep, best)))
+    print_escaped(summary.command(sweep, best))
 
 
 def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
@@ -189,14 +189,14 @@ def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
     table(*summary.trial_table(trials, sweep.space, sweep.measure))
     if importances:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in importances.items())
-        print(escaped(f"importance of the settings: {shares}"))
-    print(escaped(f"{sweep.name}: {summary.counts(trials)}; {summary.verdict(trials, sweep.measure)}"))
+        print_escaped(f"importance of the settings: {shares}")
+    print_escaped(f"{sweep.name}: {summary.counts(trials)}; {summary.verdict(trials, sweep.measure)}")
     if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
         print("the same command continues unfinished trials and retries failed ones")
-    print(escaped(f"plots: {page}"))
+    print_escaped(f"plots: {page}")
     best = best_of(trials, maximize=sweep.measure.maximize)
     if best:
-        print(escaped(f"to run the best one in full: {summary.command(sweep, best)}"))
+        print_escaped(f"to run the best one in full: {summary.command(sweep, best)}")
 
 
 def _show_plan(plan: Mapping[str, Any], as_json: bool) -> None:

@@ -19,7 +19,7 @@ from ttrain.cli.options import AsJson, command_group, old_spelling, server_setti
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.redact import without_user
 from ttrain.core.signals import heeded_signals
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
@@ -67,12 +67,10 @@ def sync(
         ]
         table(("run", "tracked as", "delivered", "waiting", "why"), rows)
         incomplete_count = sum(bool(delivery.things) for delivery in deliveries)
-        print(
-            escaped(
-                f"{incomplete_count} of {len(deliveries)} tracked runs still have undelivered data"
-                if incomplete_count
-                else "everything was delivered"
-            )
+        print_escaped(
+            f"{incomplete_count} of {len(deliveries)} tracked runs still have undelivered data"
+            if incomplete_count
+            else "everything was delivered"
         )
     raise typer.Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
 
@@ -98,12 +96,12 @@ def repair(as_json: AsJson = False) -> None:
     else:
         print(f"logged again: {counted(len(done.runs), 'run')}")
         if done.without_files:
-            print(escaped(f"without files, because their artifacts were removed: {', '.join(done.without_files)}"))
+            print_escaped(f"without files, because their artifacts were removed: {', '.join(done.without_files)}")
         if done.unreadable:
-            print(escaped(f"not logged, because their records cannot be read: {', '.join(done.unreadable)}"))
+            print_escaped(f"not logged, because their records cannot be read: {', '.join(done.unreadable)}")
         if done.by_servers:
             listed = ", ".join(done.by_servers)
-            print(escaped(f"not logged again, because a server that may have used this database has them: {listed}"))
+            print_escaped(f"not logged again, because a server that may have used this database has them: {listed}")
         print(f"data that this home has no record of is lost: {track_repair.NOT_RESTORED}")
     raise typer.Exit(int(bool(done.waiting or done.unreadable)))
 

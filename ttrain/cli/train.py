@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,11 +121,8 @@ def train_task(
     if name is None or "=" in name:
         raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
     task_overrides = task_settings(overrides, config)
-    display = Display(console(stderr=as_json))
-    try:
+    with closing(Display(console(stderr=as_json))) as display:
         summary = train(name, task_overrides, out, allow or (), display)
-    finally:
-        display.close()
     if as_json:
         print_json(summary)
         return

@@ -42,6 +42,11 @@ def escaped(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def print_escaped(text: str, *, stderr: bool = False) -> None:
+    """Print a line of text on standard output or error, at once, with what does not print escaped."""
+    print(escaped(text), file=sys.stderr if stderr else sys.stdout, flush=True)
+
+
 def encodable(text: str) -> str:
     """Typed text with U+FFFD for each byte that was not UTF-8: Python makes it a surrogate, which no tokenizer and no file
     takes."""

@@ -26,7 +26,7 @@ from ttrain.core.signals import PARENT
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export.export import DTYPES, Request, export
 from ttrain.store.model_files import Reference
-from ttrain.store.server_records import ACCESS, HOST
+from ttrain.store.server_records import ACCESS, HOST, listens
 
 NEEDED = ("openai", "fastapi", "uvicorn")
 COMMIT = "0" * 40  # of a repository that does not exist
@@ -126,12 +126,6 @@ def _check_architecture(reference: Reference) -> None:
         )
 
 
-def is_listening(pid: int, port: int) -> bool:
-    """Whether the process listens on that port itself, so that clients send their key to no other program."""
-    connections = psutil.Process(pid).net_connections(kind="tcp")
-    return any(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port for connection in connections)
-
-
 def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     """Return once the server answers, with a refusal: the request bears the name of another host."""
     request = urllib.request.Request(f"http://{HOST}:{port}/health", headers={"Host": "guard.invalid"})
@@ -144,7 +138,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(POLL_SECONDS)
             continue
-        if status in REFUSALS and is_listening(process.pid, port):
+        if status in REFUSALS and listens(psutil.Process(process.pid), port):
             return
         if status in REFUSALS:  # of another program, which took the port while the model was loaded
             raise TTrainError(f"port {port} was taken by another program before the server had it; try again, or --port 0")

@@ -80,6 +80,12 @@ def live_server(home: Path, name: str) -> Server | None:
     return None
 
 
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether the process itself listens on that port, so that clients send their token to no other program."""
+    connections = process.net_connections(kind="tcp")
+    return any(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port for connection in connections)
+
+
 def read(home: Path, name: str) -> Server | None:
     record = read_json(folder_of(home) / f"{name}.json")
     try:
