@@ -91,6 +91,7 @@ class Plan(Sequence[PlannedStage]):
     store: ArtifactStore
     stages: list[Planned]
     selection: Selection
+    options: Mapping[str, Any]  # force, extend and resume_key, for `flows.run.run_pipeline`
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -153,10 +154,9 @@ def plan(
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(frozenset(only), since, until)
-    stages = plan_stages(
-        recipe(pipeline), settings, store, frozenset(force), extend=extend, selection=selection, resume_key=resume_key
-    )
-    return Plan(pipeline, settings, store, stages, selection)
+    options: dict[str, Any] = {"force": frozenset(force), "extend": extend, "resume_key": resume_key}
+    stages = plan_stages(recipe(pipeline), settings, store, selection=selection, **options)
+    return Plan(pipeline, settings, store, stages, selection, options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +279,6 @@ def run(
     layout.usable_home(planned.store.root)
     from ttrain.flows.run import run_pipeline
 
-    options = {name: selection[name] for name in ("extend",) if name in selection}
     with without_signal_handlers():
         try:
             execution = run_pipeline(
@@ -289,11 +288,9 @@ def run(
                 planned.stages,
                 _console(progress),
                 engine=engine,
-                force=frozenset(selection.get("force", ())),
-                go_on=selection.get("resume_key", ""),
                 labels=labels,
                 display=_CallbackDisplay(progress) if callable(progress) else None,
-                **options,
+                **planned.options,
             )
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

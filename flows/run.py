@@ -37,7 +37,7 @@ def run_pipeline(
     engine: str = "prefect",
     force: frozenset[str] = frozenset(),
     extend: bool = False,
-    go_on: str = "",
+    resume_key: str = "",
     own_recipe: Recipe | None = None,
     on_begin: Callable[[PipelineRun], object] = lambda execution: None,
     extra_tags: Mapping[str, str] = MappingProxyType({}),
@@ -64,8 +64,10 @@ def run_pipeline(
             from ttrain.flows import prefect_run
 
             wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
-        options: dict[str, Any] = {"force": force, "extend": extend, "resume_key": go_on}
-        execution = _begin(pipeline, settings, store, shown_on, stages, extra_tags=extra_tags, labels=labels, **options)
+        execution = _begin(
+            pipeline, settings, store, shown_on, stages, force=force, extend=extend, resume_key=resume_key,
+            extra_tags=extra_tags, labels=labels,
+        )  # fmt: skip
         try:
             with _recorded(execution):
                 for planned in stages:

@@ -181,7 +181,6 @@ def generate(
     loading_options: LoadingOptions,
 ) -> None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
-
     settings = sampling.settings()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")

@@ -163,7 +163,6 @@ def _changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
 
 def _check_used(loaded_suites: Sequence[LoadedSuite], **settings: Any) -> None:
     """Raise UsageError for an option that no task has: it would have no effect."""
-
     for name, value in settings.items():
         if value is not None and not any(
             hasattr(task, name) for loaded in loaded_suites for task in loaded.suite.tasks.values()
@@ -375,7 +374,6 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
 
 def _tracked(reference: Reference, store: ArtifactStore) -> tuple[str, str]:
     """(id of the tracked run that made the model, its experiment). Raises UsageError if there is none."""
-
     name = reference.artifact.provenance.get("run") if reference.artifact else None
     record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}
     run_id = (record.get("tracking") or {}).get("run_id")

@@ -271,7 +271,6 @@ def down() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; turns ttrain's errors into a message and an exit code."""
-
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" in arguments:  # at any position
         arguments = ["--debug", *(word for word in arguments if word != "--debug")]

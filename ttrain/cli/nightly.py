@@ -70,7 +70,6 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
 
 def refuse(flags: Sequence[str]) -> None:
     """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
-
     if flags:
         raise UsageError(
             f"{', '.join(flags)}: a night chooses what to run by itself; leave it out, or use `ttrain pipeline run full`"
@@ -184,7 +183,6 @@ def serve(
     unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
-
     if unit is not None:
         from ttrain.flows import service_files
 

@@ -314,7 +314,6 @@ def stage_names(options: list[str] | None) -> frozenset[str]:
 
 def checked_name(option: str | None) -> str:
     """The stripped value of an option with one name, "" if it is not given. Raises UsageError if it is empty."""
-
     if option is not None and not option.strip():
         raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")
     return (option or "").strip()

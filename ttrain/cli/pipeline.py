@@ -64,7 +64,6 @@ def pipeline_run(
     record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
-
     outlast_output()
     labels, loaded = options.check(), given.load()
     if pipeline == nightly.NIGHTLY:
@@ -209,7 +208,6 @@ def pipeline_logs(
 
 def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
     """The memory of pretraining apart from activations. Loads torch. Raises UsageError if no new model is trained."""
-
     kind = loaded.settings.pretrain.optim.kind
     sizes = model.of_settings(loaded.settings).memory_bytes
     size = sizes["muon" if kind == "muon" else "adamw"]
@@ -231,11 +229,9 @@ def plan_and_run(
     usable_home()
     from ttrain.flows.run import run_pipeline
 
-    options = {name: to_plan[name] for name in ("force", "extend") if name in to_plan}
-    resumed = to_plan.get("resume_key", "")
     run_pipeline(
         pipeline, loaded.settings, planned.store, planned.stages, console(),
-        engine=engine, go_on=resumed, labels=labels, **options,
+        engine=engine, labels=labels, **planned.options,
     )  # fmt: skip
 
 

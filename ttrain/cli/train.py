@@ -149,7 +149,6 @@ def run_stage(stage: str, given: SettingsOptions, options: StageOptions) -> None
 
 def _print_summary(summary: dict[str, Any], took: str) -> None:
     """Print the outcome of a task, and what to do next."""
-
     out = Path(summary["out"])
     table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
     print("next:")
