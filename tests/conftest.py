@@ -18,7 +18,7 @@ from ttrain import tracking
 gc.disable()
 
 # Whose fixtures several folders use.
-pytest_plugins = (
+FIXTURES = (
     "support.planned_homes",
     "support.stage_homes",
     "support.champion_sets",
@@ -45,8 +45,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", action="store_true", help="of each file, run the first of the selected tests only")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the process that only hands tests to its workers: they wait for it, and it would load torch for nothing."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        for name in FIXTURES:
+            config.pluginmanager.import_plugin(name)
+
+
+# Makes the finished home that others wait for, where it is not there yet.
+FIRST = "test_lineage_pipeline.py"
+
+
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != FIRST)
     if not config.getoption("--sample"):
         return
     first = {item.path: item for item in reversed(items)}
@@ -58,6 +70,7 @@ def pytest_collection_finish() -> None:
     """Leave out what the modules hold, in this process and in its forks, whenever garbage is looked for."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)  # of the default, 700, looking for garbage takes a tenth of the time of tests of training
     gc.enable()
 
 

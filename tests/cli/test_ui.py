@@ -295,7 +295,7 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
     headers = (
         "[...document.querySelectorAll('[role=columnheader][col-id]')]"
         ".sort((one, other) => one.getAttribute('aria-colindex') - other.getAttribute('aria-colindex'))"
-        ".map(one => one.getAttribute('col-id')).filter(id => /^(metrics|params)/.test(id)).join()"
+        ".map(one => one.getAttribute('col-id')).filter(id => /^(metrics|params)\\./.test(id)).join()"
     )
     cells = "[...document.querySelectorAll('[role=gridcell][col-id=\"params.`sft.optim.lr`\"]')].map(one => one.innerText)"
     with Browser() as browser:

@@ -150,7 +150,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.soak) for name in ("wandb", "swanlab"))]
+)
 def test_a_logger_has_the_values_of_the_metrics_file_once_also_when_continued(tmp_path: Path, name: str) -> None:
     for stop_after in (7, None):
         train(tmp_path, name, stop_after=stop_after)
@@ -160,6 +162,7 @@ def test_a_logger_has_the_values_of_the_metrics_file_once_also_when_continued(tm
     assert READERS[name](tmp_path) == points
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_what_a_kill_kept_from_the_disk_is_there_after_the_next_try(tmp_path: Path, name: str) -> None:

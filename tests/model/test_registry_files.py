@@ -27,13 +27,13 @@ TINYSEEK: dict[str, Any] = {
 
 
 def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
-    grid = product(range(1, 13), range(8, 140), (None, 1, 2, 3, 4, 5, 8))
+    grid = product(range(1, 13), range(9, 140, 4), (None, 1, 2, 3, 4, 5, 8))
     refused_sizes = {
         (heads, width, kv_heads): advised(message)
         for heads, width, kv_heads in grid
         if (message := verdict({"heads": heads, "hidden_size": width, "kv_heads": kv_heads}))
     }
-    assert len(refused_sizes) > 5000 and refused_sizes[3, 129, 2] == ["model.hidden_size=132", "model.kv_heads=1"]
+    assert len(refused_sizes) > 1200 and refused_sizes[3, 129, 2] == ["model.hidden_size=132", "model.kv_heads=1"]
     unplanned = []
     for (heads, width, kv_heads), advice in refused_sizes.items():
         changes = {name.removeprefix("model."): int(value) for name, _, value in (word.partition("=") for word in advice)}

@@ -93,7 +93,11 @@ class Browser:
             except AssertionError:
                 return None
 
-        return until(ask, expression)
+        try:
+            return until(ask, expression)
+        except AssertionError as error:
+            shown = self.evaluate("document.location + ' ' + document.body.innerText")
+            raise AssertionError(f"{error}; the page shows {shown[:2000]}; errors: {self.errors[-3:]}") from None
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """The window, or the whole page, as PNG."""

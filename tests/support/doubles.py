@@ -264,6 +264,15 @@ class WatchedTask(TrainingTask):
         return self._inner.figures(sums)
 
 
+class PlainSgd(WatchedTask):
+    """Stochastic gradient descent, which unlike AdamW and Muon does not magnify rounding."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizers:
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizers = WatchedOptimizers(Optimizers([torch.optim.SGD(list(names), lr=0.1)], names))
+        return self.optimizers
+
+
 class Recorder(Callback):
     """Notes every event in its order."""
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
-from support.doubles import Home, make_tokenizer
+from pathlib import Path
 
+import pytest
+from support.doubles import Home, make_tokenizer, run_here, stage_settings
+
+from ttrain.config import PretrainConfig
 from ttrain.data.encoder import Encoder
+from ttrain.stages import pretrain
 
 
 @pytest.fixture(scope="module")
 def stage_home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """A store that holds a tokenizer, shards of documents and shards of chats."""
     return Home.make(tmp_path_factory.mktemp("stages") / "home")
+
+
+@pytest.fixture(scope="module")
+def pretrained_base(stage_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model, as its stage leaves it."""
+    output = tmp_path_factory.mktemp("base")
+    settings = stage_settings(2)
+    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
+    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), output, inputs, settings.runtime)
+    return output
 
 
 @pytest.fixture(scope="module")

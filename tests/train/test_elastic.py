@@ -13,8 +13,8 @@ import torch
 from support.doubles import (
     ALONE,
     NumberedRows,
+    PlainSgd,
     Recorder,
-    WatchedOptimizers,
     WatchedTask,
     distance,
     in_ranks,
@@ -22,26 +22,16 @@ from support.doubles import (
     settings_of_training,
     tiny_model,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
-from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Cadence, TrainerOptions
 
 TREE, FAST = TrainerOptions(reduction="tree"), TrainerOptions()
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
-
-
-class PlainSgd(WatchedTask):
-    """Stochastic gradient descent, which unlike AdamW and Muon does not magnify rounding."""
-
-    def build_optimizer(self, model: nn.Module) -> Optimizers:
-        names = {p: name for name, p in model.named_parameters()}
-        self.optimizers = WatchedOptimizers(Optimizers([torch.optim.SGD(list(names), lr=0.1)], names))
-        return self.optimizers
 
 
 class Consumed(Callback):
@@ -89,17 +79,16 @@ def fit(
     }  # fmt: skip
 
 
-def test_with_a_tree_one_two_and_four_ranks_give_the_same_bits(tmp_path: Path) -> None:
-    """Seven micro-batches a step: ranks have one, two or four of them, and in the last step one has none of five."""
+def test_with_a_tree_one_and_four_ranks_give_the_same_bits(tmp_path: Path) -> None:
+    """Seven micro-batches a step: ranks have one or two of them, and in the last step one has none of five."""
     alone = fit(ALONE, TREE)
     assert alone["step"] == 10
-    for world in (2, 4):
-        ranks = in_ranks(world, tmp_path, lambda ranks: fit(ranks, TREE))
-        for found in ranks:
-            assert digest(found["weights"]) == digest(alone["weights"])
-            assert digest(found["state"]) == digest(alone["state"])
-            assert [digest(g) for g in found["gradients"]] == [digest(g) for g in alone["gradients"]]
-        assert ranks[0]["losses"] == alone["losses"]
+    ranks = in_ranks(4, tmp_path, lambda ranks: fit(ranks, TREE))
+    for found in ranks:
+        assert digest(found["weights"]) == digest(alone["weights"])
+        assert digest(found["state"]) == digest(alone["state"])
+        assert [digest(g) for g in found["gradients"]] == [digest(g) for g in alone["gradients"]]
+    assert ranks[0]["losses"] == alone["losses"]
 
 
 def test_without_a_tree_the_order_of_sums_shows_in_the_last_bits(tmp_path: Path) -> None:
@@ -113,10 +102,9 @@ def test_three_ranks_cannot_share_a_tree() -> None:
         fit(Ranks(0, 3, torch.device("cpu")), TREE)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_number_of_ranks_gives_the_same_gradients_and_under_sgd_the_same_parameters(tmp_path: Path, world: int) -> None:
+def test_three_ranks_give_the_same_gradients_and_under_sgd_the_same_parameters(tmp_path: Path) -> None:
     alone = fit(ALONE, FAST, sgd=True, rows_per_device=7)
-    found = in_ranks(world, tmp_path, lambda ranks: fit(ranks, FAST, sgd=True, rows_per_device=2))
+    found = in_ranks(3, tmp_path, lambda ranks: fit(ranks, FAST, sgd=True, rows_per_device=2))
     assert distance(alone["gradients"][0], found[0]["gradients"][0]) < 1e-6
     assert distance(alone["weights"], found[0]["weights"]) < 1e-6
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-6)
@@ -128,10 +116,10 @@ def test_four_then_two_then_one_then_three_ranks_are_one_run(tmp_path: Path) -> 
     straight = fit(ALONE, TREE)
     place = tmp_path / "checkpoints"
     seen: dict[int, list[int]] = {}
-    for world, how, stop in ((4, TREE, 3), (2, TREE, 2), (1, TREE, 2)):
+    for world, stop in ((4, 3), (2, 2), (1, 2)):
 
-        def part(ranks: Ranks, how: TrainerOptions = how, stop: int = stop) -> dict[str, Any]:
-            return fit(ranks, how, directory=place, stop_after=stop)
+        def part(ranks: Ranks, stop: int = stop) -> dict[str, Any]:
+            return fit(ranks, TREE, directory=place, stop_after=stop)
 
         found = part(ALONE) if world == 1 else in_ranks(world, tmp_path / "stores", part)[0]
         assert found["first"] == len(seen)

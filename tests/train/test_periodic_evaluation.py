@@ -66,16 +66,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(stage_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model, as its stage leaves it."""
-    output = tmp_path_factory.mktemp("base")
-    settings = stage_settings(2)
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), output, inputs, settings.runtime)
-    return output
-
-
 def lines_of(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(lines of evaluations, the others) of a stage's curve, without times."""
     clock = {"tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time"}
@@ -123,11 +113,11 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     return StageContext({"shards": shards}, {}, {}, shards, runtime, ProgressWriter(None), lambda: False)
 
 
-@pytest.mark.parametrize("what", ["sft", pytest.param("lora", marks=pytest.mark.soak), "prefix"])
+@pytest.mark.parametrize("what", ["sft", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("lora", "prefix"))])
 def test_chat_stages_ask_what_they_hold_out_and_move_nothing(
-    stage_home: Home, base: Path, tmp_path: Path, what: str
+    stage_home: Home, pretrained_base: Path, tmp_path: Path, what: str
 ) -> None:
-    inputs = {"base": base, "shards": stage_home.chats.path}
+    inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
     for name, every in (("without", 0), ("with", 5)):
         settings = stage_settings(eval_every_steps=every, eval_limit=2)
         if what == "sft":

@@ -210,6 +210,7 @@ def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> N
     assert artifact.result["target_tokens"] == alone["target_tokens"]
 
 
+@pytest.mark.soak
 def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continued_by_one(tmp_path: Path) -> None:
     """The result files tell what happened to a stage's ranks, whatever their exit codes."""
     home = Home.make(tmp_path / "home")
