@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_commands import ESCAPES, Result, Run, chat, shard, texts, write
+from support.data_commands import ESCAPES, Run, chat, in_process, shard, texts, write
 
-from ttrain.cli.main import main
 from ttrain.data import tokenizer
 
 
@@ -17,18 +16,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     """The command line in this process, in a directory and a home of the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-
-    def call(*arguments: str | Path) -> Result:
-        code: Any = 0
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code or 0
-        found = capsys.readouterr()
-        assert "Traceback" not in found.err
-        return Result(code, found.out, found.err)
-
-    return call
+    return in_process(capsys)
 
 
 @pytest.fixture(scope="module")

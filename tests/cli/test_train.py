@@ -12,18 +12,16 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.data_commands import Run, in_process
 from support.pipeline_home import write_corpus
 from support.waiting import wait_until
 
-from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.pipeline import processes
 from ttrain.pipeline.stage_worker import job_of
@@ -42,20 +40,6 @@ class Slow(Regression):
 """
 
 
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory and a home of the test."""
@@ -68,19 +52,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], elsewhere: None) -> Run:
-    """The command line in this process."""
-
-    def call(*arguments: str | Path) -> Result:
-        code: Any = 0
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code or 0
-        found = capsys.readouterr()
-        assert "Traceback" not in found.err
-        return Result(code, found.out, found.err)
-
-    return call
+    return in_process(capsys)
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path, kind: str, para
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
-    """By SGD, up to rounding: 7e-9. AdamW divides by gradients near 0 and makes 1e-4 of it, by kind of CPU."""
+    """Up to rounding: a millionth of the way. By SGD, since AdamW divides by gradients near 0, which magnifies it."""
     config, found = settings(kind=kind), []
     for how in (TrainerOptions(), TrainerOptions(compile=True)):
         model = adapters.attach(tiny_model(), config)
@@ -235,7 +235,7 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
         trainer.fit()
         assert trainer.compiled is how.compile
         found.append(copies(adapters.state(model)))
-    assert distance(*found) < 1e-6 < 1e-3 < distance(before, found[0])
+    assert distance(*found) < 1e-4 * distance(before, found[0])
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------------

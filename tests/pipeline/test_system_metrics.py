@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from support.doubles import Home, Watcher, stage_settings
+from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
@@ -35,10 +36,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(path: Path, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + 30
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(path.read_text().splitlines()) >= count)
     return rows(path)
 
 

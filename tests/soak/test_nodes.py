@@ -9,7 +9,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.doubles import Home, Watcher, curve, run_here, stage_settings
+from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
@@ -45,12 +45,6 @@ signal.signal(signal.SIGTERM, lambda *_: watcher.stop())
 outcome = launch.build(PRETRAIN, settings, ArtifactStore(root), inputs, watcher)
 print("outcome", outcome.state, outcome.artifact.path, flush=True)
 """
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Nodes:

@@ -9,7 +9,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outage_proxy import free_port
 from support.pipeline_home import Cli, write_corpus
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
@@ -39,12 +39,6 @@ def programs() -> Path:
         if all((place / name).is_file() for name in ("initdb", "postgres", "createdb", "psql")):
             return place
     pytest.skip("PostgreSQL is not installed; on Debian: apt install postgresql")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ttrain.cli.main import main
+
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
 
@@ -25,6 +29,22 @@ class Result:
 
 
 Run = Callable[..., Result]
+
+
+def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process."""
+
+    def call(*arguments: str | Path) -> Result:
+        code: Any = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code or 0
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err
+        return Result(code, found.out, found.err)
+
+    return call
 
 
 def text(rng: random.Random, words: int) -> str:

@@ -37,9 +37,9 @@ make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 FOREIGN = {"no page": 404, "no entry": 401}
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
+    with socket.create_server((host, 0)) as found:
         return int(found.getsockname()[1])
 
 

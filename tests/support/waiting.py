@@ -51,7 +51,7 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
     return []
 
 
-def wait_until(condition: Callable[[], Any], seconds: float, said: Callable[[], str] = lambda: "") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 20, said: Callable[[], str] = lambda: "") -> Any:
     """What the condition gives once it is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

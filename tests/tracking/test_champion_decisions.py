@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,55 +95,21 @@ def test_a_server_that_does_not_answer_is_an_error_not_the_answer_none(
 
 
 @pytest.mark.soak
-def test_a_server_over_http_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/m.db",
-               "--artifacts-destination", str(tmp_path / "kept"), "--port", str(port), "--workers", "1"]  # fmt: skip
-    log = (tmp_path / "log").open("wb")
-    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    try:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-        wait_for(port, server)
-        home = tmp_path / "home"
-        stages = ("tokenizer", "sft")
-        assert [register(home, number, stages) for number in (1, 2, 2)] == ["1", "2", "2"]
-        for version in ("1", "2"):
-            tracking.promote(home, "mine", version)
-        models = client_of(home).search_registered_models()
-        assert {one.name: one.aliases for one in models} == {
-            name: {"champion": "2"} for name in ("mine", "mine-tokenizer", "mine-sft")
-        }
-        tracking.log_decision(home, "mine", "2", DECISION, "| |")
-        assert champion(home).decision == DECISION
-        assert tracking.rollback(home, "mine").version == "1"
-        assert [one.aliases for one in tracking.list_sets(home)] == [(), ("champion",)]
-        assert not (home / "mlflow" / "mlflow.db").exists()
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        log.close()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    import urllib.request
-
-    deadline = time.monotonic() + 120
-    while True:
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return
-        except OSError:
-            assert time.monotonic() < deadline, "the server did not answer within 120 s"
-            time.sleep(0.2)
+def test_a_server_over_http_does_the_same(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    home, stages = tmp_path / "home", ("tokenizer", "sft")
+    assert [register(home, number, stages) for number in (1, 2, 2)] == ["1", "2", "2"]
+    for version in ("1", "2"):
+        tracking.promote(home, "mine", version)
+    models = client_of(home).search_registered_models()
+    assert {one.name: one.aliases for one in models} == {
+        name: {"champion": "2"} for name in ("mine", "mine-tokenizer", "mine-sft")
+    }
+    tracking.log_decision(home, "mine", "2", DECISION, "| |")
+    assert champion(home).decision == DECISION
+    assert tracking.rollback(home, "mine").version == "1"
+    assert [one.aliases for one in tracking.list_sets(home)] == [(), ("champion",)]
+    assert not (home / "mlflow" / "mlflow.db").exists()
 
 
 # --- the command line -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.outage_proxy import FOREIGN, Proxy, mlflow_server
 from support.tracked_writer import assert_whole, runs_of, steps, write_through
-from support.waiting import stopwatch
+from support.waiting import stopwatch, wait_until
 from typer.testing import CliRunner
 
 from ttrain import tracking
@@ -71,13 +71,6 @@ def rows(first: int, last: int) -> str:
     now = 1.7e9 + time.time() % 1e6
     made = ({"step": s, "tokens": s, "time": now, "metrics": {"loss": 5 / s}} for s in range(first, last + 1))
     return "".join(json.dumps(row) + "\n" for row in made)
-
-
-def eventually(true: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
 
 
 def also(*values: object) -> Any:
@@ -220,7 +213,7 @@ def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, s
     parent, child = whole_life(empty_home, lambda part: None)
     proxy.mode = "well"
     store = opened(empty_home)
-    eventually(lambda: not outboxes.list_outboxes(empty_home))
+    wait_until(lambda: not outboxes.list_outboxes(empty_home))
     store.close()
     assert_all_is_there(server, parent, child)
 
@@ -232,7 +225,7 @@ def test_a_run_whose_making_was_not_answered_is_there_once(proxy: Proxy, server:
     assert run.id is None
     run.finish("FINISHED")
     proxy.mode = "well"
-    eventually(lambda: not run.waiting())
+    wait_until(lambda: not run.waiting())
     store.close()
     (only,) = runs_of(store.client, run.identity)
     assert (only.info.run_id, only.info.status) == (run.id, "FINISHED")
@@ -247,11 +240,11 @@ def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(pr
     proxy.mode = "hanging"
     path.write_text(rows(1, 20))
     follower = MetricsFollower(path, run, empty_home / "two.json", seconds=0.02)
-    eventually(lambda: store.caller.is_silent)
+    wait_until(lambda: store.caller.is_silent)
     path.write_text(rows(1, 30))  # again from step 1, say: other times
     proxy.mode = "well"
     follower.stop()
-    eventually(lambda: not run.waiting())
+    wait_until(lambda: not run.waiting())
     assert steps(store.client, str(run.id)) == list(range(1, 31))
     store.close()
 
@@ -316,7 +309,7 @@ def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Pro
     proxy.mode = "no replies"
     assert not run.log_metrics(lines)
     proxy.mode = "well"
-    eventually(lambda: run.log_metrics(lines))
+    wait_until(lambda: run.log_metrics(lines))
     found = store.client.get_metric_history(run.id, "loss")
     assert sorted(point.step for point in found) == [1, 2, 3] and all(math.isnan(point.value) for point in found)
     store.close()
@@ -333,7 +326,7 @@ def _be_killed(home: str, said: Any) -> None:
     MetricsFollower(Path(home) / "never-written.jsonl", child, Path(home) / "followed-never.json")
     (Path(home) / "removed.jsonl").write_text(rows(1, 7))
     MetricsFollower(Path(home) / "removed.jsonl", child, Path(home) / "followed-removed.json")
-    eventually(lambda: sum("begun" in entry.parts for entry in child.outbox.entries) == 2)
+    wait_until(lambda: sum("begun" in entry.parts for entry in child.outbox.entries) == 2)
     (Path(home) / "removed.jsonl").unlink()
     said.send((parent.id, child.id, child.identity))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -353,7 +346,7 @@ def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
     victim.join()
     store = open_store(empty_home, "another experiment")
     assert isinstance(store, MlflowStore)
-    eventually(lambda: not outboxes.list_outboxes(empty_home))
+    wait_until(lambda: not outboxes.list_outboxes(empty_home))
     assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
     assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
     (missed,) = [record.getMessage() for record in caplog.records if "the curve is gone" in record.getMessage()]
@@ -388,7 +381,7 @@ def test_runs_side_by_side_do_not_mix(proxy: Proxy, empty_home: Path) -> None:
         thread.join()
     proxy.mode = "well"
     for store in stores:
-        eventually(lambda: not any(run.waiting() for run in runs))
+        wait_until(lambda: not any(run.waiting() for run in runs))
         store.close()
     for number, run in enumerate(runs):
         values = [(metric.step, metric.value) for metric in stores[0].client.get_metric_history(run.id, "loss")]
@@ -496,5 +489,5 @@ def test_a_run_that_a_process_has_is_left_to_it(proxy: Proxy, empty_home: Path) 
     proxy.mode = "well"
     (left,) = tracking.sync(empty_home)
     assert left.things and "a process still has its outbox" in left.why
-    eventually(lambda: not run.waiting())
+    wait_until(lambda: not run.waiting())
     store.close()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.waiting import stopwatch
+from support.waiting import stopwatch, wait_until
 
 from ttrain.tracking import (
     MetricsFollower,
@@ -89,13 +89,6 @@ def lines(first: int, last: int) -> str:
 def steps(run: TrackedRun, key: str = "loss") -> list[int]:
     """All steps that MLflow holds of one metric, doubled ones twice."""
     return sorted(metric.step for metric in run.store.client.get_metric_history(run.id, key))
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline, "waited 5 s in vain"
-        time.sleep(0.02)
 
 
 def fingerprint(root: Path) -> dict[str, tuple[str, int]]:
@@ -253,7 +246,7 @@ def test_after_a_cut_the_follower_logs_each_step_once(odd_home: Path) -> None:
     run = started(store)
     path.write_text((lines(1, 20) + line(20, val=1.0)).replace(": ", ":    ") + line(21)[:30])
     follower = MetricsFollower(path, run, state, seconds=0.02)
-    eventually(lambda: run.steps.get("val") == 20)
+    wait_until(lambda: run.steps.get("val") == 20)
     assert steps(run) == list(range(1, 21))  # the half-written line waits
     path.write_text(lines(1, 10))  # cut back to the checkpoint and grown again between two looks, with shorter lines
     with path.open("a") as file:
@@ -276,7 +269,7 @@ def test_a_half_written_last_line_is_logged_when_it_is_completed(odd_home: Path)
     run = started(store)
     path.write_text(lines(1, 20) + line(21)[:30])
     follower = MetricsFollower(path, run, odd_home / "sent.json", seconds=0.02)
-    eventually(lambda: run.steps.get("loss") == 20)
+    wait_until(lambda: run.steps.get("loss") == 20)
     with path.open("a") as file:
         file.write(line(21)[30:] + line(22))
     follower.stop()
@@ -493,7 +486,7 @@ def test_what_a_failing_database_missed_arrives_when_it_works_again(
     path.unlink()
     assert len(caplog.records) <= 4, "one warning for each thing, not for each try"
     down.clear()
-    eventually(lambda: not run.waiting())
+    wait_until(lambda: not run.waiting())
     assert steps(run) == [1, 2, 3, 4, 5]
     data = store.client.get_run(run.id).data
     assert (data.metrics["eval/bits_per_byte"], data.tags["note"]) == (2.1, "waited")

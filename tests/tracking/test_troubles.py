@@ -9,7 +9,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.kill_points import killed_everywhere
-from support.waiting import stopwatch
+from support.waiting import stopwatch, wait_until
 
 from ttrain import tracking
 from ttrain.config import Settings
@@ -51,13 +51,6 @@ def row(step: int) -> dict[str, Any]:
     return {"step": step, "tokens": step, "time": 1.7e9 + step, "metrics": {"loss": 1.0 / step}}
 
 
-def eventually(true: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
-
-
 def database(home: Path) -> Path:
     return tracking.database_of(home)
 
@@ -80,7 +73,7 @@ def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everythi
         run.log_summary({"eval/bits_per_byte": 1.5})
         assert waited() < 2, "what cannot be told waits on disk"
         assert [one.things for one in tracking.undelivered_runs(hasty_home)] == [{"params": 1, "summary": 1, "end": 1}]
-    eventually(lambda: not run.waiting())
+    wait_until(lambda: not run.waiting())
     assert run.log_metrics([row(1), row(2)])
     run.finish("FINISHED")
     assert store.close() == 0
@@ -158,7 +151,7 @@ def test_outboxes_that_were_never_whole_are_removed_unless_one_is_being_made(has
     gone, young, held = unmade(hasty_home, "1f", age=100), unmade(hasty_home, "2f"), unmade(hasty_home, "3f", age=100)
     with filelock.FileLock(held / "lock"):
         opened(hasty_home) if by == "the next run" else tracking.sync(hasty_home)
-        eventually(lambda: not gone.exists())
+        wait_until(lambda: not gone.exists())
     assert set(outboxes.list_outboxes(hasty_home)) == {young, held}
 
 
@@ -323,7 +316,7 @@ def test_a_lock_in_the_middle_costs_one_wait_of_mlflows(hasty_home: Path) -> Non
         for step in range(1, 20):
             run.log_summary({f"eval/{step}": 1.0})
         assert waited() < 45
-    eventually(lambda: not run.waiting(), 60)
+    wait_until(lambda: not run.waiting(), 60)
     assert len(store.client.get_run(run.id).data.metrics) == 19
     store.close()
 
@@ -372,7 +365,7 @@ def test_runs_after_their_experiment_is_gone_are_in_one_made_anew(
     assert before.log_metrics([row(step) for step in range(1, 500)]), "no use to try again"
     assert len(caplog.records) == 1, "one warning, not one for each point"
     after = started(store, "after")
-    eventually(lambda: not after.waiting())
+    wait_until(lambda: not after.waiting())
     assert after.log_metrics([row(1)])
     after.finish("FINISHED")
     assert store.close() == 0
