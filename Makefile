@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint soak clean
+.PHONY: run test lint soak gpu clean
 
 run: $(VENV)/installed
 	$(BIN)/ttrain pipeline run full
@@ -22,6 +22,10 @@ KILLS ?= 100
 SLOTS ?= 30
 soak: $(VENV)/installed-test
 	TTRAIN_SOAK_KILLS=$(KILLS) TTRAIN_SOAK_SLOTS=$(SLOTS) $(BIN)/python -m pytest -m "soak$(if $(SAMPLE), and not long)" $(if $(SAMPLE),--sample) -n 0 -s -rs
+
+# On one GPU: its tests, FLOP/s, packed rows, resuming, two recipes; NANOCHAT=PATH adds nanochat's loop.
+gpu: $(VENV)/installed-test
+	$(BIN)/python bench/gpu.py --markdown bench/gpu.md $(if $(NANOCHAT),--nanochat $(NANOCHAT)) $(ARGS)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

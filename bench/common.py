@@ -51,8 +51,8 @@ Costs = dict[str, list[Cost]]
 class Table:
     """Lines of measurement with their limits; printed as they come, and kept for `--json`."""
 
-    def __init__(self) -> None:
-        self.processor, self.load = processor(), os.getloadavg()[0]
+    def __init__(self, machine: str = "") -> None:
+        self.processor, self.load = machine or processor(), os.getloadavg()[0]
         self.lines: list[dict[str, Any]] = []
         self.costs: dict[str, list[dict[str, Any]]] = {}
         print(f"{self.processor}; load before the start {self.load:.1f}")
@@ -108,10 +108,13 @@ def main(
     rounds: int = 3,
     default: str = "",
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    ready: Callable[[argparse.Namespace], None] = lambda arguments: None,
+    machine: Callable[[argparse.Namespace], str] = lambda arguments: "",
 ) -> None:
     """Measure the parts, and exit with 1 where a limit is missed; or run the function that `measure` asks for.
 
-    Without `--only`, the parts of `default` run, or all of them.
+    Without `--only`, the parts of `default` run, or all of them. `ready` exits where nothing can be measured; `machine`
+    names what is measured, which is the CPU unless it says otherwise.
     """
     if sys.argv[1:2] == ["--side"]:
         print(json.dumps(getattr(sys.modules["__main__"], sys.argv[2])(*sys.argv[3:]) or {}))
@@ -119,6 +122,7 @@ def main(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path, help="write the lines and every round of every side to this file")
+    parser.add_argument("--markdown", type=Path, help="write the lines as a table to this file")
     if len(parts) > 1:
         parser.add_argument("--only", default=default or ",".join(parts), help=f"parts, with commas: {', '.join(parts)}")
     options(parser)
@@ -126,7 +130,8 @@ def main(
     chosen = arguments.only.split(",") if len(parts) > 1 else list(parts)
     if unknown := set(chosen) - set(parts):
         parser.error(f"--only has no part {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
-    table = Table()
+    ready(arguments)
+    table = Table(machine(arguments))
     with tempfile.TemporaryDirectory(prefix="ttrain-bench-") as directory:
         for name in chosen:
             parts[name](arguments, Path(directory), table)
@@ -136,7 +141,21 @@ def main(
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         about = {"command": command, "processor": table.processor, "load_before": table.load}
         arguments.json.write_text(json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str))
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(table, [Path(sys.argv[0]).name, *sys.argv[1:]]), encoding="utf-8")
     sys.exit(table.missed > 0)
+
+
+def markdown(table: Table, command: Sequence[str]) -> str:
+    """The lines of a table as a document."""
+    rows = ["| measured | ours | theirs | ratio | limit |", "| --- | --- | --- | --- | --- |"]
+    for line in table.lines:
+        cells = [shown(line[name]) if name in line else "" for name in ("ours", "theirs", "ratio")]
+        if "holds" in line:
+            cells[0] = "yes" if line["holds"] else "no"
+        rows.append(f"| {' | '.join([line['label'], *cells, line['limit'] + (', **missed**' if line['missed'] else '')])} |")
+    day = time.strftime("%Y-%m-%d")
+    return f"# {' '.join(command)}\n\n{table.processor}, {day}.\n\n" + "\n".join(rows) + "\n"
 
 
 def run(

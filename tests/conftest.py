@@ -75,8 +75,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
-def pytest_runtest_setup() -> None:
-    """Undo what tests leave in the process: torch's threads, whose sums have other last bits, and an ignored hang-up."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none. Undo what tests leave in the process: torch's threads, whose sums have
+    other last bits, and an ignored hang-up."""
+    if item.get_closest_marker("gpu") is not None:
+        from torch import cuda
+
+        if not cuda.is_available():
+            pytest.skip("no CUDA device")
     torch: Any = sys.modules.get("torch")
     if torch and torch.get_num_threads() != 1:
         torch.set_num_threads(1)

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from support.doubles import Home, distance, run_here, same, stage_settings
+from support.doubles import Home, NumberedRows, distance, run_here, same, stage_settings
 
 from ttrain.config import PretrainConfig
 from ttrain.core.machine import processor
 from ttrain.doctor import machine
-from ttrain.stages import pretrain, tuned
+from ttrain.stages import pretrain, tuned, user_task
+from ttrain.stages.trainable_model import compiles
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
 from ttrain.train import tuning
@@ -83,3 +85,17 @@ def test_the_doctor_says_that_tuning_and_determinism_contradict_each_other() -> 
     contradicting = machine.tuning(stage_settings(tune="auto").runtime, [])
     assert not contradicting.ok and "runtime.deterministic=false" in str(contradicting)
     assert machine.tuning(stage_settings(tune="auto", deterministic=False).runtime, []).ok
+
+
+def test_a_model_is_compiled_as_the_setting_says_and_else_on_cuda_in_long_runs_over_rows_of_one_width() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    rows, trimmed = NumberedRows(4), NumberedRows(4)
+    trimmed.trimmed = True
+    unset, on, off = (stage_settings(compile=compile).runtime for compile in (None, True, False))
+    assert compiles(unset, cuda, rows, 500)
+    assert not compiles(unset, cpu, rows, 500)
+    assert not compiles(unset, cuda, rows, 499)
+    assert not compiles(unset, cuda, trimmed, 500)
+    assert not compiles(unset, cuda, user_task.Batches([1], list), 500), "rows of a user's task may have any shape"
+    assert compiles(on, cpu, trimmed, 1)
+    assert not compiles(off, cuda, rows, 500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.doubles import (
     settings_of_training,
     tiny_model,
 )
+from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import UsageError
@@ -47,6 +49,7 @@ def fit(
     return {
         "weights": weights, "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"), "held": held,
         "validation": result.validation_loss, "first": result.resumed_from_step,
+        "compiled": trainer.compiled,
     }  # fmt: skip
 
 
@@ -80,3 +83,28 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
 def test_a_tree_of_sharded_models_is_refused() -> None:
     with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.parallel is fsdp"):
         fit(Ranks(0, 2, CPU), TrainerOptions(parallel="fsdp", reduction="tree"), Path("nowhere"))
+
+
+def test_sharded_layers_that_are_compiled_train_as_one_whole_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without inductor, whose code is another test's: each layer is compiled in place, within what gathers it."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone")
+    compiled = TrainerOptions(parallel="fsdp", compile=True)
+    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded"), seconds=240)
+    assert first["compiled"] is True and alone["compiled"] is False
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
+    assert distance(alone["weights"], first["weights"]) < 1e-4
+    assert set(first["weights"]) == set(alone["weights"]), "a compiled layer keeps its names"
+
+
+def test_layers_that_cannot_be_compiled_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=fail))
+    compiled = TrainerOptions(parallel="fsdp", compile=True)
+    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded"), seconds=240)
+    assert first["compiled"] is False and len(first["losses"]) == 20
