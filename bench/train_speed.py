@@ -3,6 +3,7 @@
     python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 25 minutes on two cores: S 19, T 5, checkpoint 1
     python bench/train_speed.py --only speed --size tiny --rounds 1 --sides plain,bare
     python bench/train_speed.py --only checkpoint --layers 2 --rounds 2
+    python bench/train_speed.py --only tune [--size tiny]                 4 minutes
 
 speed: S and T are models of hidden size 512 and 256, see SIZES in train_common.py. All sides have AdamW, bf16 autocast over
 fp32 weights, the same rows and the same tokens a step. `plain` is `ttrain stage run pretrain` as it is: tracking, curves,
@@ -10,6 +11,9 @@ log, progress, checkpoints (on T every 20 steps, five times as often as by defau
 is one rank a core, `compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask,
 `transformers` is transformers.Trainer (needs `pip install accelerate`) as its users run it, `peak` the fastest bf16 matmul.
 On T, plain and bare alone are compared.
+
+tune: seconds of a step with what runtime.tune=auto chooses within its minute, against the fastest of all choices, both
+measured once more in turns; without the optimizer, without compiling.
 
 checkpoint: the step that saves, against `torch.save` of the same state and fsync on the training thread; and the steps
 while the writer writes, against those without.
@@ -23,6 +27,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,7 @@ from common import Cost, Costs, Table
 from train_common import CORES, SIZES, Size
 
 LEAST_BARE, LEAST_TRANSFORMERS, LEAST_RANKS, LEAST_FLOPS, MOST_MEMORY = 0.98, 1.15, 1.1, 0.55, 0.65
-MOST_STALL, MOST_SLOWDOWN = 0.15, 1.2
+MOST_STALL, MOST_SLOWDOWN, MOST_TUNED = 0.15, 1.2, 1.03
 SIDES = ("plain", "ranks", "compiled", "bare", "transformers", "peak")
 T_SIDES = ("plain", "bare")
 STEPS_ALONE = 4
@@ -185,5 +191,75 @@ def step_beside_writer(checkpoints: Any, step: Callable[[], None], began: float)
     return statistics.mean(steps), ended[0] - began
 
 
+class RandomRows:
+    """Rows of random ids in records, by number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 4096
+
+    def batch(self, numbers: Any) -> Any:
+        """Rows of the same number are the same."""
+        import numpy as np
+
+        from ttrain.data.packing import Batch
+
+        ids = np.stack([np.random.default_rng(int(row)).integers(3, common.VOCAB_SIZE, self.length) for row in numbers])
+        places = np.broadcast_to(np.arange(self.length), ids.shape)
+        every = train_common.RECORD_TOKENS
+        return Batch(ids, ids.copy(), places % every, places // every)
+
+
+def compare_tuned(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """What the search finds, against all choices."""
+    name = options.size or "T"
+    cost = common.measure(search_choices, name, options.rounds, **train_common.allocator())
+    result = cost.result
+    print(f"  {name}: {result['choice']} after {result['seconds']:.0f} s; of {result['choices']} choices the fastest is "
+          f"{result['best']}; the settings take {result['start']:.3f} s a step")  # fmt: skip
+    table.ratio(f"{name}: s of a step, tuned, the fastest choice", result["tuned"], result["fastest"], most=MOST_TUNED)
+
+
+def search_choices(name: str, rounds: str) -> dict[str, Any]:
+    """Seconds of a step of the settings, of what the search chose, and of the fastest of all choices."""
+    import torch
+
+    from ttrain.config import Pretrain
+    from ttrain.data.loader import ShuffledOrder
+    from ttrain.store.tunings import Choice
+    from ttrain.train import tuning
+    from ttrain.train.distributed import Ranks
+    from ttrain.train.language_modeling import LanguageModeling
+    from ttrain.train.precision import Precision
+
+    torch.set_num_threads(CORES)
+    size, device = SIZES[name], torch.device("cpu")
+    rows = RandomRows(size.row_length)
+    model = train_common.random_model(size.hidden, size.layers, size.row_length)
+    subject = tuning.Subject(
+        LanguageModeling(Pretrain(), model), rows, ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1),
+        Precision("bf16", device), Ranks(0, 1, device),
+    )  # fmt: skip
+    start = Choice(size.rows_per_step, "records", 512, False)
+    axes = tuning.axes_of(start, fixed=frozenset({"compile"}), rows=size.rows_per_step, row_length=size.row_length)
+    began = time.monotonic()
+    choice = tuning.tune(subject, start, axes, {}, home=None, stop=lambda: False)
+    seconds = time.monotonic() - began
+    names = [axis.name for axis in axes]
+    choices = [replace(start, **dict(zip(names, values, strict=True))) for values in product(*(a.values for a in axes))]
+    taken = {one: subject.seconds_of_a_step(one) for one in choices}
+    best = min(taken, key=taken.__getitem__)
+    turns: dict[Choice, list[float]] = {one: [] for one in (start, choice, best)}
+    for _ in range(int(rounds)):
+        for one, times in turns.items():
+            times.append(subject.seconds_of_a_step(one))
+    figures = {label: min(turns[one]) for label, one in (("start", start), ("tuned", choice), ("fastest", best))}
+    return {**figures, "choice": str(choice), "best": str(best), "choices": len(choices), "seconds": seconds}
+
+
+PARTS = {"speed": compare_speed, "checkpoint": compare_checkpoint, "tune": compare_tuned}
+
 if __name__ == "__main__":
-    common.main(str(__doc__), {"speed": compare_speed, "checkpoint": compare_checkpoint}, rounds=5, options=options)
+    common.main(str(__doc__), PARTS, default="speed,checkpoint", rounds=5, options=options)
