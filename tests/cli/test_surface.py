@@ -74,7 +74,7 @@ def test_an_old_name_works_and_says_the_new_one(
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
         (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),
         (("artifacts", "show", "abc"), "there is no stage 'abc'"),
-        (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean 'full'?"),
+        (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean full?"),
     ],
 )
 def test_a_mistake_is_one_line_without_a_box(

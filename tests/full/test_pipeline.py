@@ -233,7 +233,7 @@ def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: Cl
 def test_a_user_s_mistake_is_told_without_a_traceback(finished: Any) -> None:
     for arguments, words in (
         (("pipeline", "run", "full", "sft.optim.lrr=1"), "did you mean 'sft.optim.lr'?"),
-        (("pipeline", "run", "ful"), "did you mean 'full'?"),
+        (("pipeline", "run", "ful"), "did you mean full?"),
     ):
         said = finished.here(*arguments, code=2)
         assert words in said and "Traceback" not in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -290,7 +289,7 @@ def artifacts_clean(
             (
                 removal.kind,
                 removal.stage,
-                removal.key[:12] or _relative_path(removal.path, store),
+                removal.key[:12] or removal.path.relative_to(store.root).as_posix(),
                 format_size(removal.bytes),
                 removal.why,
             )
@@ -314,7 +313,3 @@ def _store() -> ArtifactStore:
     from ttrain.store.artifacts import ArtifactStore
 
     return ArtifactStore(home())
-
-
-def _relative_path(path: Path, store: ArtifactStore) -> str:
-    return path.relative_to(store.root).as_posix()

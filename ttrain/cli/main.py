@@ -46,7 +46,7 @@ from ttrain.cli.sweep import sweep_app
 from ttrain.cli.tracking import EPILOG as UI_EPILOG
 from ttrain.cli.tracking import links_of, open_in_browser, track_app, ui
 from ttrain.cli.train import run_stage, train_app
-from ttrain.core.terminal import escaped, guard_streams, print_json, show_warnings, table
+from ttrain.core.terminal import escaped, escaped_lines, guard_streams, print_json, show_warnings, table
 from ttrain.errors import TTrainError, exit_code_of
 from ttrain.store import layout
 
@@ -303,4 +303,4 @@ def main(arguments: list[str] | None = None) -> None:
 def _print_error(message: str) -> None:
     if len(message) > MESSAGE_CHARACTERS:
         message = f"{message[:MESSAGE_CHARACTERS]}... ({len(message):,} characters)"
-    print("error: " + "\n".join(map(escaped, message.split("\n"))), file=sys.stderr)
+    print(f"error: {escaped_lines(message)}", file=sys.stderr)

@@ -10,7 +10,7 @@ import typer
 
 from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
 from ttrain.core import redact
-from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
+from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
 
@@ -196,11 +196,6 @@ def serve(
         return
     auth = server_settings(overrides).auth
     serving.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
-
-
-def escaped_lines(text: str) -> str:
-    """Escape control characters in the text, but keep its line breaks."""
-    return "\n".join(map(escaped, text.split("\n")))
 
 
 def _schedule(kind: str, given: SettingsOptions, options: SlotOptions, cron: str | None) -> None:

@@ -46,6 +46,18 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def whole_lines(path: Path) -> bytes:
+    """The lines of a file; a torn last one, of a full disk or a crash, is cut off. Empty if there is no file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    return whole
+
+
 INTERRUPTED_WRITE = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
 
 

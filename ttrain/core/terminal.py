@@ -42,6 +42,11 @@ def escaped(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def escaped_lines(text: str) -> str:
+    """The text with each character that does not print escaped, but for its line ends."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
 def print_escaped(text: str, *, stderr: bool = False) -> None:
     """Print a line of text on standard output or error, at once, with what does not print escaped."""
     print(escaped(text), file=sys.stderr if stderr else sys.stdout, flush=True)

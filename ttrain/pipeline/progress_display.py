@@ -88,9 +88,7 @@ class Display:
 
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """Show the result of a stage."""
-        with self._lock:
-            if self._bars and name in self._tasks:
-                self._bars.remove_task(self._tasks.pop(name))
+        self._remove_bar(name)
         phrases = {
             "cached": "cached",
             "equal": "rebuilt, equal to what was stored",
@@ -101,10 +99,13 @@ class Display:
 
     def failed(self, name: str, message: str) -> None:
         """Show that a stage failed."""
+        self._remove_bar(name)
+        self.say(f"[red]x[/] {name}: {plain(message)}")
+
+    def _remove_bar(self, name: str) -> None:
         with self._lock:
             if self._bars and name in self._tasks:
                 self._bars.remove_task(self._tasks.pop(name))
-        self.say(f"[red]x[/] {name}: {plain(message)}")
 
     def _figures(self, name: str, done: float, unit: str, figures: Mapping[str, float]) -> str:
         """The reported figures, and the speed since the stage began or continued."""

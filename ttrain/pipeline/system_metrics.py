@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, whole_lines
 
 MEGA = 1e6
 FILE = "system.jsonl"  # under run/
@@ -80,14 +80,7 @@ class SystemMetrics:
 
 def last_step(path: Path) -> int:
     """Step of the last row, -1 if there is none; cuts off a half-written line that a crash left."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return -1
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(path, len(whole))
-    for line in reversed(whole.splitlines()):
+    for line in reversed(whole_lines(path).splitlines()):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return int(parse_json(line)["step"])
     return -1

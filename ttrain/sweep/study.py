@@ -22,6 +22,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from ttrain.core.files import whole_lines
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Dimension, IntegerRange, Interval, Space
 
@@ -71,7 +72,7 @@ class Study:
         """`path`: of the journal; None for a study in memory alone. Who does not write needs no lock."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         if path is not None and writes:
-            _cut_torn_line(path)
+            whole_lines(path)  # Optuna cannot read a journal with a torn line inside
         self._study = _opened(path if writes or (path and path.exists()) else None, maximize=maximize, writes=writes)
         self.space, self.sampler, self.seed, self.maximize = space, sampler, seed, maximize
         self._distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
@@ -245,14 +246,6 @@ def _opened(path: Path | None, *, maximize: bool, writes: bool) -> optuna.Study:
             return optuna.load_study(study_name=NAME, storage=storage)
     direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
     return optuna.create_study(storage=storage if writes else None, study_name=NAME, direction=direction)
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove the part of a last line that a full disk or a power cut left: Optuna cannot read a journal with one inside."""
-    with contextlib.suppress(FileNotFoundError):
-        data = path.read_bytes()
-        if whole := data[: data.rfind(b"\n") + 1] if not data.endswith(b"\n") else b"":
-            path.write_bytes(whole)
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:

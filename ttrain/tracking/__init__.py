@@ -24,7 +24,7 @@ from ttrain.errors import TrackingError
 from ttrain.store.server_records import with_token
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, forget_champions, recorded_keys
-from ttrain.tracking.client import ENVIRONMENT, check_installed, is_installed, silence, tracking_uri
+from ttrain.tracking.client import ENVIRONMENT, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, is_missing, open_client, repair_moved_home
 from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
@@ -130,8 +130,7 @@ def open_store(home: Path, experiment: str) -> AnyStore:
 def open_own_store(home: Path, experiment: str) -> MlflowStore:
     """Open the home's own database, whatever MLFLOW_TRACKING_URI says, to restore its runs. Raises TrackingError."""
     home = home.resolve()
-    check_installed()
-    silence()
+    need_mlflow("nothing can be delivered to")
     uri = f"sqlite:///{database_of(home)}"
     client, error = attempt(lambda: open_client(uri, home))
     if error is not None:
@@ -271,9 +270,7 @@ def log_decision(
 
 
 def _champions(home: Path) -> Champions:
-    if not is_installed():
-        raise TrackingError("champions are aliases in MLflow, which is not installed; pip install mlflow")
-    silence()
+    need_mlflow("champions are aliases in")
     home = home.resolve()
     return Champions(home, tracking_uri(home))
 
@@ -283,9 +280,7 @@ def registered_keys(home: Path) -> frozenset[str]:
 
     Raises TrackingError.
     """
-    if not is_installed():
-        raise TrackingError("registered models are listed by MLflow, which is not installed; pip install mlflow")
-    silence()
+    need_mlflow("registered models are listed by")
     home = home.resolve()
     return _registered_keys(home, tracking_uri(home)) | undelivered_keys(home)
 
@@ -297,8 +292,7 @@ def sync(
 
     `on_progress(bytes done, bytes in total)` is called while files are uploaded.
     """
-    check_installed()
-    silence()
+    need_mlflow("nothing can be delivered to")
     home = home.resolve()
     current_uri = tracking_uri(home)
 

@@ -112,10 +112,11 @@ def is_installed() -> bool:
     return spec is not None and spec.origin is not None  # without an origin it is a plain directory, such as the home's own
 
 
-def check_installed() -> None:
-    """Raise TrackingError if MLflow is not installed."""
+def need_mlflow(purpose: str) -> None:
+    """Silence MLflow. Raises TrackingError if it is not installed; `purpose`: the beginning of the message."""
     if not is_installed():
-        raise TrackingError("nothing can be delivered to MLflow, which is not installed; pip install mlflow")
+        raise TrackingError(f"{purpose} MLflow, which is not installed; pip install mlflow")
+    silence()
 
 
 def silence() -> None:
