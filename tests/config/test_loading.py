@@ -361,7 +361,7 @@ LINES = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=25)
 TREES = st.dictionaries(st.sampled_from(known_keys()), VALUES, max_size=3).map(yaml.dump)
 
 
-@given_settings(max_examples=80, deadline=None)
+@given_settings(max_examples=30, deadline=None)
 @given(st.one_of(LINES.map(" ".join), LINES.map("".join), TREES))
 def test_whatever_a_file_says_is_read_or_refused_in_lines(text: str) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -131,6 +131,7 @@ def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[lis
     return found
 
 
+@pytest.mark.soak
 def test_an_export_says_the_same_tokens_in_a_process_without_ttrain(tmp_path: Path) -> None:
     """Full and merged models, an adapter, experts, and a shape that transformers does not have."""
     references = {

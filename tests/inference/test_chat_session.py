@@ -332,6 +332,7 @@ def test_a_wrong_command_says_what_to_do(
 
 
 @pytest.mark.usefixtures("exits")
+@pytest.mark.soak
 def test_in_a_terminal_it_streams_survives_a_slip_takes_a_paste_and_any_bytes_and_ends(
     directory: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(tmp_path: Path)
     assert [[line[name] for name in names] for line in found[0][1]] == [[line[name] for name in names] for line in curve]
 
 
+@pytest.mark.soak
 def test_two_ranks_over_ddp_move_the_biases_as_one_does(tmp_path: Path) -> None:
     alone, _ = trained("ernie4_5_moe")
     biases = [name for name in alone if name.endswith("e_score_correction_bias")]

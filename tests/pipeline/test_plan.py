@@ -21,7 +21,6 @@ from ttrain.model import registry
 from ttrain.pipeline.plan import plan, plan_json, plan_stage
 from ttrain.pipeline.recipe import Planned
 from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 # --- what a key is made of
@@ -107,47 +106,12 @@ def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House
     assert running(built.plan()) == stages
 
 
-def test_an_edit_that_leaves_size_and_time_as_they_were_is_seen_while_the_clock_could_hide_it(house: House) -> None:
-    """A digest is not remembered while the file is so fresh that another write may carry the same mtime."""
-    path, cache = house.data / "documents.jsonl", house.store.cache
-    before, stat = cache.file(path), path.stat()
-    path.write_text('{"text": "b"}\n')
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert cache.file(path) != before
-
-
-def test_a_remembered_digest_survives_the_process_and_a_broken_cache_costs_only_time(house: House) -> None:
-    path = house.data / "documents.jsonl"
-    os.utime(path, ns=(10**18, 10**18))
-    digest = house.store.cache.file(path)
-    house.store.cache.save()
-    where = house.store.root / "cache" / "digests.json"
-    assert digest in where.read_text()
-    where.write_text("{")
-    assert ArtifactStore(house.store.root).cache.file(path) == digest
-
-
 def test_the_order_of_the_files_counts(house: House) -> None:
     one, two = house.write("1.jsonl", "1\n"), house.write("2.jsonl", "2\n")
     house.build(house.settings(f"data.pretrain=[{one}, {two}]"))
     stages = house.plan(f"data.pretrain=[{two}, {one}]")
     assert stages["tokenizer"].why == ("train files come in another order",)
     assert stages["shards-sft"].state == "run"
-
-
-def test_a_folder_is_its_jsonl_files_in_sorted_order_and_a_glob_what_it_matches(house: House) -> None:
-    for name in ("b.jsonl.gz", "a.jsonl", "deep/c.jsonl.zst", "notes.txt"):
-        house.write(f"folder/{name}", name)
-    folder = house.data / "folder"
-    listed = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "deep/c.jsonl.zst")]
-    house.build(house.settings(f"data.pretrain={','.join(listed)}"))
-    assert running(house.plan(f"data.pretrain={folder}")) == set()
-    assert "tokenizer" in running(house.plan(f"data.pretrain={folder}/*.jsonl"))
-
-
-def test_a_file_that_is_not_there_is_named_with_its_setting(house: House) -> None:
-    with pytest.raises(UsageError, match=r"data\.sft is '.*nowhere\.jsonl'"):
-        house.plan(f"data.sft={house.data / 'nowhere.jsonl'}")
 
 
 def test_a_heldout_file_and_a_tokenizer_file_enter_the_keys_of_their_readers(built: House) -> None:

@@ -326,6 +326,7 @@ def test_a_kill_while_a_set_is_registered_leaves_no_second_one(sets_home: Path, 
     assert number >= 6
 
 
+@pytest.mark.soak
 def test_a_process_that_is_killed_releases_the_lock_and_its_half_is_mended(sets_home: Path) -> None:
     """The same with a real SIGKILL, after the history and before the alias."""
     prepared(sets_home)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from support.doubles import CPU
@@ -93,6 +94,7 @@ def said_by_us(model: Path, adapter: Path | None = None) -> list[int]:
     return greedy(network, [encoder.bos_id, *encoder.encode([PROMPT])[0]], new_tokens=NEW_TOKENS, stop_ids=stops, device=CPU)
 
 
+@pytest.mark.soak
 def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_here(tmp_path: Path) -> None:
     places, ours = {}, {}
     for name, settings in KINDS.items():
