@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,6 @@ from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
-
-
-def digests(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for part in ("train", "heldout") for path in sorted((directory / part).iterdir())}
-
-
-def test_only_a_new_file_is_tokenized_and_one_that_is_left_out_takes_its_shards_along(
-    run: Run, tmp_path: Path, tok: Path
-) -> None:
-    for seed, name in enumerate("abc"):
-        documents(tmp_path / f"{name}.jsonl", 60, seed)
-    first = shard(run, tok, "a.jsonl", "b.jsonl", "--out", "out")
-    before = digests(tmp_path / "out")
-    assert first["encoded_blocks"] == first["blocks"] >= 4
-    more = shard(run, tok, "a.jsonl", "b.jsonl", "c.jsonl", "--out", "out")
-    assert 0 < more["encoded_blocks"] == more["blocks"] - first["blocks"]
-    assert [file["name"] for file in more["files"]] == ["a.jsonl", "b.jsonl", "c.jsonl"]
-    assert [file["kept"] for file in more["files"]] == [60, 60, 60]
-    again = shard(run, tok, "a.jsonl", "b.jsonl", "--out", "out")
-    assert again["encoded_blocks"] == 0 and digests(tmp_path / "out") == before
-    assert json.loads((tmp_path / "out" / "run" / "summary.json").read_bytes()) == again
-    table = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--block-bytes", "4096").out
-    assert re.search(r"shards made +0 ", table) and "bytes per token" in table
 
 
 def test_figures_are_those_of_the_shards_and_of_an_independent_count(run: Run, tmp_path: Path, tok: Path) -> None:

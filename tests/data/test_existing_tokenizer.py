@@ -210,48 +210,51 @@ HUB = """
 import json, sys
 from ttrain.data import existing
 from ttrain.errors import UsageError
-try:
-    print(json.dumps([str(path) for path in existing.tokenizer_files(sys.argv[1])]))
-except UsageError as error:
-    print(json.dumps(str(error)))
+for name in sys.argv[1:]:
+    try:
+        print(json.dumps([str(path) for path in existing.tokenizer_files(name)]))
+    except UsageError as error:
+        print(json.dumps(str(error)))
 """
 
 
-def ask(name: str, home: Path, **environment: str) -> Any:
-    """`existing.tokenizer_files(name)` in a process of its own, since the Hub's library reads its environment once."""
+def ask(home: Path, *names: str, **environment: str) -> list[Any]:
+    """`existing.tokenizer_files` of each in a process of its own, since the Hub's library reads its environment once."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **environment}
-    done = subprocess.run([sys.executable, "-P", "-c", HUB, name], env=variables, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-P", "-c", HUB, *names]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(names) :]]
 
 
-@pytest.mark.parametrize("name", ["someone/small", f"someone/small@{COMMIT}", "hf://someone/small@main"])
-def test_a_name_on_the_hub_is_taken_from_its_cache_without_a_network(tmp_path: Path, name: str) -> None:
+def test_a_name_on_the_hub_is_taken_from_its_cache_without_a_network(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     snapshot = cache(tmp_path / "home", {**files, "model.safetensors": b"x"})
-    found = ask(name, tmp_path / "home", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
-    assert found == [str(snapshot / "tokenizer.json"), str(snapshot / "tokenizer_config.json")]
+    names = ("someone/small", f"someone/small@{COMMIT}", "hf://someone/small@main")
+    found = ask(tmp_path / "home", *names, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert found == [[str(snapshot / "tokenizer.json"), str(snapshot / "tokenizer_config.json")]] * 3
 
 
 def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_what_counts(tmp_path: Path, hub: str) -> None:
-    found = ask("someone/small", tmp_path / "home", HF_ENDPOINT=hub)
+    (found,) = ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub)
     assert [Path(path).name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
     assert [Path(path).read_bytes() for path in found] == [Hub.files[Path(path).name] for path in found]
     assert not [path for path in Hub.asked if "safetensors" in path]
     Hub.asked.clear()
-    assert ask("someone/small", tmp_path / "home", HF_ENDPOINT=hub) == found
+    assert ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub) == [found]
     assert Hub.asked == []
 
 
 def test_a_cache_without_the_tokenizer_is_completed(tmp_path: Path, hub: str) -> None:
     cache(tmp_path / "home", {"config.json": b"{}"})
-    found = ask("someone/small", tmp_path / "home", HF_ENDPOINT=hub)
+    (found,) = ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub)
     assert [Path(path).name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
 
 
 def test_a_name_that_cannot_be_fetched_is_told_with_the_cure(tmp_path: Path, hub: str) -> None:
-    for name, endpoint in (("someone/else", hub), ("someone/small", "http://127.0.0.1:9")):
-        message = ask(name, tmp_path / "home", HF_ENDPOINT=endpoint)
+    Hub.files = {"config.json": b"{}"}
+    unknown, empty = ask(tmp_path / "home", "someone/else", "someone/small", HF_ENDPOINT=hub)
+    (silent,) = ask(tmp_path / "away", "someone/small", HF_ENDPOINT="http://127.0.0.1:9")
+    for name, message in (("someone/else", unknown), ("someone/small", silent)):
         assert f"tokenizer.existing is '{name}', which is neither a folder nor in the Hub's cache" in message
         assert "name the folder" in message
-    Hub.files = {"config.json": b"{}"}
-    assert "which has no tokenizer.json; AutoTokenizer" in ask("someone/small", tmp_path / "home", HF_ENDPOINT=hub)
+    assert "which has no tokenizer.json; AutoTokenizer" in empty

@@ -157,24 +157,7 @@ def chat(*turns: tuple[str, Any], key: str = "messages", **more: Any) -> dict[st
     return {key: [{"role": role, "content": content} for role, content in turns], **more}
 
 
-def called(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
-    """An assistant's turn that calls a function."""
-    function = {"name": "f", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        **more,
-    }
-
-
-def unknown(role: Any) -> str:
-    return f"unknown role {str(role)!r}; write one of system, user, assistant, tool"
-
-
-UNKNOWN = ("bot", "Assistant", "ASSISTANT", "assistant\n", " user ", "", "human", None, 3, True)
-ASK, GOOD = {"role": "user", "content": "q"}, chat(("user", "good"), ("assistant", "good"))
-ANSWER = {"role": "assistant", "content": "a"}
+GOOD = chat(("user", "good"), ("assistant", "good"))
 # What is wrong with each form of a chat: tests/data/test_records.py
 CHATS: dict[str, tuple[Sequence[Any], Outcome, list[int]]] = {
     "shapes mixed in a file; messages come before conversations before instruction": (

@@ -18,7 +18,6 @@ from ttrain.tracking import read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
 METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 5.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
-TEXTS = ("shards-pretrain", "d" * 64)
 
 
 def tokenizer(content: str = "t1") -> Made:
