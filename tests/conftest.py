@@ -26,6 +26,7 @@ FIXTURES = (
     "support.hub",
     "support.mlflow_server",
 )
+pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them
 
 # Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -454,16 +454,6 @@ def test_config_show_as_json_and_the_schema_are_json() -> None:
     assert json.loads(runner.invoke(app, ["config", "schema"]).stdout) == Settings.model_json_schema()
 
 
-@pytest.mark.parametrize("words", [["config", "show", "sft.epoch=2"], ["pipeline", "plan", "fulll"]])
-def test_a_users_mistake_exits_2_with_one_message_and_no_traceback(tmp_path: Path, words: list[str]) -> None:
-    done = _cli(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "did you mean" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert not (tmp_path / "artifacts").exists()
-
-
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = _cli("--debug", "config", "show", "sft.epoch=2", cwd=tmp_path)
     assert done.returncode != 0
