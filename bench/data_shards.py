@@ -2,6 +2,7 @@
 
     python bench/data_shards.py [--path FILE.jsonl.zst --megabytes 300] needs `pip install datasets`
     python bench/data_shards.py --only memory                          a file of 2 GB against one of 100 MB
+    python bench/data_shards.py --only near                            near-duplicates of shards that are made already
 
 Both sides use the same tokenizer and two processes, begin and end each document alike, and must make the same ids of all
 documents. `datasets` comes twice: "lean" calls `encode_batch_fast` and keeps the ids alone; "documented" is what its
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import random
 import resource
 import shutil
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ WORKERS = 2
 BATCH_TEXTS = 1000  # the default of `datasets`
 LARGE_MEGABYTES, SMALL_MEGABYTES = 2000, 100
 LEAST_CPU, LEAST_ALONE, MOST_DISK, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.0, 0.2, 400, 1.1
+LEAST_NEAR = 100.0  # MB a CPU minute
+PLANTED_BYTES = 10_000_000
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -70,6 +74,58 @@ def compare_memory(options: argparse.Namespace, directory: Path, table: Table) -
         table.value(f"peak MB of the {process} process", large, most=MOST_MEMORY_MB)
 
 
+def compare_near(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """CPU time to find near-duplicates, beside what encoding takes; and the planted ones that are found.
+
+    Each pass over the text is a near-duplicate of the first, so that all are compared exactly.
+    """
+    path = common.write_text(options, directory)
+    tokenizer = common.train_tokenizer(path, directory)
+    make(shard, path, tokenizer, directory / "ours", 1)
+    costs = []
+    for _ in range(options.rounds):
+        shutil.rmtree(directory / "ours" / "run" / "near", ignore_errors=True)
+        costs.append(common.measure(shard, path, tokenizer, directory / "ours", 1, "0.8"))
+    without = common.measure(shard, path, tokenizer, directory / "ours", 1)
+    megabytes, result = path.stat().st_size / MEGABYTE, costs[0].result
+    print(f"{result['near']}, {costs[0].memory:.0f} MB of memory; {without.cpu:.1f} CPU s without near-duplicates")
+    rate = 60 * megabytes / (common.median(costs, "cpu") - without.cpu)
+    table.value("near-duplicates, MB a CPU minute", rate, least=LEAST_NEAR)
+    planted = common.measure(find_planted, path)
+    for figure in ("recall", "precision"):
+        table.value(f"near-duplicates of 1 to 20 % edits, {figure}", planted.result[figure], least=0.99)
+
+
+def find_planted(path: str) -> dict[str, float]:
+    """Recall and precision of near-duplicates with a stretch of 1 to 20 % replaced, against the exact Jaccard of each pair.
+
+    A copy counts where its original stays: else it is compared with another text.
+    """
+    import numpy as np
+
+    from ttrain.data import near_duplicates, overlap
+    from ttrain.data.near_duplicates import SimilarityRule
+
+    rule, random_source = SimilarityRule(0.8), random.Random(1)
+    texts = [text for text in common.read_texts(path, PLANTED_BYTES) if len(text) > 200]
+    plain = []
+    for text in texts:
+        share = random_source.uniform(0.01, 0.2)
+        start = random_source.randrange(len(text) - int(share * len(text)))
+        other = random_source.choice(texts)[: int(share * len(text))]
+        plain += [overlap.plain(text), overlap.plain(text[:start] + other + text[start + len(other) :])]
+    hashes = [near_duplicates.shingles_of(np.frombuffer(text, np.uint8)) for text in plain]
+    sketches = near_duplicates.sketches_of(plain, rule)
+    all_rows = np.ones(len(plain), np.bool_)
+    found = near_duplicates.candidates(lambda band: sketches.keys[band], rule, sketches.counts, all_rows, all_rows)
+    dropped = near_duplicates.confirm(found, sketches.counts, all_rows, lambda position: hashes[position], rule)
+    copies = {near.position for near in dropped}
+    stay = [number for number in range(0, len(plain), 2) if number not in copies]
+    exact = {number + 1 for number in stay if near_duplicates.jaccard(hashes[number], hashes[number + 1]) >= rule.threshold}
+    right = [near for near in dropped if near_duplicates.jaccard(hashes[near.position], hashes[near.original]) >= 0.8]
+    return {"recall": len(exact & copies) / len(exact), "precision": len(right) / len(dropped), "planted": len(exact)}
+
+
 def make(side: Any, path: Path, tokenizer: Path, output: Path, workers: int | str, **environment: str) -> Cost:
     """Run a side that writes a directory, which does not exist before."""
     shutil.rmtree(output, ignore_errors=True)
@@ -81,7 +137,7 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def shard(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any]:
+def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") -> dict[str, Any]:
     """What the stage does, with the default settings: duplicates dropped, 2 % held out, digests of all files."""
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
@@ -89,7 +145,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any
     from ttrain.data.sharding import Processes
     from ttrain.stages.shards import recipe_of
 
-    reading = Reading()
+    reading = Reading(near_duplicates=float(near) if near else None)
     with Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()
@@ -106,6 +162,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str) -> dict[str, Any
     return {
         "tokens": tokens,
         "encoder": built.encoder,
+        "near": built.near_duplicates,
         **{f"{name}_mb": resource.getrusage(process).ru_maxrss * 1024 / MEGABYTE for name, process in peaks.items()},
     }
 
@@ -181,7 +238,7 @@ def digests_of(tokens: Any, offsets: Any) -> Iterator[bytes]:
         yield hashlib.blake2b(tokens[start:end].astype("<u4").tobytes(), digest_size=16).digest()
 
 
-PARTS = {"peers": compare_peers, "memory": compare_memory}
+PARTS = {"peers": compare_peers, "memory": compare_memory, "near": compare_near}
 
 if __name__ == "__main__":
     common.main(str(__doc__), PARTS, default="peers", options=common.text_options)
