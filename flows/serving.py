@@ -33,6 +33,7 @@ LOOK_SECONDS: Final = 0.2  # whether a process that was asked to stop has ended
 GRACE_SECONDS: Final = 600.0  # for a checkpoint to be written, before a run that is cancelled or stopped is killed
 RUNS_AT_ONCE: Final = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 PREFECT_PORT: Final = 4200
+STOPPED: Final = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
 LOCK_SECONDS: Final = 2.0  # `served_by` takes the lock for a moment, too
 
 SERVING: Final = "serving.txt"  # in the folder of schedules: the process that serves
@@ -50,7 +51,7 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
 
     Raises UsageError where this home is served already, or the server that PREFECT_API_URL names does not answer.
     """
-    with serve_lock(home):
+    with serve_lock(home), _told_by(say):
         is_named = bool(os.environ.get("PREFECT_API_URL"))
         try:
             with _ending_at_once() as signums:
@@ -58,6 +59,18 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
                 signums.append(asyncio.run(ScheduleServer(home, url, say, auth, owns_server=not is_named).run()))
         finally:
             _stop_server(home)
+
+
+@contextlib.contextmanager
+def _told_by(say: Callable[[str], None]) -> Iterator[None]:
+    """Say that a signal has ended the block, with the time as all lines have it."""
+    try:
+        yield
+    except Interrupted as stopped:
+        say(str(stopped))
+        stopped.shown = True
+        raise
+    say(STOPPED)
 
 
 @contextlib.contextmanager
@@ -82,7 +95,7 @@ def _ending_at_once() -> Iterator[list[int]]:
         if not signums:
             raise
     if signal.SIGINT in signums:
-        raise Interrupted("stopped serving; schedules stay, `ttrain pipeline serve` goes on with them", signal.SIGINT)
+        raise Interrupted(STOPPED, signal.SIGINT)
 
 
 def served_by(home: Path) -> int | None:
@@ -292,6 +305,8 @@ class ScheduleServer:
             return
         only = FlowRunFilter.model_validate({"id": {"any_": running}})
         for run in await self._context.client.read_flow_runs(flow_run_filter=only):
+            if run.id in self._running:
+                self._running[run.id] = run.name  # of its night, once that has begun
             if run.state and run.state.is_cancelling():
                 self._tasks.start_soon(self._context._cancellation_manager.cancel, run)
 

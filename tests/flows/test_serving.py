@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from ttrain.errors import UsageError
-from ttrain.flows import schedule_files, schedules, serving
+from ttrain.errors import Interrupted, UsageError
+from ttrain.flows import flow_runs, schedule_files, schedules, servers, serving
 from ttrain.flows.schedule_files import Schedule
 
 
@@ -91,6 +92,123 @@ def test_a_schedule_that_the_server_refuses_is_said_once_and_the_others_are_made
         asyncio.run(serving_.make_missing_deployments(set()))
     assert made == ["nightly/good"] * 2
     assert said == ["scheduled: nightly/bad, nightly/good", "the Prefect server refuses nightly/bad"]
+
+
+class FakeServer:
+    """The flow runs that a Prefect server has, and what is asked of it."""
+
+    def __init__(self, *runs: Any) -> None:
+        self.runs, self.renamed, self.states = list(runs), dict[str, str](), list[tuple[str, str, str]]()
+
+    async def read_flow_runs(self, **filters: Any) -> list[Any]:
+        return self.runs
+
+    async def read_flow_run(self, number: str) -> Any:
+        return next(run for run in self.runs if run.id == number)
+
+    async def set_flow_run_name(self, number: str, name: str) -> None:
+        self.renamed[number] = name
+
+    async def set_flow_run_state(self, number: str, state: Any, force: bool = False) -> None:
+        self.states.append((number, state.name, state.message))
+
+
+def serving_with(home: Path, server: FakeServer, said: list[str]) -> serving.ScheduleServer:
+    serving_ = serving.ScheduleServer(home, "http://127.0.0.1:4200/api", said.append, owns_server=False)
+    serving_._context = SimpleNamespace(client=server)  # type: ignore[assignment]
+    return serving_
+
+
+def ended(name: str, state: Any, **labels: Any) -> Any:
+    return SimpleNamespace(id=name, name=name, state=state, labels=labels)
+
+
+def test_slots_to_come_are_named_by_their_time_and_runs_of_people_keep_their_names(tmp_path: Path) -> None:
+    when = datetime(2027, 1, 1, 2, tzinfo=UTC)
+
+    def scheduled(number: str, name: str, *, by_cron: bool = True, tries: int = 0) -> Any:
+        return SimpleNamespace(id=number, name=name, auto_scheduled=by_cron, run_count=tries, expected_start_time=when)
+
+    own = serving.slot_name(when)
+    server = FakeServer(
+        scheduled("a", "upbeat-giraffe"), scheduled("b", own), scheduled("c", "mine", by_cron=False),
+        scheduled("d", "night-000003", tries=1),
+    )  # fmt: skip
+    asyncio.run(serving_with(tmp_path, server, [])._name_slots([uuid.uuid4()]))
+    assert server.renamed == {"a": f"slot {when.astimezone():%Y-%m-%d %H:%M}"}
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_run_that_was_asked_to_stop_before_it_began_is_cancelled_not_crashed(tmp_path: Path, is_asked: bool) -> None:
+    from prefect.states import Pending
+
+    run, proposed = ended("slot", Pending()), list[str]()
+    server = FakeServer(run)
+    serving_ = serving_with(tmp_path, server, [])
+    serving_._stopping_ids = {"slot"} if is_asked else set()
+
+    async def propose(run: Any, message: str) -> None:
+        proposed.append(message)
+
+    asyncio.run(serving_._propose_crashed(propose, run, "exited with -15"))
+    cancelled = [("slot", "Cancelled", "stopped before it began; the next slot runs")]
+    assert (server.states, proposed) == ((cancelled, []) if is_asked else ([], ["exited with -15"]))
+
+
+def test_an_end_is_told_once_with_the_name_of_the_night(tmp_path: Path) -> None:
+    from prefect.states import Completed, Crashed, Failed
+
+    server, said = FakeServer(), list[str]()
+    for name, state, is_shown in (
+        ("night-000001", Completed(name="Promoted", message="better"), False),
+        ("night-000002", Failed(message="a bad file"), True),
+        ("night-000003", Failed(message="its parameters do not fit"), False),
+        ("night-000004", Crashed(message="killed"), True),
+    ):
+        server.runs = [ended(name, state, **({flow_runs.LABEL_SHOWN: True} if is_shown else {}))]
+        asyncio.run(serving_with(tmp_path, server, said)._say_how_it_ended(SimpleNamespace(id=name, name="slot")))
+    assert said == [
+        "night-000001: Promoted, better", "night-000002: Failed", "night-000003: Failed, its parameters do not fit",
+        "night-000004: Crashed, killed",
+    ]  # fmt: skip
+
+
+def test_a_stop_is_told_like_every_line_and_not_again_as_an_error() -> None:
+    said: list[str] = []
+    with pytest.raises(Interrupted) as stopped, serving._told_by(said.append):
+        raise Interrupted(serving.STOPPED)
+    with serving._told_by(said.append):
+        pass
+    assert said == [serving.STOPPED] * 2 and stopped.value.shown
+
+
+def test_a_table_of_schedules_has_the_times_of_one_zone() -> None:
+    slot = datetime(2027, 1, 1, 1, tzinfo=UTC)
+
+    def status(zone: str) -> schedules.ScheduleStatus:
+        last = schedules.EndedRun("night-000007", "Kept", slot, "worse")
+        return schedules.ScheduleStatus(Schedule("nightly", "mine", "0 2 * * *", zone, {}), True, False, slot, last)
+
+    berlin = status("Europe/Berlin")
+    assert schedules.common_timezone([berlin, berlin]) == "Europe/Berlin"
+    assert schedules.common_timezone([berlin, status("Asia/Tokyo")]) == schedule_files.local_timezone()
+    assert berlin.to_row("Europe/Berlin") == (
+        "nightly/mine", "0 2 * * *", "Fri 2027-01-01 02:00", "night-000007, 2027-01-01 02:00: Kept, worse"
+    )  # fmt: skip
+    assert berlin.to_row("UTC")[1:3] == ("0 2 * * * (Europe/Berlin)", "Fri 2027-01-01 01:00")
+    assert berlin.to_json()["last"] == {
+        "name": "night-000007", "outcome": "Kept", "slot": "2027-01-01T01:00:00+00:00", "message": "worse"
+    }  # fmt: skip
+
+
+def test_servers_make_flow_runs_of_two_slots_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings.models.server.services import ServerServicesSchedulerSettings
+
+    _, environment = servers.prefect_command(tmp_path, 4200)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = ServerServicesSchedulerSettings()
+    assert (settings.min_runs, settings.max_runs, settings.min_scheduled_time) == (2, 2, timedelta(0))
 
 
 def test_no_trouble_while_looking_ends_what_serves(

@@ -105,6 +105,8 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert outcomes["replay"] == "completed" and "of 1 earlier night" in second.output
     names = {name for (name,) in second.rows("prefect", "select name from flow_run")}
     assert "night-000002" in names and not any(name.startswith("nightly-") for name in names)
+    tracked = {name for (name,) in second.rows("mlflow", "select name from runs")}
+    assert {"night-000001", "night-000002"} <= tracked and not any(name.startswith("nightly-") for name in tracked)
 
 
 @pytest.mark.long
