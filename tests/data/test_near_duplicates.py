@@ -377,3 +377,33 @@ def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) ->
     alone = validate([str(good)], NEAR, pool=Here())
     assert reports[1].near_duplicates == alone[0].near_duplicates == 0
     assert reports[1].tally.skipped["duplicate"] == 30
+
+
+MEASURED = """
+import json, resource, sys, time
+from pathlib import Path
+from ttrain.config import Reading
+from ttrain.data.built_blocks import DataFile
+from ttrain.data.sharding import Here, build
+from ttrain.stages.shards import recipe_of
+reading = Reading(heldout_fraction=0.0, near_duplicates=0.8)
+recipe = recipe_of(reading, Path(sys.argv[1]), "documents")
+built = build(Path(sys.argv[2]), {"train": [DataFile(sys.argv[3], "a.jsonl")]}, recipe, reading, block_bytes=16 << 20,
+              pool=Here())
+print(json.dumps({"skipped": built.to_json()["rows"]["train"]["skipped"],
+                  "cpu": time.process_time(), "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+"""
+
+
+@pytest.mark.soak
+def test_ten_thousand_alike_and_two_of_20_mb_take_bounded_time_and_memory(tmp_path: Path, tokenizer: Path) -> None:
+    rng = random.Random(11)
+    same = joined(text(rng, 400))
+    large = joined([f"{rng.randrange(10**6)}" for _ in range(3_000_000)])
+    texts = [*(f"{same}{'.' * n}" for n in range(10_000)), large, f"{large} and more", "?!", "…"]
+    path = write_lines(tmp_path / "a.jsonl", rows(texts))
+    command = [sys.executable, "-c", MEASURED, str(tokenizer), str(tmp_path / "out"), str(path)]
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert measured["skipped"] == {NEAR_DUPLICATE: 10_000}
+    assert len(large) > 20_000_000
+    assert measured["memory"] < (320 << 20) + 64 * len(large) and measured["cpu"] < 300, measured

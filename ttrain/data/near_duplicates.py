@@ -80,7 +80,8 @@ def shingles_of(plain: Bytes) -> Hashes:
     """Sorted distinct hashes of the shingles of a plain text."""
     if not len(plain):
         return np.zeros(0, np.uint64)
-    hashes = np.sort(overlap.seeds(_padded(plain)))
+    hashes = overlap.seeds(_padded(plain))
+    hashes.sort()
     distinct = np.ones(len(hashes), np.bool_)
     distinct[1:] = hashes[1:] != hashes[:-1]
     return hashes[distinct]
@@ -91,8 +92,10 @@ def jaccard(first: Hashes, second: Hashes) -> float:
     small, large = sorted((first, second), key=len)
     if not len(small):
         return 0.0
-    places = np.minimum(large.searchsorted(small), len(large) - 1)
-    common = int((large[places] == small).sum())
+    common = 0
+    for start in range(0, len(small), SLICE):
+        part = small[start : start + SLICE]
+        common += int((large[np.minimum(large.searchsorted(part), len(large) - 1)] == part).sum())
     return common / (len(first) + len(second) - common)
 
 
@@ -110,10 +113,13 @@ def _padded(plain: Bytes) -> Bytes:
 
 def _sketches(data: Bytes, starts: Places, lengths: Places, rule: SimilarityRule) -> Sketches:
     """The sketches of the texts at these places of the data."""
-    hashes = overlap.seeds(data)
     windows = np.maximum(lengths - SEED_BYTES + 1, 0)
     short = np.flatnonzero((lengths > 0) & (windows == 0))
-    flat = hashes[shards.counted_up(starts, windows)]
+    flat = overlap.seeds(data)
+    inside = np.zeros(len(flat), np.bool_)
+    for start, count in zip(starts[windows > 0].tolist(), windows[windows > 0].tolist(), strict=True):
+        inside[start : start + count] = True
+    flat = flat[inside]
     owners = np.repeat(np.arange(len(starts), dtype=np.int32), windows)
     if len(short):
         padded = [overlap.seeds(_padded(data[starts[n] : starts[n] + lengths[n]])) for n in short.tolist()]
