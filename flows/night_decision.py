@@ -17,7 +17,7 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.reports import summary
-from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, Stage
+from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -43,7 +43,7 @@ def decide(
         made = replace(made, decision=replace(decision, promote=False, reason=reason))
         decision = made.decision
     texts = [figure.to_json() for figure in made.texts]
-    night.note(version=version, run=execution.record.run, decision=decision.to_json(), texts=texts)
+    night.note(version=version, run=execution.record.run, decision=decision.to_json(), texts=texts, base=made.base or None)
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(made)
         run_id = execution.tracked_run
@@ -74,7 +74,9 @@ def judged(
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
     rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
-    return candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
+    made = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
+    chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
+    return replace(made, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else made
 
 
 def _nights(

@@ -27,7 +27,7 @@ REPRODUCE_EPILOG = (
     "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
 )
-INDENT = 17
+INDENT = 18
 
 ModelVersion = Annotated[
     str,

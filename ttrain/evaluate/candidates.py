@@ -21,6 +21,7 @@ class Judged:
 
     decision: Decision
     texts: tuple[TextFigure, ...] = ()
+    base: str = ""  # which weights its base model has, where a night averaged
 
 
 def judge(
@@ -62,4 +63,5 @@ def choose(candidates: Mapping[str, Judged]) -> str:
 def tables(judged: Judged) -> Sequence[tuple[Sequence[tuple[str, ...]], Sequence[str]]]:
     """(rows, header) of the decision, and of the figures by text where there are some."""
     of_texts = [(forgetting.rows(judged.texts), forgetting.HEADER)] if judged.texts else []
-    return [(judged.decision.rows(), ("name", "value")), *of_texts]
+    base = [("base model", judged.base)] if judged.base else []
+    return [([*judged.decision.rows(), *base], ("name", "value")), *of_texts]

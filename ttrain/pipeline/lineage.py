@@ -12,11 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ttrain.config.training import TRAININGS
+from ttrain.config.training import CHOSEN_BASE, TRAININGS
 from ttrain.core.hashing import digest_of
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline.lineage_names import LineageTarget
+from ttrain.reports import summary
 from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
 from ttrain.store import runs
@@ -281,7 +282,7 @@ def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> 
         inputs={name: (used["stage"], used["key"]) for name, used in manifest["inputs"].items()},
         data=tuple(_data_entries(artifact)),
         libraries={**versions, **provenance.get("libraries", {})},
-        notes=tuple(_notes(manifest)),
+        notes=(*_notes(manifest), *_choice(artifact)),
         manifest=manifest,
     )
 
@@ -326,6 +327,12 @@ def _data_entries(artifact: Artifact) -> list[LineageData]:
             counts = (documents, counts_of_file.get("tokens"), counts_of_file.get("bytes"))
             entries.append(LineageData(role, file["name"], file["sha256"], *counts, file.get("location")))
     return entries
+
+
+def _choice(artifact: Artifact) -> Iterator[str]:
+    """Which of its candidates the base model of a night is."""
+    if artifact.stage == CHOSEN_BASE:
+        yield f"it is {summary.key_figures(artifact.stage, artifact.result)}"
 
 
 def _notes(manifest: Manifest) -> list[str]:

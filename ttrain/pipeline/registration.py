@@ -223,6 +223,8 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
             took = f"{result.get('steps', 0):,} steps, {result.get('tokens', 0):,} tokens, {hardware}"
             loss = result.get("validation_loss")
             yield f"training, {artifact.stage}", took + (f", validation loss {loss:.4f}" if loss is not None else "")
+    if model.stage == CHOSEN_BASE:
+        yield "base model of a night", report.key_figures(model.stage, model.result)
     provenance, settings = model.provenance, model.manifest["ingredients"].get("settings", {})
     origin = {"run": provenance.get("run"), "key": model.key[:SHORT], "commit": (provenance.get("commit") or "")[:SHORT]}
     origin["seed"] = seed_of(model.stage, settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.core.text import counted, format_duration
+from ttrain.core.text import counted, format_duration, format_number
 
 SHOWN_REASONS = 3
 
@@ -98,8 +98,8 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "average":
         return f"{result['share']:g} of the champion's weights in {result['averaged_tensors']:,} tensors"
     if stage == CHOSEN_BASE:
-        compared = ", ".join(f"{name} {candidate['figure']:.4f}" for name, candidate in result["candidates"].items())
-        return f"{result['chosen']}{': ' if compared else ''}{compared}"
+        figures = [f"{name} {format_number(candidate['figure'])}" for name, candidate in result["candidates"].items()]
+        return f"{result['chosen']}, of {' and '.join(figures)} {BITS_PER_BYTE.label}" if figures else str(result["chosen"])
     if stage.startswith("evaluate"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"

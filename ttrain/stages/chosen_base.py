@@ -10,6 +10,7 @@ from ttrain.config.training import BITS_PER_BYTE
 from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
 from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import finite
 from ttrain.stages import CANDIDATES
 from ttrain.stages.heldout import read_nights
 from ttrain.stages.job import StageContext
@@ -23,6 +24,7 @@ def run(config: ChosenBaseConfig, job: StageContext) -> dict[str, Any]:
     """
     rules = Promotion(**config.promotion.model_dump(), metric=BITS_PER_BYTE.name, baseline=None)
     champion = Evaluation.at(job.inputs["of-champion"])
+    # Which is which night is in the nights' records alone; the gate names them.
     nights = {f"night {number}": names for number, names in enumerate(read_nights(job.inputs["documents"]), start=1)}
     newest = next(reversed(nights), "")
     judged = {
@@ -37,5 +39,5 @@ def run(config: ChosenBaseConfig, job: StageContext) -> dict[str, Any]:
 
 def _figures(candidate: Judged) -> dict[str, Any]:
     decision = candidate.decision
-    return {"figure": decision.challenger, "better_by": decision.difference, "would_be_promoted": decision.promote,
-            "lost": list(decision.lost)}  # fmt: skip
+    figures = {"figure": decision.challenger, "better_by": decision.difference, "would_be_promoted": decision.promote}
+    return {**finite(figures), "lost": list(decision.lost)}
