@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import sqlite3
 import time
 from collections import Counter
@@ -208,3 +209,70 @@ def assert_registered_once(home: Path, completed: int) -> None:
             "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
         )
         assert [row for row in keys if row[2] > 1] == []
+
+
+# --- the same weights and the same decision as never killed ---
+
+AVERAGED = (*TINY, "nightly.average=0.5", "promotion.min_samples=5")
+STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """A home whose first night is done, with documents for a second one."""
+    root = tmp_path_factory.mktemp("averaging")
+    write_corpus(root / "data")
+    cli = Cli(root / "home", root / "data")
+    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
+    add_documents(cli.data, 1, random.Random(3))
+    return cli
+
+
+def copied(prepared: Cli, root: Path) -> Cli:
+    shutil.copytree(prepared.data, root / "data")
+    shutil.copytree(prepared.home, root / "home")
+    return Cli(root / "home", root / "data")
+
+
+def outcome_of(cli: Cli) -> dict[str, Any]:
+    """What the second night came to: its decision, its figures by night, the bytes of each model."""
+    night = next(night for night in Nights(cli.home, NAME).all() if night.name == "night-000002")
+    keys = tracking.find_set(cli.home, NAME, night.data["version"]).keys
+    found: dict[str, Any] = {name: night.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
+    for stage in STAGES:
+        manifest = json.loads((cli.home / "store" / stage / keys[stage] / "manifest.json").read_bytes())
+        weights = {name: entry["sha256"] for name, entry in manifest["files"].items() if not name.startswith("run/")}
+        found[stage] = {
+            name: digest for name, digest in weights.items() if name.endswith((".safetensors", ".arrow", ".jsonl"))
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def never_killed(prepared: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cli = copied(prepared, tmp_path_factory.mktemp("reference"))
+    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
+    return outcome_of(cli)
+
+
+@pytest.mark.parametrize(
+    "reached",
+    ["work/replay/*", "store/replay/*", "work/average/*", "store/average/*", "work/chosen-base/*", "store/chosen-base/*",
+     "work/evaluate/*"],
+)  # fmt: skip
+def test_a_night_killed_in_replay_or_between_averaging_and_gate_ends_like_one_that_never_was(
+    prepared: Cli, never_killed: dict[str, Any], tmp_path: Path, reached: str
+) -> None:
+    cli = copied(prepared, tmp_path)
+    before = set(cli.home.glob(reached))
+    process = cli.start("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
+    try:
+        wait_until(lambda: bool(set(cli.home.glob(reached)) - before) or process.poll() is not None, 300)
+        assert process.poll() is None, process.communicate()[0]
+    finally:
+        for victim in processes_of(cli.home):
+            with contextlib.suppress(psutil.Error):
+                victim.kill()
+        process.wait()
+    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
+    assert outcome_of(cli) == never_killed

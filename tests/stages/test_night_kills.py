@@ -1,0 +1,103 @@
+"""The stages of nights alone: killed anywhere and run again, each leaves the files of a run that was never killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.kill_points import killed_everywhere
+
+from ttrain.config import AverageConfig, ChosenBaseConfig, HeldoutConfig, Nightly, Pretrain, Promotion, ReplayConfig
+from ttrain.core.files import write_json
+from ttrain.data.shards import Column, write_index, write_shard
+from ttrain.evaluate.task_result import LN2, ScoreTable, record_name
+from ttrain.stages import average, chosen_base, heldout, replay
+
+CALLS = ("mkdir", "open", "replace", "rename", "unlink", "fsync", "utime")
+
+
+def shards(directory: Path, first: int, count: int) -> Path:
+    for part, numbers in (("train", range(first, first + count)), ("heldout", range(first + count, first + count + 2))):
+        (directory / part).mkdir(parents=True)
+        rows = [[100, number % 256, number // 256, *range(2 + number % 9)] for number in numbers]
+        column = Column(np.concatenate(rows).astype(np.uint16), np.cumsum([0, *map(len, rows)]))
+        entry = write_shard(directory / part / "0.arrow", column, 300) | {"bytes": 0, "group": 0, "records": "r.jsonl"}
+        (directory / part / "r.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in numbers))
+        write_index(directory / part, kind="documents", vocab_size=300, tokenizer="mine", shards=[entry])
+    return directory
+
+
+def model(directory: Path, seed: int) -> Path:
+    (directory / "model").mkdir(parents=True)
+    weights = {"a": torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))}
+    save_file(weights, directory / "model" / "model.safetensors")
+    (directory / "model" / "config.json").write_text("{}")
+    return directory
+
+
+def evaluation(directory: Path, bits: float) -> Path:
+    directory.mkdir()
+    table, texts = ScoreTable(), [f"text {number}" for number in range(30)]
+    table.part("documents", texts, [100] * 30)
+    value = table.figure("bits_per_byte", "documents", "base", [(100 * bits * LN2, 9)] * 30, per="bytes", factor=1 / LN2)
+    table.write(directory)
+    write_json(directory / "evaluation.json", {"metrics": {"bits_per_byte": value}})
+    return directory
+
+
+def case_of(stage: str, root: Path) -> tuple[Any, Any, dict[str, Path]]:
+    """(module, settings, inputs) of a stage."""
+    if stage == "replay":
+        config = ReplayConfig(nightly={"replay": 0.3}, pretrain=Pretrain(tokens=None, epochs=1.0))
+        return replay, config, {"documents": shards(root / "new", 500, 60), "learnt-0000": shards(root / "old", 0, 90)}
+    if stage == "heldout":
+        inputs = {"earlier": shards(root / "old", 0, 5), "documents": shards(root / "new", 500, 5)}
+        return heldout, HeldoutConfig(), inputs
+    models = {"night": model(root / "night", 1), "champion": model(root / "champion", 2)}
+    if stage == "average":
+        return average, AverageConfig.model_validate({"nightly": Nightly(average=0.25)}), models
+    (root / "documents/heldout").mkdir(parents=True)
+    write_json(root / "documents/heldout/nights.json", [[record_name(f"text {number}") for number in range(30)]])
+    evaluations = {
+        f"of-{name}": evaluation(root / f"of-{name}", bits)
+        for name, bits in {"night": 2.0, "average": 1.9, "champion": 2.1}.items()
+    }
+    inputs = {"night": models["night"], "average": model(root / "average", 3), "documents": root / "documents"}
+    return chosen_base, ChosenBaseConfig.model_validate({"promotion": Promotion()}), {**inputs, **evaluations}
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.endswith(".tmp")
+    }
+
+
+@pytest.mark.parametrize("stage", ["replay", "heldout", "average", "chosen-base"])
+def test_a_killed_stage_of_a_night_leaves_the_same_files_as_one_that_never_was(stage: str, tmp_path: Path) -> None:
+    (tmp_path / "inputs").mkdir()
+    module, config, inputs = case_of(stage, tmp_path / "inputs")
+
+    def run(output: Path) -> Any:
+        return module.run(config, SimpleNamespace(inputs=inputs, output=output))
+
+    act: Callable[[Path], Any] = run
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    figures = run(reference)
+    (tmp_path / "empty").mkdir()
+    copies = tmp_path / "copies"
+    kills = killed_everywhere(tmp_path / "empty", copies, CALLS, act, writing=True) - 1
+    assert kills >= 2
+    for number in range(1, kills + 1):
+        assert run(copies / str(number)) == figures, f"killed at call {number} of {kills}"
+        assert files_of(copies / str(number)) == files_of(reference), f"killed at call {number} of {kills}"
