@@ -1,0 +1,127 @@
+"""What became of the last nights: told by their records, in a table and on a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.pipeline_home import Cli
+
+from ttrain.errors import UsageError
+from ttrain.nightly import history, history_page
+from ttrain.nightly.records import Champion, InputSnapshot, Nights
+
+KEPT = "it forgets night-000001: 2.00000 became 2.20000, 10.0% worse; promotion.forgetting allows 3.0%"
+
+
+def text(name: str, champion: float | None, challenger: float, **more: Any) -> dict[str, Any]:
+    difference = None if champion is None else champion - challenger
+    return {"kind": "night", "name": name, "records": 40, "champion": champion, "challenger": challenger,
+            "difference": difference, "lost": False, **more}  # fmt: skip
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> Nights:
+    """A promoted night, one that forgot, one without news, and one that is running."""
+    found = Nights(tmp_path, "mine")
+    found.directory.mkdir(parents=True)
+    files = {"pretrain": [{"location": "/in/a.jsonl", "sha256": "a"}, {"location": "/in/<b>.jsonl", "sha256": "b"}]}
+    learnt = {"documents": 1200, "tokens": 340_000, "left_out": 3, "read_tokens": 350_000, "replayed_tokens": 10_000}
+    first = found.begin(InputSnapshot(files, {}), None)
+    decision = {"metric": "bits_per_byte", "challenger": 2.0, "champion": None, "lost": []}
+    first.note(version="1", decision=decision, learnt=learnt, texts=[])
+    first.end_try("promoted", "there is no champion yet", closed=True)
+    second = found.begin(InputSnapshot(files, {}, Champion("1", {})), None)
+    decision = {"metric": "bits_per_byte", "challenger": 1.9, "champion": 2.0, "lost": ["night-000001"]}
+    texts = [text("night-000001", 2.0, 2.2, lost=True), text("night-000002", 3.0, 1.5), text("source <i>", 2.0, 2.02)]
+    second.note(version="2", decision=decision, learnt=learnt, texts=texts, base="average, of night 2.1 and average 1.9")
+    second.end_try("kept", KEPT, closed=True)
+    found.add_empty("nothing-new", None, "nothing new: all 2 files have been read by a night before")
+    found.begin(InputSnapshot(files, {}, Champion("1", {})), None)
+    return found
+
+
+def of_home(nights: Nights) -> list[history.NightHistory]:
+    return history.history(nights.directory.parents[1], None)[1]
+
+
+def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_why(nights: Nights) -> None:
+    running, nothing, kept, promoted = of_home(nights)
+    assert [night.outcome for night in (running, nothing, kept, promoted)] == ["running", "nothing-new", "kept", "promoted"]
+    assert promoted.learnt["documents"] == 1200 and promoted.files == ("/in/a.jsonl", "/in/<b>.jsonl")
+    assert (kept.reason, kept.lost, kept.champion, kept.version) == (KEPT, ("night-000001",), "1", "2")
+    assert kept.worst is not None and kept.worst.change == pytest.approx(0.1)
+    assert (running.figure, running.texts, running.reason) == (None, (), "")
+    rows = dict(zip(history.HEADER, history.row(kept), strict=True))
+    assert rows["lost"] == "night-000001" and rows["documents"] == "1,200" and rows["why"] == KEPT
+    assert history.row(promoted)[2] == "promoted as version 1"
+    line = history.summary_line(of_home(nights))
+    assert line == (
+        "4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; promoted models learnt 1,200 documents, 340,000 tokens"
+    )
+    assert json.loads(json.dumps(kept.to_json()))["texts"][0]["lost"] is True
+
+
+def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_most(nights: Nights) -> None:
+    kept = of_home(nights)[2]
+    texts = kept.texts[1:]
+    assert history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts})) == "source <i> +1.0%"
+    assert history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts[:1]})) == "nothing"
+
+
+def test_the_number_of_nights_and_the_pipeline_can_be_chosen(nights: Nights, tmp_path: Path) -> None:
+    assert [night.night for night in history.history(tmp_path, "mine", 2)[1]] == ["night-000004", "night-000003"]
+    Nights(tmp_path, "other").directory.mkdir()
+    with pytest.raises(UsageError, match=r"nights of mine, other; choose one with --name, for example --name mine"):
+        history.history(tmp_path, None)
+    with pytest.raises(UsageError, match=r"no night of your-s yet; there are nights of mine, other"):
+        history.history(tmp_path, "your-s")
+    with pytest.raises(UsageError, match="no night yet"):
+        history.history(tmp_path / "empty", None)
+
+
+def test_a_record_of_an_earlier_version_is_told_as_far_as_it_goes(nights: Nights) -> None:
+    path = nights.directory / "night-000009.json"
+    frozen = {"files": {}, "settings": {}, "champion": None}
+    old = {"state": "closed", "outcome": "kept", "reason": "worse", "frozen": frozen, "tries": [{"began": 1.0}]}
+    path.write_text(json.dumps(old))
+    (nights.directory / "night-000010.json").write_text("{")
+    found = of_home(nights)[0]
+    assert (found.night, found.outcome, found.reason, found.began, found.learnt) == (
+        "night-000009",
+        "kept",
+        "worse",
+        1.0,
+        {},
+    )
+
+
+def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
+    page = history_page.render("mine", of_home(nights))
+    for night in of_home(nights):
+        assert page.count(night.night) >= 1
+    assert "&lt;b&gt;.jsonl" in page and "<b>.jsonl" not in page and "source &lt;i&gt;" in page
+    assert "10.0% worse" in page and "Base model: average, of night" in page and "340,000 tokens, 3 rows left out" in page
+    assert re.search(r'<td class="number lost">2.2000<small> \+10.0%', page)
+    assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert history_page.render("mine", []), "a pipeline without nights has a page, too"
+
+
+def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None:
+    def made(**result: Any) -> Any:
+        return SimpleNamespace(result=result)
+
+    tally = {"skipped": {"duplicate": 2, "empty": 1}, "rejected": {"not JSON": 4}}
+    artifacts = {
+        "shards-pretrain": made(train={"rows": 90, "tokens": 800}, rows={"train": tally}),
+        "pretrain": made(tokens=1000),
+        "replay": made(tokens=50),
+    }
+    expected = {"documents": 90, "tokens": 800, "left_out": 7, "read_tokens": 1000, "replayed_tokens": 50}
+    assert history.learnt_of(artifacts) == expected
+    assert history.learnt_of({"pretrain": made(tokens=1)}) == {}, "the base model stays"
