@@ -91,13 +91,18 @@ def test_a_record_of_an_earlier_version_is_told_as_far_as_it_goes(nights: Nights
     path.write_text(json.dumps(old))
     (nights.directory / "night-000010.json").write_text("{")
     found = of_home(nights)[0]
-    assert (found.night, found.outcome, found.reason, found.began, found.learnt) == (
-        "night-000009",
-        "kept",
-        "worse",
-        1.0,
-        {},
-    )
+    assert (found.night, found.outcome, found.reason) == ("night-000009", "kept", "worse")
+    assert (found.began, found.learnt, found.texts, found.lost) == (1.0, {}, (), ())
+
+
+def test_the_command_prints_the_table_writes_the_page_and_gives_json(nights: Nights, tmp_path: Path) -> None:
+    cli, page = Cli(tmp_path, tmp_path), tmp_path / "nights.html"
+    said = cli.here("models", "history", "--html", str(page), settings=False)
+    assert "night-000002" in said and "written to" in said and page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    told = json.loads(cli.in_process("models", "history", "--json", "--nights", "1", settings=False))
+    assert (told["name"], [night["night"] for night in told["nights"]]) == ("mine", ["night-000004"])
+    nowhere = str(tmp_path / "no" / "page.html")
+    assert "does not exist" in cli.here("models", "history", "--html", nowhere, settings=False, code=2)
 
 
 def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
