@@ -7,8 +7,8 @@ A night brings the documents of one domain: modules of Python's standard library
 sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
 pretraining from the champion), called one after the other, and each night's model becomes champion. The sides:
 
-ours: schedule.kind=infinite with replay, as docs/nightly.md recommends. rewarm: the default schedule with replay.
-new: new documents alone (nightly.replay=0). all: each night continues on all documents (nightly.data=all).
+ours: pretrain.schedule.kind=infinite with replay, as docs/nightly.md recommends. rewarm: the default schedule with the same
+replay. new: new documents alone, at the full rate. all: each night continues on all documents, at the full rate.
 
 All are compared with a new model that learns everything at once, in bits per byte of the held-out text of all nights. Its
 tokens are those of retraining so every night: of the first night, of the first two, and so on. The tokenizer is that of the
@@ -51,8 +51,13 @@ PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
 HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain; of it that is scored
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
-OURS = ["pretrain.schedule.kind=infinite"]
-SIDES = {"ours": OURS, "rewarm": [], "new": ["nightly.replay=0"], "all": ["nightly.data=all"]}
+OURS = ["pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0.2", "nightly.replay=0.25"]
+SIDES = {
+    "ours": OURS,
+    "rewarm": ["nightly.replay=0.25"],
+    "new": ["nightly.replay=0", "nightly.rate=1"],
+    "all": ["nightly.data=all", "nightly.rate=1"],
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

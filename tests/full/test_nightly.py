@@ -196,6 +196,59 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
+INFINITE = (
+    "pretrain.schedule.kind=infinite",
+    "nightly.chats=new",
+    "nightly.sft_base=champion",
+    "nightly.lora_base=champion",
+)
+PLATEAU_ENDS = 20  # of the 40 steps of TINY
+
+
+def artifact_of(cli: Cli, version: str, stage: str) -> Path:
+    return cli.home / "store" / stage / tracking.find_set(cli.home, NAME, version).keys[stage]
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that_was_not(
+    copy: Callable[[], Cli], tmp_path: Path
+) -> None:
+    """The first night with an infinite schedule warms its champion up again; the second continues its plateau."""
+    cli = copy()
+    assert "the champion, version 2, is warmed up again" in night(cli, *INFINITE)
+    version = nights(cli)[0].data["version"]
+    cli.here("models", "promote", version, settings=False)
+    keys = {of: tracking.find_set(cli.home, NAME, of).keys for of in ("2", version)}
+    assert all(keys[version][stage] == keys["2"][stage] for stage in ("sft", "lora"))  # no chat was new
+    add_documents(cli, "docs-5", 5)
+    shutil.copytree(cli.home, tmp_path / "whole-home")
+    whole = Cli(tmp_path / "whole-home", cli.data)
+    assert "warmed up" not in night(whole, *INFINITE)
+    process = cli.start("pipeline", "run", "nightly", *NONE, *INFINITE)
+    deadline = time.monotonic() + 240
+    try:
+        while not any(
+            int(path.name.removeprefix("step-")) > PLATEAU_ENDS
+            for path in cli.home.glob("work/pretrain/*/output/checkpoints/step-*")
+        ):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    psutil.wait_procs(family, timeout=60)
+    night(cli, *INFINITE)
+    versions = [nights(one)[0].data["version"] for one in (whole, cli)]
+    bases = [artifact_of(one, version, "pretrain") for one, version in zip((whole, cli), versions, strict=True)]
+    results = [json.loads((base / "manifest.json").read_bytes())["result"] for base in bases]
+    assert results[0]["resumed_from_step"] == 0 and results[1]["resumed_from_step"] > PLATEAU_ENDS
+    for name in ("model/model.safetensors", "plateau/model.safetensors", "plateau/optimizer.safetensors"):
+        assert (bases[0] / name).read_bytes() == (bases[1] / name).read_bytes()
+    assert json.loads((bases[0] / "manifest.json").read_bytes())["inputs"]["plateau"]["key"] == keys[version]["pretrain"]
+
+
 @pytest.mark.long
 @pytest.mark.soak
 def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli]) -> None:

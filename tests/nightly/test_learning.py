@@ -134,9 +134,19 @@ def test_a_night_has_its_own_budget(
     assert (pretrain.tokens, pretrain.epochs) == budget
 
 
+def test_a_night_has_a_share_of_the_rates_whichever_are_set(store: ArtifactStore, tmp_path: Path) -> None:
+    sections = {
+        "pretrain": {"optim": {"kind": "muon", "lr": 0.01, "muon_lr": 0.02, "head_lr": None}},
+        "nightly": {"rate": 0.3},
+    }
+    optim = inputs(store, settings_of(tmp_path, **sections)).settings.pretrain.optim
+    assert (optim.lr, optim.muon_lr, optim.head_lr, optim.kind) == (0.003, 0.006, None, "muon")
+
+
 def test_a_night_from_scratch_has_the_budget_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
     found = inputs(store, infinite(tmp_path, nightly={"epochs": 1, "start_from": "scratch"}))
     assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None
+    assert found.settings.pretrain.optim == Settings().pretrain.optim
 
 
 def test_two_budgets_are_refused() -> None:

@@ -27,6 +27,11 @@ class Nightly(Section):
         None, ge=1, description="budget of a night that continues the champion's base; empty, as epochs: that of pretrain"
     )
     epochs: float | None = Field(None, gt=0, description="the same in passes over the night's documents, which are new ones")
+    rate: float = Field(
+        0.5,
+        gt=0,
+        description="of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten",
+    )
     replay: float = Field(
         0.05,
         ge=0,

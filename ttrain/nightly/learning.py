@@ -11,15 +11,18 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import PLATEAU
+from ttrain.train.schedules import RATES
 
 INFINITE = "infinite"
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
-    """Settings of `pretrain` that differ where it continues the champion's base: the budget of a night, and no warm-up of a
-    plateau, whose rate is at the peak."""
-    nightly = settings.nightly
-    changes: dict[str, Any] = {}
+    """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
+    warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014)."""
+    nightly, optim = settings.nightly, settings.pretrain.optim.model_dump()
+    names = [name.removeprefix("optim.") for name in sorted(RATES)]
+    rates = {name: float(f"{nightly.rate * optim[name]:.6g}") for name in names if optim[name] is not None}
+    changes: dict[str, Any] = {"optim": {**optim, **rates}}
     if nightly.tokens is not None or nightly.epochs is not None:
         changes |= {"tokens": nightly.tokens, "epochs": nightly.epochs}
     if has_plateau:
