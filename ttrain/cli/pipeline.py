@@ -118,6 +118,7 @@ def pipeline_plan(
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain.config import flatten, rules
+    from ttrain.config.loading import IS_SET
     from ttrain.flows import api
 
     to_plan, loaded = options.to_plan(), given.load()
@@ -130,6 +131,11 @@ def pipeline_plan(
     automatic = (
         rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
     )
+    automatic |= {
+        key: rules.Rule(getattr(loaded.settings, section).start_from, origin)
+        for key, origin in loaded.sources.items()
+        if origin.endswith(IS_SET) and (section := key.removesuffix(".start_from")) != key
+    }
     if as_json:
         print_json({**planned.to_json(), **needs, "auto": {key: asdict(rule) for key, rule in automatic.items()}})
         return
