@@ -1,15 +1,17 @@
-"""The part of training that pretraining, SFT and LoRA share: rows and their order, task, callbacks, figures."""
+"""The part of training that all training stages share: rows and their order, task, callbacks, figures."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from ttrain.config import Runtime, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import pad_fraction
+from ttrain.data.loader import BatchSource, pad_fraction
+from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import StageContext
@@ -19,7 +21,7 @@ from ttrain.stages.trainable_model import TrainableModel, loader_of, start, trai
 from ttrain.train import checkpoint, language_modeling, precision
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
-from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
 __all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files"]
@@ -28,7 +30,7 @@ log = logging.getLogger("ttrain")
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
-    """The task of these stages: next-token prediction."""
+    """The task of most stages: next-token prediction."""
     return LanguageModeling(
         config,
         model,
@@ -37,19 +39,32 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
     )
 
 
-def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
-    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+def fit(
+    config: Training,
+    trained: TrainableModel,
+    job: StageContext,
+    ranks: Ranks,
+    encoder: Encoder,
+    *,
+    task: CausalTask | None = None,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
+) -> dict[str, Any]:
+    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
+
+    `task`: next-token prediction unless given. `batches`: the batches of the rows of a part, `train` or `heldout`.
+    """
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     if "replay" in job.inputs:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     order = order_of(config, rows)
     runtime = job.runtime
-    loader = loader_of(rows, order, runtime, ranks)
+    learnt, measured = batches("train", rows), batches("heldout", heldout)
+    loader = loader_of(learnt, order, runtime, ranks)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
-    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    validation = validation_batches(measured, config.validation_rows, runtime.rows_per_device)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    quick = [] if config.validate_every_steps else validation_batches(heldout, quick_row_count, runtime.rows_per_device)
+    quick = [] if config.validate_every_steps else validation_batches(measured, quick_row_count, runtime.rows_per_device)
     if job.start_from and config.early_stopping:
         raise UsageError(
             f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
@@ -57,8 +72,8 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         )
     extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
     log.info("rows %s", rows.counts())
-    task = task_of(config, trained.model, runtime)
-    language_modeling.check(task.build_model(), config)
+    task = task or task_of(config, trained.model, runtime)
+    language_modeling.check(task.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     figures = train(
         task,
         loader,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.train import attention, moe, optim, schedules
 from ttrain.train.attention import segment_mask
 from ttrain.train.kernels import fuse
-from ttrain.train.losses import labels_after_next, linear_token_loss_sum, token_loss_sum
+from ttrain.train.losses import labels_after_next, linear_token_loss_sum, linear_token_losses, token_loss_sum, token_losses
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.task import LossSum, TrainingTask
 
@@ -34,9 +35,8 @@ LossTerms = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its pa
 log = logging.getLogger("ttrain")
 
 
-@final
-class LanguageModeling(TrainingTask):
-    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model.
+class CausalTask(TrainingTask):
+    """A task on the next-token losses of a causal language model.
 
     `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
     `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
@@ -70,6 +70,11 @@ class LanguageModeling(TrainingTask):
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return token_loss_sum
 
+
+@final
+class LanguageModeling(CausalTask):
+    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model."""
+
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         total, parts, sums = model(*_arrays(batch, device))
         return LossSum(total, batch.live_tokens, parts, sums)
@@ -101,7 +106,11 @@ def warn_unchunked_logits(architecture: str) -> None:
 
 
 def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
-    arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
+    return on_device((batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device)
+
+
+def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on the device."""
     return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
 
 
@@ -147,12 +156,20 @@ class NextTokenLoss(nn.Module):
         return None if self.causal is not self.model else getattr(self.causal, "multi_token", None)
 
     def forward(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor, next_only: bool = False
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor,
+        segments_BT: Tensor,
+        labels_BT: Tensor,
+        next_only: bool = False,
+        branches_BT: Tensor | None = None,
     ) -> LossTerms:
         """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: only the cross entropy of the first head.
+        `next_only`: only the cross entropy of the first head. With the branches of records its terms, [B, T].
         """
+        if branches_BT is not None:
+            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, branches_BT)[1], {}, {}
         if next_only:
             return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT)[1], {}, {}
         with self._routers.watched() as choices:
@@ -177,24 +194,32 @@ class NextTokenLoss(nn.Module):
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
     def _first_head(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor,
+        segments_BT: Tensor,
+        labels_BT: Tensor,
+        branches_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens."""
+        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
-        inputs = {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": segment_mask(segments_BT)}
+        mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
+        inputs = {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": mask_B1TT}
         inputs = attention.with_attention_mask(model, prepend(self.model, inputs))
         if self._chunked:
             if not count(self.model):  # their keys stand before the row, which those records do not cover
-                inputs |= attention.record_arguments(model, segments_BT)
+                inputs |= attention.record_arguments(model, segments_BT, branches_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
-            return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
+            chunked_loss = linear_token_loss_sum if branches_BT is None else linear_token_losses
+            return hidden_BTD, chunked_loss(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
         )
         try:
-            loss = self._criterion(model(**inputs, use_cache=False).logits, labels_BT)
+            criterion = self._criterion if branches_BT is None else token_losses
+            loss = criterion(model(**inputs, use_cache=False).logits, labels_BT)
         finally:
             hook.remove()
         return hidden_states[0], loss
@@ -257,16 +282,18 @@ RECORD = 6  # tokens of each of the two records in the test row
 SLACK = 3e-6  # relative change of the loss: 0 with masks; at least 9e-6 in eleven recurrent models
 
 
-def check(objective: nn.Module, config: Training) -> None:
+def check(objective: nn.Module, config: Training, *, branches: bool = False) -> None:
     """Raise UsageError if the model cannot be trained on packed rows. `objective`: a language model with its loss.
 
-    Four forward passes of twelve tokens without dropout. The model is unchanged, and no random number is drawn.
+    With `branches` also where it does not keep the answers of a pair apart. A few forward passes of twelve tokens without
+    dropout. The model is unchanged, and no random number is drawn.
     """
     was_training = objective.training
     objective.eval()
     try:
         with torch.no_grad():
             future, neighbour = _loss_shifts(objective)
+            answer = _shift_of_other_answer(objective) if branches else 0.0
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
@@ -279,6 +306,12 @@ def check(objective: nn.Module, config: Training) -> None:
         raise UsageError(
             f"{_name(objective)} sees the tokens that it should predict: changing a token changes the loss before it "
             f"by {future:.1e} (relative); choose another model.kind, such as llama or qwen3"
+        )
+    if answer > SLACK:
+        raise UsageError(
+            f"{_name(objective)} does not keep the two answers of a pair apart, which lie in one row: changing the chosen "
+            f"answer changes the loss of the rejected one by {answer:.1e} (relative); choose another model.kind, such as "
+            f"llama or qwen3"
         )
     if neighbour > SLACK and config.packing != "none":
         raise UsageError(
@@ -308,6 +341,25 @@ def _loss_shifts(objective: nn.Module) -> tuple[float, float]:
     other_record[:, :RECORD] = ids_BT[:, :RECORD] % (vocab - 1) + 1
     usual = loss(ids_BT)
     return tuple(abs(loss(ids) - usual) / max(abs(usual), 1e-9) for ids in (later, other_record))  # type: ignore[return-value]
+
+
+def _shift_of_other_answer(objective: nn.Module) -> float:
+    """Relative change of the loss of the second of two answers when the first one is changed."""
+    causal: Any = getattr(objective, "causal", objective)
+    embedding = causal.get_input_embeddings()
+    vocab, device = embedding.num_embeddings, embedding.weight.device
+    ids_BT = (torch.arange(2 * RECORD, device=device) * 7 % (vocab - 1))[None] + 1
+    third = torch.arange(2 * RECORD, device=device) // (2 * RECORD // 3)  # prompt, chosen, rejected
+    positions_BT = (torch.arange(2 * RECORD, device=device) - (third == 2) * (2 * RECORD // 3))[None]
+    labels_BT = torch.where(third == 2, ids_BT.roll(-1, 1), IGNORE)
+    changed = torch.where(third == 1, ids_BT % (vocab - 1) + 1, ids_BT)
+
+    def loss(ids: Tensor) -> float:
+        segments_BT = torch.zeros_like(ids)
+        return float(objective(ids, positions_BT, segments_BT, labels_BT, branches_BT=third[None])[0].sum())
+
+    usual = loss(ids_BT)
+    return abs(loss(changed) - usual) / max(abs(usual), 1e-9)
 
 
 def _name(objective: nn.Module) -> str:
