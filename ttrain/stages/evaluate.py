@@ -176,8 +176,11 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
     if ROWS[name].role != "adapter":
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
-        base = job.inputs[[other for other in _models(job) if ROWS[other].role != "adapter"][-1]] / "model"
-        model = adapters.load(factory.load(base), job.inputs[name] / "adapter", weights_digest(base))
+        directory = job.inputs[name] / "adapter"
+        bases = [job.inputs[other] / "model" for other in _models(job) if ROWS[other].role != "adapter"]
+        digest = adapters.base_digest_of(directory)
+        base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
+        model = adapters.load(factory.load(base), directory, weights_digest(base))
     return model.to(device)
 
 
