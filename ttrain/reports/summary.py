@@ -18,6 +18,7 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
+    "reference": ("answers", "log_probability"),
 }
 
 

@@ -62,20 +62,16 @@ class PreferenceTuning(CausalTask):
     def train_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
         answers = self._answers(model, batch, device)
         total = preference_losses.loss_sum(self.config, answers, self._reference_point)
-        number = len(batch.answer_ids_A)
-        return LossSum(
-            total,
-            preference_losses.count(self.config, number),
-            sums=self._sums(answers, is_paired=is_paired(batch.answer_ids_A)),
-        )
+        sums = self._sums(answers, paired=is_paired(batch.answer_ids_A))
+        return LossSum(total, preference_losses.count(self.config, len(batch.answer_ids_A)), sums=sums)
 
     def validation_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
         with torch.no_grad():
             return self.train_step(model, batch, device)
 
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
-        answers, ratio = sums[RATIOS]
-        self._reference_point = max(0.0, ratio / max(1.0, answers))
+        answers, _, score = sums[RATIOS]
+        self._reference_point = max(0.0, score / max(1.0, answers))
 
     def state(self) -> dict[str, float]:
         return {"reference_point": self._reference_point}
@@ -94,7 +90,7 @@ class PreferenceTuning(CausalTask):
         pairs, leading, lead = sums[LEADS]
         if pairs:
             found |= {"reward_accuracy": leading / pairs, "reward_margin": lead / pairs}
-        answers, ratio = sums[RATIOS]
+        answers, ratio, _ = sums[RATIOS]
         if answers and self.config.has_reference:
             found["kl_to_reference"] = ratio / answers
         if self.config.loss == "kto":
@@ -110,15 +106,15 @@ class PreferenceTuning(CausalTask):
             reference_A = torch.from_numpy(batch.references_A).to(reference_A)
         return Answers(log_probs_A, reference_A, tokens_A, ratings_A)
 
-    def _sums(self, answers: Answers, *, is_paired: bool) -> dict[str, Tensor]:
+    def _sums(self, answers: Answers, *, paired: bool) -> dict[str, Tensor]:
         log_probs_A, rewards_A = answers.log_probs_A.detach(), preference_losses.rewards(self.config, answers).detach()
         ratios_A, sums = answers.scores(per_token=False).detach(), dict[str, Tensor]()
         for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
             mine = (answers.ratings_A == rating).to(log_probs_A)
             sums[name] = torch.stack([(mine * values).sum() for values in (mine, log_probs_A, rewards_A, answers.tokens_A)])
         sums[LEADS] = torch.zeros(3).to(log_probs_A)
-        if is_paired:
+        if paired:
             lead_P = -rewards_A.view(-1, 2).diff(dim=1).flatten()
             sums[LEADS] = torch.stack([torch.ones_like(lead_P).sum(), (lead_P > 0).to(lead_P).sum(), lead_P.sum()])
-        sums[RATIOS] = torch.stack([torch.ones_like(ratios_A).sum(), ratios_A.sum()])
+        sums[RATIOS] = torch.stack([torch.ones_like(ratios_A).sum(), ratios_A.sum(), rewards_A.sum() / self.config.beta])
         return sums
