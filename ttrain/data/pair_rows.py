@@ -69,7 +69,6 @@ class PairRows(Rows):
         """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
         self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
         self.trimmed = not packed
-        self.references: npt.NDArray[np.float64] | None = None  # by `answer_ids_A`, see `answer_count`
         self._end_id, self._header_length = end_id, header_length
         self._cut = self._too_long = self._all_masked = self._targets = self._used = self._pairs = 0
         plans, first = [], 0
@@ -86,16 +85,6 @@ class PairRows(Rows):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def answer_count(self) -> int:
-        """Every `answer_ids_A` is below this number, over all sources of the set; not every number is in use."""
-        return 2 * int(self.shards.index["rows"])
-
-    @property
-    def rated(self) -> bool:
-        """Whether some answers are rated alone, so that there is none to compare them with."""
-        return len(self._records) > self._pairs
 
     def lengths(self) -> Array:
         return self._lengths
@@ -116,13 +105,7 @@ class PairRows(Rows):
         answers_BT = np.full(batch.answers_BT.shape, -1, np.int64)
         answers_BT.reshape(-1)[places] = begins.cumsum() - 1
         answer_ids_A = ids[begins]
-        return replace(
-            batch,
-            answers_BT=answers_BT,
-            answer_ids_A=answer_ids_A,
-            ratings_A=1 - 2 * (answer_ids_A % 2),
-            references_A=None if self.references is None else self.references[answer_ids_A],
-        )
+        return replace(batch, answers_BT=answers_BT, answer_ids_A=answer_ids_A, ratings_A=1 - 2 * (answer_ids_A % 2))
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         assert isinstance(batch, PairBatch)
