@@ -66,4 +66,6 @@ def first_loss(learner: Learner, rows: Rows, device: torch.device) -> Check | No
     loss = float(loss_sum.total) / max(1, loss_sum.count)
     figure = f"{loss:.7f}, that of a model equal to its reference is {expected:.7f}"
     ok = abs(loss - expected) <= AT_START * max(1.0, expected)
-    return make_check("loss at the start", ok, figure, "the reference was not scored by the model that the stage starts from")
+    return make_check(
+        "loss at the start", ok, figure, "the reference was not scored by the model that the stage starts from"
+    )

@@ -29,7 +29,7 @@ DECIDING_METRICS = (
     *(f"{stage}/{VALIDATION_LOSS}" for stage in PRIMARY_METRICS),
 )
 
-HELD_OUT = ("documents", "document_bytes", "chats", "domain")
+HELD_OUT = ("documents", "document_bytes", "chats", "domain", "pairs")
 
 EVALUATION = "evaluate"
 
@@ -299,7 +299,7 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Mapping[str, Mapping[st
         return {digest_of({name: list(scored.get("records", ())) for name, scored in entry.items()}) for entry in parts}
     if same_tokens:
         inputs = [manifest["ingredients"].get("inputs", {}) for _, manifest in evaluated]
-        return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain")}) for entry in inputs}
+        return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain", "pairs")}) for entry in inputs}
     return {digest_of([view.metrics.get(f"eval/{name}") for name in HELD_OUT]) for view, _ in evaluated}
 
 

@@ -152,7 +152,8 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
 
 BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))
 
-SCORED = {"chats": "chat_tokens", "domain": "domain_tokens"}  # by the held-out records
+# Of the held-out records, what is counted beside them.
+SCORED = {"chats": ("chats", "chat_tokens"), "domain": ("chats", "domain_tokens"), "pairs": ("pairs", "")}
 
 NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
 
@@ -193,7 +194,8 @@ def rows(
         for model in MODELS:
             name = f"{EVALUATED}{loss.of(model)}"
             if (value := metrics.get(name)) is not None:
-                scored = f"{count(loss.records)} chats, {count(SCORED[loss.records])} scored tokens"
+                unit, tokens = SCORED[loss.records]
+                scored = f"{count(loss.records)} {unit}" + (f", {count(tokens)} scored tokens" if tokens else "")
                 table.append(row(f"{loss.label}, {model}", name, scored if previous is None else f"{value - previous:+.3f}"))
                 previous = value
     for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger

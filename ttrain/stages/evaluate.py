@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
-from ttrain.config.training import BITS_PER_BYTE
+from ttrain.config.training import BITS_PER_BYTE, PREFERENCE_ACCURACY
 from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
-from ttrain.evaluate import baselines, perplexity, statistics, suites, task_result
+from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as contaminated
 from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
+from ttrain.evaluate.preferences import PAIRS
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
@@ -36,7 +37,6 @@ from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
 from ttrain.train.distributed import Ranks
 
-Sequences = list[tuple[list[int], list[bool]]]
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
 PART_NAMES = tuple(METRICS)
@@ -60,9 +60,11 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     chats = {
         part_name: _read_chats(job.inputs[part_name], settings.max_chats) for part_name in LOSSES if part_name in job.inputs
     }
-    data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
+    data: dict[str, Sequence[perplexity.Tokens]] = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
     for part_name in LOSSES:
         data[part_name] = [chat.encode_chat(encoder, messages) for messages in chats.get(part_name, ())]
+    pairs = preferences.read(heldout_records(job.inputs[PAIRS]), settings.max_chats) if PAIRS in job.inputs else []
+    data[PAIRS] = preferences.sequences(encoder, pairs)
     shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
         return {}
@@ -71,6 +73,7 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     table.part("documents", texts, sizes)
     for part_name, conversations in chats.items():
         table.part(part_name, [[(message.role, message.content) for message in messages] for messages in conversations])
+    table.part(PAIRS, [pair.content().decode() for pair in pairs])
     metrics: dict[str, float] = {
         BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
@@ -81,6 +84,9 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
         of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
         for part_name, scored in of_rows.items():
             metric = METRICS[part_name].of(name)
+            if part_name == PAIRS:
+                metrics |= _preference_figures(table, name, scored)
+                continue
             per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
             metrics[metric] = table.figure(metric, part_name, name, scored, per=per, factor=factor)
             if part_name == "documents":
@@ -105,7 +111,7 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     for part_name, loss in LOSSES.items():
         counts[part_name] = len(data[part_name])
         counts[f"{loss.removesuffix('_loss')}_tokens"] = sum(sum(live) for _, live in data[part_name])
-    counts |= results.counts()
+    counts |= {**({PAIRS: len(pairs)} if pairs else {}), **results.counts()}
     evaluation: dict[str, Any] = {"metrics": metrics, "counts": counts}
     evaluation["intervals"] = {name: list(interval) for name, interval in intervals.items() if interval}
     if outcomes:
@@ -116,6 +122,20 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     write_json(job.output / "samples.json", samples_by_model)
     table.write(job.output)
     return {**evaluation, "samples": samples_by_model}
+
+
+def _preference_figures(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
+    """Share of the pairs whose chosen answer the model prefers, and the mean margin in nats; each with its records."""
+    compared = preferences.compare(scores)
+    accuracy, margin = PREFERENCE_ACCURACY.of(model), f"preference_margin/{model}"
+    columns = {
+        accuracy: [(pair.preferred, 1) for pair in compared],
+        margin: [(pair.margin, 1) for pair in compared],
+    }
+    return {
+        name: table.figure(name, PAIRS, name, values, per="tokens", higher_is_better=True)
+        for name, values in columns.items()
+    }
 
 
 def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
@@ -192,7 +212,7 @@ def join_ranks(runtime: Runtime) -> Ranks:
 
 
 def _shared_scores(
-    data: dict[str, Sequences], settings: Evaluate, job: StageContext, ranks: Ranks
+    data: Mapping[str, Sequence[perplexity.Tokens]], settings: Evaluate, job: StageContext, ranks: Ranks
 ) -> dict[str, dict[str, list[perplexity.Score]]]:
     """Score every model with all ranks together; then each rank may end on its own, since samples and suites can take
     longer than a collective's timeout."""
@@ -207,7 +227,12 @@ def _shared_scores(
 
 
 def _scores(
-    model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: StageContext, number: int, ranks: Ranks
+    model: nn.Module,
+    data: Mapping[str, Sequence[perplexity.Tokens]],
+    settings: Evaluate,
+    job: StageContext,
+    number: int,
+    ranks: Ranks,
 ) -> dict[str, list[perplexity.Score]]:
     """Score of each record by part; a part without a token to score is left out. In fp32: no figure depends on the batch."""
     scores_by_part: dict[str, list[perplexity.Score]] = {}
