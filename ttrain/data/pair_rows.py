@@ -17,7 +17,7 @@ from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
 from ttrain.data.record_rows import sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
-BRANCHES = (CHOSEN, REJECTED)
+PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
 NONE = np.zeros(0, np.int64)
 
 
@@ -50,6 +50,29 @@ class PairBatch(Batch):
             ratings_A=NONE.copy(),
             references_A=None if self.references_A is None else self.references_A[:0],
         )
+
+
+def finished_pairs(batch: PairBatch) -> PairBatch:
+    """Number the answers of the batch, whose global numbers `answers_BT` holds so far.
+
+    They are numbered row by row, so that the answers of a pair follow each other; an answer that is in the batch twice
+    (of a mixture by weight) has two numbers.
+    """
+    places = np.flatnonzero(batch.answers_BT >= 0)
+    width = batch.answers_BT.shape[1]
+    ids = batch.answers_BT.reshape(-1)[places]
+    pairs = batch.segments_BT.reshape(-1)[places] + width * (places // width)
+    begins = np.ones(len(places), bool)
+    begins[1:] = (ids[1:] != ids[:-1]) | (pairs[1:] != pairs[:-1])
+    answers_BT = np.full(batch.answers_BT.shape, -1, np.int64)
+    answers_BT.reshape(-1)[places] = begins.cumsum() - 1
+    answer_ids_A = ids[begins]
+    return replace(
+        batch,
+        answers_BT=answers_BT,
+        answer_ids_A=answer_ids_A,
+        ratings_A=1 - 2 * (answer_ids_A % 2),
+    )
 
 
 @final
@@ -90,22 +113,9 @@ class PairRows(Rows):
         return self._lengths
 
     def finished(self, batch: Batch) -> Batch:
-        """Number the answers of the batch, whose global numbers `answers_BT` holds so far.
-
-        They are numbered row by row, so that the answers of a pair follow each other; an answer that is in the batch twice
-        (of a mixture by weight) has two numbers.
-        """
+        """The batch with its answers numbered."""
         assert isinstance(batch, PairBatch)
-        places = np.flatnonzero(batch.answers_BT >= 0)
-        width = batch.answers_BT.shape[1]
-        ids = batch.answers_BT.reshape(-1)[places]
-        pairs = batch.segments_BT.reshape(-1)[places] + width * (places // width)
-        begins = np.ones(len(places), bool)
-        begins[1:] = (ids[1:] != ids[:-1]) | (pairs[1:] != pairs[:-1])
-        answers_BT = np.full(batch.answers_BT.shape, -1, np.int64)
-        answers_BT.reshape(-1)[places] = begins.cumsum() - 1
-        answer_ids_A = ids[begins]
-        return replace(batch, answers_BT=answers_BT, answer_ids_A=answer_ids_A, ratings_A=1 - 2 * (answer_ids_A % 2))
+        return finished_pairs(batch)
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         assert isinstance(batch, PairBatch)
@@ -196,5 +206,4 @@ def _counted(column: Column, *, only_live: bool) -> Array:
     """Number of tokens of each part of each record, of shape [parts, records]."""
     assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
     counted = column.live != 0 if only_live else np.ones(len(column.tokens), bool)
-    parts = (PROMPT, CHOSEN, REJECTED)
-    return np.stack([sums_by_record((column.branches == part) & counted, column.offsets) for part in parts])
+    return np.stack([sums_by_record((column.branches == part) & counted, column.offsets) for part in PARTS])

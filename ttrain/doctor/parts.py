@@ -6,7 +6,7 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,7 +65,10 @@ class InMemoryRows(Rows):
             batch.answers_BT[lines] = numbered_answers(self.whole)[rows]
 
     def finished(self, batch: Batch) -> Batch:
-        return finished_pairs(batch, self.references) if isinstance(batch, PairBatch) else batch
+        if not isinstance(batch, PairBatch):
+            return batch
+        pairs = finished_pairs(batch)
+        return pairs if self.references is None else replace(pairs, references_A=self.references[pairs.answer_ids_A])
 
     def counts(self) -> Counts:
         return {"rows": len(self), "records": len(self)}
