@@ -40,7 +40,7 @@ def ours(config: Dpo, log_probs_AT: Tensor, live_AT: Tensor, reference_A: Tensor
 
 
 class Judge:
-    """As much of a trainer of TRL as its losses ask for; it "is" the model, which gives the log-probabilities it is given."""
+    """As much of a trainer of TRL as its losses ask for; it is the model, too, and gives the log-probabilities it was given."""
 
     def __init__(self, log_probs_AT: Tensor, live_AT: Tensor, **attributes: Any) -> None:
         self.log_probs_AT, self._metrics = log_probs_AT * live_AT, {"train": defaultdict(list)}
@@ -106,8 +106,8 @@ def of_trl(config: Dpo, log_probs_AT: Tensor, live_AT: Tensor, reference_A: Tens
 
 
 CONFIGS = (
-    of("dpo"), of("dpo", beta=0.5, length_normalized=True), of("ipo"), of("cdpo"), of("simpo", beta=2.0, margin=1.0), of("orpo"),
-    of("kto"), of("kto", desirable_weight=0.7, undesirable_weight=1.3),
+    of("dpo"), of("dpo", beta=0.5, length_normalized=True), of("ipo"), of("cdpo"), of("simpo", beta=2.0, margin=1.0),
+    of("orpo"), of("kto"), of("kto", desirable_weight=0.7, undesirable_weight=1.3),
 )  # fmt: skip
 
 
