@@ -171,6 +171,8 @@ def rows(
         for name, bounds in results.get(stage, {}).get("intervals", {}).items()
     }
 
+    paired = results.get("evaluate", {}).get("paired", {})
+
     def row(label: str, name: str, remark: str = "") -> tuple[str, str, str]:
         return label, _with_interval(metrics[name], intervals.get(name)), remark
 
@@ -196,7 +198,9 @@ def rows(
             if (value := metrics.get(name)) is not None:
                 unit, tokens = SCORED[loss.records]
                 scored = f"{count(loss.records)} {unit}" + (f", {count(tokens)} scored tokens" if tokens else "")
-                table.append(row(f"{loss.label}, {model}", name, scored if previous is None else f"{value - previous:+.3f}"))
+                remark = scored if previous is None else f"{value - previous:+.3f}"
+                p = paired.get(loss.of(model), {}).get("p")
+                table.append(row(f"{loss.label}, {model}", name, remark + ("" if p is None else f", p = {p:.2g}")))
                 previous = value
     for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
         name, new = f"champion/{judged.name}", metrics.get(judged.of_run)

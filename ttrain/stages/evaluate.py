@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     table.part("documents", texts, sizes)
     for part_name, conversations in chats.items():
         table.part(part_name, [[(message.role, message.content) for message in messages] for messages in conversations])
-    table.part(PAIRS, [pair.content().decode() for pair in pairs])
+    if pairs:
+        table.part(PAIRS, [pair.content().decode() for pair in pairs])
     metrics: dict[str, float] = {
         BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
@@ -100,7 +102,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     for outcome in outcomes:
         table.outcome(outcome)
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
-    intervals = {name: statistics.interval(figure, rule) for name, figure in table.figures().items()}
+    figures = table.figures()
+    intervals = {name: statistics.interval(figure, rule) for name, figure in figures.items()}
     results = Results(outcomes, rule)
     metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
     counts = {
@@ -114,6 +117,7 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     counts |= {**({PAIRS: len(pairs)} if pairs else {}), **results.counts()}
     evaluation: dict[str, Any] = {"metrics": metrics, "counts": counts}
     evaluation["intervals"] = {name: list(interval) for name, interval in intervals.items() if interval}
+    evaluation["paired"] = _paired(figures, _models(job), rule)
     if outcomes:
         evaluation["suites"] = results.to_json()
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
@@ -122,6 +126,20 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     write_json(job.output / "samples.json", samples_by_model)
     table.write(job.output)
     return {**evaluation, "samples": samples_by_model}
+
+
+def _paired(
+    figures: Mapping[str, task_result.Metric], models: Sequence[str], rule: statistics.Rule
+) -> dict[str, dict[str, Any]]:
+    """{metric: how the model compares with the one before it on the same held-out records}."""
+    paired = {}
+    for metric in METRICS.values():
+        for earlier, later in pairwise(models):
+            first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+            if first and second and statistics.comparable(first, second):
+                compared = statistics.compare(first, second, rule).to_json()
+                paired[metric.of(later)] = {"against": earlier, **task_result.finite(compared)}
+    return paired
 
 
 def _preference_figures(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
