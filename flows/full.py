@@ -11,11 +11,11 @@ from typing import Any
 
 from ttrain import config
 from ttrain.config import DATASETS, Settings
-from ttrain.stages import EVALUATE, EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
+from ttrain.stages import EVALUATE, EXISTING_MODEL, NEW_MODEL, REFERENCE, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
 
 
 def full(stage: Callable[..., Any], settings: Settings) -> None:
-    """Nine stages; the sets of shards are built side by side.
+    """Nine stages, and with pairs of answers three more; the sets of shards are built side by side.
 
     Where a stage starts from another model than the one before it, the stages that nothing needs are not run, and that
     model comes from a stage of its own: one that exists is taken in, one of random weights is made.
@@ -37,10 +37,14 @@ def full(stage: Callable[..., Any], settings: Settings) -> None:
         base = stage(EXISTING_MODEL, tokenizer=tokenizer)
     elif "pretrain" not in settings.trainings:
         base = stage(NEW_MODEL, tokenizer=tokenizer)
-    evaluated = {"base": base}
+    evaluated, models = {"base": base}, dict[str, Any]()
     for name in settings.trainings:
         training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
-        inputs = {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
-        base = stage(training, **inputs, base=base, shards=shards[row.dataset])
-        evaluated |= {row.model: base, **({row.part: shards[row.dataset]} if row.part else {})}
+        inputs = {"base": models.get(settings.starts[name], base), "shards": shards[row.dataset]}
+        if "tokenizer" in training.inputs:
+            inputs["tokenizer"] = tokenizer
+        if REFERENCE.name in training.inputs and settings.dpo.has_reference:
+            inputs[REFERENCE.name] = stage(REFERENCE, base=inputs["base"], shards=inputs["shards"])
+        models[name] = stage(training, **inputs)
+        evaluated |= {row.model: models[name], **({row.part: shards[row.dataset]} if row.part else {})}
     stage(EVALUATE, **evaluated)

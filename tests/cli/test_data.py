@@ -294,3 +294,38 @@ def test_the_quarantine_never_takes_the_place_of_an_input(run: Run, tmp_path: Pa
     refused = run("data", "validate", "a.jsonl", "--rejected", str(tmp_path / "a.jsonl"))
     assert refused.code == 2 and "--rejected" in refused.err
     assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
+
+
+def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, tok: Path, tmp_path: Path) -> None:
+    bad = {"prompt": "Q", "chosen": "same", "rejected": "same"}
+    rated = {"prompt": "Q", "completion": "yes", "label": False}
+    rows = [PAIR, rated, bad, *({**PAIR, "prompt": f"Question {n}"} for n in range(300))]
+    write(tmp_path / "pairs.jsonl", rows)
+    validated = run("data", "validate", "pairs.jsonl", "--json").json
+    assert (validated["kind"], validated["kept"]) == ("pairs", 302)
+    assert list(validated["rejected"]) == [
+        "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
+    ]
+    made = run("data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "--val-fraction", "0.2", "--json").json
+    assert_adds_up(made["rows"])
+    assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302
+    part = run("data", "stats", "out", "--tokenizer", tok, "--json").json["parts"]["train"]
+    assert part["rows"]["pairs"] + part["rows"]["rated_answers"] == made["train"]["rows"]
+    shown = run("data", "inspect", "out", "--tokenizer", tok, "--row-length", "64", "--rows", "300")
+    assert (
+        shown.code == 0 and "-- prompt of pair 0 of the row" in shown.out and "-- rejected of pair 1 of the row" in shown.out
+    )
+    assert "\x1b[31mNear" not in shown.out
+    records = run("data", "inspect", "out", "--tokenizer", tok, "--records", "--json").json["records"]
+    assert records[0]["headings"] == ["prompt", "chosen", "rejected"] and set(records[0]["segments"]) <= {0, 1, 2}
+
+
+def test_files_of_different_kinds_are_not_sharded_together(run: Run, tok: Path, tmp_path: Path) -> None:
+    write(tmp_path / "pairs.jsonl", [PAIR])
+    write(tmp_path / "chats.jsonl", [chat("Q", "A")])
+    done = run("data", "shard", "pairs.jsonl", "chats.jsonl", "--tokenizer", tok, "--out", "out")
+    assert done.code == 2
+    assert "chats.jsonl holds chats but pairs.jsonl pairs; shard them apart, or set --kind" in done.err.replace("\n", " ")

@@ -22,8 +22,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipes(tokenizer: Path) -> dict[str, BlockRecipe]:
-    """For documents and for chats."""
-    return {kind: recipe_of(READING, tokenizer, kind) for kind in ("documents", "chats")}
+    """For each kind of record."""
+    return {kind: recipe_of(READING, tokenizer, kind) for kind in ("documents", "chats", "pairs")}
 
 
 @pytest.fixture(scope="session")

@@ -197,3 +197,29 @@ def test_the_same_python_makes_the_same_text(tmp_path: Path) -> None:
         runs.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
     assert [run.wait(timeout=300) for run in runs] == [0, 0]
     assert (tmp_path / "0.zst").read_bytes() == (tmp_path / "4321.zst").read_bytes()
+
+
+# --- pairs of answers
+
+
+def pairs(built: tuple[Path, Any], part: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (built[0] / f"{part}.jsonl").open(encoding="utf-8")]
+
+
+def test_a_pair_has_the_right_answer_and_that_of_another_question_or_half_of_it(built: tuple[Path, Any], rows: Rows) -> None:
+    for part, chats in (("dpo", rows["sft"]), ("dpo_heldout", rows["sft_heldout"])):
+        answers = {(texts(row)[-2], texts(row)[-1]) for row in chats}
+        halves = 0
+        for row in pairs(built, part):
+            assert (row["prompt"][-1]["content"], row["chosen"]) in answers
+            is_half = row["chosen"].startswith(row["rejected"])
+            assert is_half or row["rejected"] in {answer for _, answer in answers}
+            assert row["rejected"].strip() and row["rejected"] != row["chosen"]
+            halves += is_half
+        assert halves / len(pairs(built, part)) == pytest.approx(0.5, abs=0.05), "each kind in every second pair"
+    assert len(pairs(built, "dpo")) > 1900 and len(pairs(built, "dpo_heldout")) > 200
+
+
+def test_no_prompt_of_a_held_out_pair_is_learnt(built: tuple[Path, Any]) -> None:
+    prompts = [{json.dumps(row["prompt"]) for row in pairs(built, part)} for part in ("dpo", "dpo_heldout")]
+    assert not prompts[0] & prompts[1]

@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from support import shard_sets
 from support.doubles import CPU, Home, in_ranks, run_here, score_of, sequence, stage_settings, tiny_model
 from torch import nn
 
-from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, SftConfig
+from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, Reading, SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines
 from ttrain.evaluate.task_result import sums_of
 from ttrain.model import factory
 from ttrain.stages import evaluate, lora, pretrain, sft
+from ttrain.stages.shards import heldout_records, recipe_of
 from ttrain.train.distributed import Ranks
+
+HALF = Reading(heldout_fraction=0.5)
 
 # --- samples ------------------------------------------------------------------------------------------------------------
 
@@ -75,10 +79,32 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), paths["base"], documents, runtime)
     run_here(sft, SftConfig(sft=settings.sft), paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
     run_here(lora, LoraConfig(lora=settings.lora), paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
-    inputs = {**paths, "documents": home.documents.path, "chats": chats, "domain": chats}
+    rows = [{"prompt": f"Which {n}?", "chosen": f"This one, {n}.", "rejected": "None."} for n in range(30)]
+    recipe = recipe_of(HALF, home.tokenizer.path, "pairs")
+    shard_sets.build(root / "pairs", [shard_sets.write_lines(root / "pairs.jsonl", rows)], recipe, HALF)
+    inputs = {**paths, "documents": home.documents.path, "chats": chats, "domain": chats, "pairs": root / "pairs"}
     (root / "output").mkdir()
     result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), root / "output", inputs, runtime)
     return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
+
+
+def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_and_a_paired_test(evaluated: Any) -> None:
+    pairs = [record for record in heldout_records(evaluated.inputs["pairs"]) if "chosen" in record]
+    for model in ("base", "sft", "lora"):
+        name = f"preference_accuracy/{model}"
+        recorded = sums_of(evaluated.root / "output", name)
+        assert recorded is not None and recorded.higher_is_better
+        assert set(recorded.sums) <= {0.0, 0.5, 1.0} and len(recorded.sums) == len(set(recorded.records)) == len(pairs)
+        value = evaluated.result["metrics"][name]
+        assert value == sum(recorded.sums) / len(pairs)
+        low, high = evaluated.result["intervals"][name]
+        assert low <= value <= high
+    paired = evaluated.result["paired"]
+    assert paired["preference_accuracy/sft"]["against"] == "base"
+    metrics = evaluated.result["metrics"]
+    difference = metrics["preference_accuracy/sft"] - metrics["preference_accuracy/base"]
+    assert paired["preference_accuracy/sft"]["difference"] == pytest.approx(difference)
+    assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
 
 
 def held_out_texts(evaluated: Any) -> list[str]:
@@ -104,6 +130,7 @@ def test_the_evaluation_has_every_figure_and_gives_the_same_ones_again(evaluated
     names = {*evaluated.result["metrics"]}
     assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < names
     assert {f"{part}_loss_{model}" for part in ("chat", "domain") for model in ("base", "sft", "lora")} < names
+    assert {f"preference_{figure}/{model}" for figure in ("accuracy", "margin") for model in ("base", "sft", "lora")} < names
     assert all(math.isfinite(value) for value in evaluated.result["metrics"].values())
     config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
     again = run_here(evaluate, config, tmp_path, evaluated.inputs, evaluated.settings.runtime)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
+from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
+from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.pipeline import launch
 from ttrain.stages.rows import open_rows, order_of, validation_batches
@@ -202,3 +204,37 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     ):
         with pytest.raises(ValidationError, match=message):
             settings(**changes)
+
+
+def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
+    """Pairs of a prompt of six tokens with answers of so many."""
+    prompt = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33]
+    ids = [[*prompt, *range(40, 40 + size), *range(60, 60 + size)] for size in sizes]
+    branches = [[0] * 6 + [1] * size + [2] * size for size in sizes]
+    offsets = np.cumsum([0, *map(len, ids)])
+    parts = np.concatenate(branches)
+    entry = write_shard(path / "0.arrow", Column(np.concatenate(ids), offsets, parts > 0, parts), len(encoder))
+    shards = [{**entry, "bytes": 1, "group": 0}]
+    write_index(path, kind="pairs", vocab_size=len(encoder), tokenizer=encoder.digest, shards=shards)
+    return path
+
+
+def test_pairs_have_rows_of_their_own_and_no_windows_streams_nor_masks(tmp_path: Path, encoder: Encoder) -> None:
+    path = pairs(tmp_path, encoder, [3, 4, 5])
+    assert type(open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))) is PairRows
+    for change, message in (
+        ({"packing": "stream"}, "packing is stream, but pairs are not one stream"),
+        ({"stride": 4}, "stride is 4, but pairs are not read in windows"),
+        ({"mask_intervals": [[1, 4]]}, "mask_intervals is set, but an answer of a pair counts as a whole"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_rows(path, encoder, settings(**change))
+
+
+def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
+    path = pairs(tmp_path, encoder, [3] * 99 + [20])
+    rows = open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))
+    assert rows.counts()["too_long_dropped"] == 1
+    order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
+    with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
+        order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)

@@ -39,6 +39,18 @@ SEGMENTS = torch.tensor(
 )
 
 
+BRANCHES = torch.tensor(  # of the records above: prompts with two answers, and one, without a prompt, and neither
+    [
+        [0] * 9 + [1] * 10 + [2] * 10,
+        [1] * 2 + [2] * 1 + [0] * 4 + [1] * 7 + [2] * 9 + [0] * 6,
+        [0] * 8 + [1] + [0] * 20,
+        [0] * 8 + [0] * 2 + [1] * 3 + [2] * 3 + [0] * 12 + [1],
+        [0] * T,
+        [0] * 3 + [0] * 20 + [1] * 1 + [2] * 5,
+    ]
+)
+
+
 def heads(kv: int, dtype: torch.dtype, B: int = len(SEGMENTS)) -> list[Tensor]:
     """Queries of four heads, keys and values of `kv`, as a model lays them out."""
     generator = torch.Generator().manual_seed(0)
@@ -77,6 +89,28 @@ def test_attention_within_records_equals_that_of_torch_with_its_gradients(dtype:
         assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
     scaled = results(of_torch(leaves, scale=0.7), leaves)
     assert distance(scaled, results(in_groups(leaves, scaling=0.7), leaves)) < 1e-6
+
+
+@pytest.mark.parametrize("kv", [4, 1])
+def test_branches_see_their_prefix_and_themselves_as_with_the_mask(kv: int) -> None:
+    leaves = heads(kv, torch.float64)
+    mask = segment_mask(SEGMENTS, BRANCHES)
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    expected = results(out, leaves)
+    out, _ = attention.record_attention(None, *leaves, None, groups=RecordGroups(SEGMENTS, BRANCHES))
+    found = results(out, leaves)
+    for name in expected:
+        assert distance({name: expected[name]}, {name: found[name]}) < 1e-14, name
+
+
+def test_the_mask_of_branches_is_that_of_a_naive_loop() -> None:
+    def sees(row: int, query: int, key: int) -> bool:
+        segments, branches = SEGMENTS[row], BRANCHES[row]
+        near = bool(branches[key] == 0) or bool(branches[key] == branches[query])
+        return key <= query and bool(segments[query] == segments[key]) and near
+
+    expected = [[[[sees(row, query, key) for key in range(T)] for query in range(T)]] for row in range(len(SEGMENTS))]
+    assert segment_mask(SEGMENTS, BRANCHES).tolist() == expected
 
 
 def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() -> None:
@@ -140,7 +174,7 @@ def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
     monkeypatch.setattr(attention.RecordAttention, "apply", counted)
     found = gradients()
     assert len(calls) == 2, "each of the two layers took its attention from here"
-    monkeypatch.setattr(attention, "record_arguments", lambda model, segments: {})
+    monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})
     expected = gradients()
     assert len(calls) == 2
     for name in expected:

@@ -210,7 +210,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
     kind: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "record_arguments", lambda model, segments: {})  # which rounds otherwise than torch's
+    monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})  # which rounds otherwise than torch's
     model = tiny_model(**MODELS[kind])
     if adapted:
         model = adapters.attach(model, Lora(rank=3))

@@ -37,7 +37,9 @@ tokenizer_app = command_group(
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
 Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE")]
-Kind = Annotated[Literal["auto", "documents", "chats"], typer.Option(help="auto: by the keys of the first good rows")]
+Kind = Annotated[
+    Literal["auto", "documents", "chats", "pairs"], typer.Option(help="auto: by the keys of the first good rows")
+]
 TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
 MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
 KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
@@ -102,7 +104,8 @@ def data_shard(
 @data_app.command(
     "validate",
     epilog="Examples:  ttrain data validate docs.jsonl\n\n"
-    "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json",
+    "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json\n\n"
+    "ttrain data validate pairs.jsonl --kind pairs",
 )
 def data_validate(
     files: Files,

@@ -43,6 +43,7 @@ OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected")
 FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
     "rejected": "  rejected", "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
+    "cut_records": "  records cut", "too_long_dropped": "  pairs longer than a row",
     "documents": "documents", "documents_seen": "  of", "heldout_rows": "  held out", "duplicates": "duplicates",
     "near_duplicates": "near-duplicates",
     "tokens": "tokens", "live_tokens": "  that count in the loss", "bytes": "bytes", "bytes_per_token": "bytes per token",
@@ -83,7 +84,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
         [(label, _shown(name, figures[name])) for name, label in FIGURES.items() if figures.get(name) not in (None, "")],
     )
     if lengths := report.get("lengths"):
-        yield from _lengths(lengths, "documents" if report["kind"] == "documents" else "chats")
+        yield from _lengths(lengths, report["kind"])
     if "scripts" in report:
         yield ("letters, by their script", ""), list(_scripts(report["scripts"]))
     if "special_tokens" in report:
@@ -129,7 +130,8 @@ def print_tokens(shown: TokenView, special: frozenset[int]) -> None:
     width = console().width if sys.stdout.isatty() else LINE_WIDTH
     for segment in range(1 + max(shown.segments, default=-1)):
         if shown.segments[-1]:
-            print(f"-- record {segment} of the row")
+            heading = shown.headings[segment] if shown.headings else f"record {segment} of the row"
+            print(f"-- {heading}")
         print_spans(inspect.lines(shown, segment, special, width))
 
 

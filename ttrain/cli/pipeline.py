@@ -122,6 +122,7 @@ def pipeline_plan(
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
     from ttrain.config import flatten, rules
+    from ttrain.config.loading import IS_SET
     from ttrain.core.machine import processor
     from ttrain.flows import api
     from ttrain.store import tunings
@@ -136,6 +137,11 @@ def pipeline_plan(
     automatic = (
         rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
     )
+    automatic |= {
+        key: rules.Rule(getattr(loaded.settings, section).start_from, origin)
+        for key, origin in loaded.sources.items()
+        if origin.endswith(IS_SET) and (section := key.removesuffix(".start_from")) != key
+    }
     tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}

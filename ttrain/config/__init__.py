@@ -8,6 +8,7 @@ Defaults are the quickstart: a model of 1 M parameters that learns in 80 to 120 
 from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
 from ttrain.config.data import DATASETS, LEARNT, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate, Expert, Gate, GateConfig
+from ttrain.config.loop import EarlyStopping, Loop, Optim, Precision, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Auth, Night, Runtime, Servers, ServersConfig, Tracking
@@ -18,12 +19,14 @@ from ttrain.config.settings import (
     AverageConfig,
     ChatShardsConfig,
     ChosenBaseConfig,
+    DpoConfig,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
     LoraConfig,
     NewModelConfig,
     PretrainConfig,
+    ReferenceConfig,
     ReplayConfig,
     ReplaySftConfig,
     Settings,
@@ -37,13 +40,9 @@ from ttrain.config.training import (
     CHOSEN_BASE,
     TRAINING_STAGES,
     TRAININGS,
-    EarlyStopping,
-    Loop,
+    Dpo,
     Lora,
-    Optim,
-    Precision,
     Pretrain,
-    Schedule,
     Sft,
     TaskConfig,
     Training,
@@ -65,6 +64,8 @@ __all__ = [
     "ChatShardsConfig",
     "ChosenBaseConfig",
     "Data",
+    "Dpo",
+    "DpoConfig",
     "EarlyStopping",
     "Evaluate",
     "EvaluateConfig",
@@ -92,6 +93,7 @@ __all__ = [
     "Promotion",
     "PythonDocs",
     "Reading",
+    "ReferenceConfig",
     "ReplayConfig",
     "ReplaySftConfig",
     "Runtime",

@@ -32,6 +32,8 @@ class Data(Section):
     pretrain_heldout: Paths = Field((), description="held-out documents; empty: taken from `pretrain` by content hash")
     sft: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats, JSONL with `messages` or `conversations`")
     sft_heldout: Paths = Field((), description="held-out chats; empty: taken from `sft` by content hash")
+    dpo: Paths = Field((), description="pairs of answers, JSONL with `chosen` and `rejected`; empty: no stage `dpo`")
+    dpo_heldout: Paths = Field((), description="held-out pairs; empty: taken from `dpo` by content hash of the prompt")
     lora: Paths = Field((PYTHON_DOCS,), min_length=1, description="chats of the domain that the adapter learns")
     lora_heldout: Paths = Field((), description="held-out chats of that domain; empty: taken from `lora`")
     tokenizer: Paths = Field((), description="documents the tokenizer learns from; empty: the training part of `pretrain`")

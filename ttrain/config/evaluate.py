@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Count, Location, Section, as_tuple, with_fields
-from ttrain.config.training import TRAINING_STAGES, Optim, TaskConfig
+from ttrain.config.loop import Optim
+from ttrain.config.training import TRAINING_STAGES, TaskConfig
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, rules, yaml_text
 from ttrain.config.model import sizes_of
-from ttrain.config.settings import existing_model_of, trainings_of
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
@@ -29,6 +29,7 @@ SHOWN_NEIGHBOURS = 8
 SHOWN_ERRORS = 20
 KEY_CHARACTERS, KEY_PARTS = 200, 16
 S = TypeVar("S", bound=Section)
+IS_SET = " is set"  # ends the origin of a value that follows from another setting
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
 
@@ -67,6 +68,7 @@ def load(
 
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
+    base = [*base, *_starts_from_optional_stages([*base, *overrides])]
     _refuse_sizes_of_new_models(overrides, base)
     known = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
     strongest = {item.key: item.value for item in known}
@@ -218,6 +220,19 @@ def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> l
     return [Override(origin, "tokenizer.existing", model), Override(origin, "tokenizer.template", "auto")]
 
 
+def _starts_from_optional_stages(overrides: Sequence[Override]) -> list[Override]:
+    """`start_from` of the stages for which nothing sets it and before which an optional stage has data."""
+    values = {item.key: item.value for item in overrides}
+    present = [name for name in OPTIONAL if values.get(f"data.{TRAINING_STAGES[name].dataset}")]
+    starts = []
+    for name, row in TRAINING_STAGES.items():
+        usual = row.settings.model_fields["start_from"].default
+        nearest = next((start for start in row.starts if start in present or start == usual), usual)
+        if name not in OPTIONAL and nearest != usual and f"{name}.start_from" not in values:
+            starts.append(Override(f"data.{TRAINING_STAGES[nearest].dataset}{IS_SET}", f"{name}.start_from", nearest))
+    return starts
+
+
 def _by_rule(overrides: Sequence[Override]) -> list[Override]:
     """The settings that are `auto` and follow from others, where their value is not the default."""
     usual = _default_values()
@@ -259,7 +274,7 @@ def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
     starts = {f"{name}.start_from": row.settings.model_fields["start_from"].default for name, row in TRAINING_STAGES.items()}
     starts |= {key: str(value) for _, key, value in overrides if key in starts}
     by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
-    return existing_model_of(by_stage), f"{trainings_of(by_stage)[0]}.start_from"
+    return existing_model_of(by_stage), f"{root_of(TRAININGS[-1], by_stage)[0]}.start_from"
 
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:

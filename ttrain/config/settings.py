@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ttrain.config.base import Section, with_fields
 from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
+from ttrain.config.loop import Precision
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, Pretrain, Sft
 
 
-def trainings_of(starts: Mapping[str, str]) -> tuple[str, ...]:
-    """The stages that train, in their order: LoRA, and what it needs. `starts`: `start_from` of each stage, by stage."""
-    trainings = [TRAININGS[-1]]
-    while (predecessor := starts[trainings[0]]) in TRAININGS and predecessor not in trainings:
-        trainings.insert(0, predecessor)
-    return tuple(trainings)
+def trainings_of(starts: Mapping[str, str], optional: Collection[str] = ()) -> tuple[str, ...]:
+    """The stages that train, in their order: LoRA, the optional ones that have data, and what these need.
+
+    `starts`: `start_from` of each stage, by stage.
+    """
+    needed = set[str]()
+    for name in (TRAININGS[-1], *optional):
+        while name in TRAININGS and name not in needed:
+            needed.add(name)
+            name = starts[name]
+    return tuple(name for name in TRAININGS if name in needed)
+
+
+def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
+    """The first stage that trains on the way to a stage, and what that starts from."""
+    passed = {name}
+    while starts[name] in TRAININGS and starts[name] not in passed:
+        name = starts[name]
+        passed.add(name)
+    return name, starts[name]
 
 
 def existing_model_of(starts: Mapping[str, str]) -> str | None:
     """The directory or Hub name that the first stage that trains starts from; None for a new model."""
-    root = starts[trainings_of(starts)[0]]
+    _, root = root_of(TRAININGS[-1], starts)
     return None if root in (NONE, *TRAININGS) else root
 
+
+# Stages that exist only where their data set has files.
+OPTIONAL = tuple(name for name, row in TRAINING_STAGES.items() if row.optional)
 
 # Sections that shape no result, and so are part of no key.
 SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify", "servers")
@@ -60,6 +78,7 @@ class Settings(Section):
     model: Model = Model()
     pretrain: Pretrain = Pretrain()
     sft: Sft = Sft()
+    dpo: Dpo = Dpo()
     lora: Lora = Lora()
     evaluate: Evaluate = Evaluate()
     runtime: Runtime = Runtime()
@@ -77,7 +96,11 @@ class Settings(Section):
     @property
     def trainings(self) -> tuple[str, ...]:
         """The stages that train, in their order: what nothing starts from is not run."""
-        return trainings_of(self.starts)
+        return trainings_of(self.starts, [name for name in OPTIONAL if self.exists(name)])
+
+    def exists(self, name: str) -> bool:
+        """Whether a stage that trains can be in the pipeline: an optional one has data."""
+        return name not in OPTIONAL or bool(getattr(self.data, TRAINING_STAGES[name].dataset))
 
     @property
     def existing_model(self) -> str | None:
@@ -99,6 +122,30 @@ class Settings(Section):
         return self.lora.virtual_tokens if self.lora.kind == "prefix" and stage in ("lora", "evaluate") else 0
 
     @model_validator(mode="after")
+    def _optional_stages_have_data(self) -> Settings:
+        for name in self.trainings:
+            if not self.exists(name):
+                later = next(later for later, start in self.starts.items() if start == name)
+                raise ValueError(
+                    f"{later}.start_from is {name} but data.{TRAINING_STAGES[name].dataset} names no files, without which "
+                    f"there is no stage {name}; set data.{TRAINING_STAGES[name].dataset}, or {later}.start_from="
+                    f"{self.starts[name]}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_root(self) -> Settings:
+        first, root = root_of(TRAININGS[-1], self.starts)
+        for name in filter(self.exists, OPTIONAL):
+            other, start = root_of(name, self.starts)
+            if (first, root) != (other, start):
+                raise ValueError(
+                    f"{first}.start_from is {root} and {other}.start_from is {start}: a pipeline starts from one model, as "
+                    f"all its stages share one tokenizer; set {name}.start_from to a stage that {TRAININGS[-1]} goes on from"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_existing_model(self) -> Settings:
         existing_starts = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
         if len(set(existing_starts.values())) > 1:
@@ -115,7 +162,8 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> Settings:
-        for name in (*TRAININGS, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
+        trainings = filter(self.exists, TRAININGS)
+        for name in (*trainings, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
             length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
             if length + virtual > self.model.max_length:
                 prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
@@ -219,14 +267,32 @@ class SftConfig(Section):
     sft: Sft
 
 
+class DpoConfig(Section):
+    dpo: Dpo
+
+
 class LoraConfig(Section):
     lora: Lora
+
+
+class ScoredRows(PartOfSection):
+    """The settings that the log-probabilities of the answers depend on."""
+
+    row_length: int
+    packing: Literal["best-fit", "stream", "none"]
+    mask_intervals: tuple[tuple[int | str, int | str], ...]
+    precision: Precision
+
+
+class ReferenceConfig(Section):
+    dpo: ScoredRows
 
 
 TRAINING_CONFIGS: dict[str, type[Section]] = {
     **{name: with_fields({name: (row.settings, ...)})(Section) for name, row in TRAINING_STAGES.items()},
     "pretrain": PretrainConfig,
     "sft": SftConfig,
+    "dpo": DpoConfig,
     "lora": LoraConfig,
 }
 

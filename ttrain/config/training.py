@@ -1,104 +1,16 @@
-"""Settings of a training: optimizer, schedule, precision, and what each stage adds."""
+"""Settings of the training stages, and the table of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config import rules
-from ttrain.config.base import Count, Location, Section, Share, as_tuple
-
-
-class Optim(Section):
-    """AdamW, Adam, AdamW whose state takes 8 bits a number, or Muon for the hidden matrices and AdamW for the rest."""
-
-    kind: Literal["muon", "adamw", "adam", "adamw8bit"] = Field("adamw", description="adamw8bit needs torchao")
-    lr: float = Field(4e-3, gt=0, description="peak learning rate; where kind=muon, of what AdamW trains")
-    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon, where kind=muon")
-    embedding_lr: float | None = Field(None, gt=0, description="peak learning rate of the embedding; empty: lr")
-    head_lr: float | None = Field(
-        None, gt=0, description="peak learning rate of the output head, also of one that is the embedding; empty: lr"
-    )
-    betas: tuple[Share, Share] = Field((0.9, 0.95), description="of AdamW and Adam: decay of the two means, a step")
-    eps: float = Field(1e-8, gt=0, description="of AdamW, added to the denominator")
-    weight_decay: float = Field(
-        0.1, ge=0, description="on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient"
-    )
-    clip: float | None = Field(1.0, gt=0, description="largest gradient norm, over all parameters; empty: any")
-
-
-class Schedule(Section):
-    """Learning rate over the optimizer steps: a warm-up, a hold at the peak, a decay to the floor.
-
-    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. infinite: as wsd, and the
-    state before the decay is kept, with which the next night continues. cosine: decays from the
-    hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
-    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay.
-    """
-
-    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = Field(
-        "linear",
-        description="how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
-        "and nights continue the constant part",
-    )
-    warmup_steps: int | None = Field(None, ge=0, description="empty: 10, but none where kind=minimind")
-    hold_steps: int = Field(0, ge=0, description="steps at the peak after the warm-up, before any decay")
-    decay_fraction: float = Field(
-        0.5, ge=0, le=1, description="share of the steps, at the end, in which `linear`, `wsd` and `infinite` decay"
-    )
-    decay_rate: float = Field(0.5, gt=0, le=1, description="of `exponential`: what remains after `decay_steps`")
-    decay_steps: int = Field(1000, ge=1, description="of `exponential`")
-    floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak; of `minimind` it is 0.1")
-
-    @model_validator(mode="after")
-    def _one_floor(self) -> Schedule:
-        if self.kind == "minimind" and self.floor not in (0.0, 0.1):
-            raise ValueError(
-                f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
-                f"for another floor set schedule.kind=cosine"
-            )
-        return self
-
-
-class EarlyStopping(Section):
-    """Ends a training whose validation loss no longer falls. The best weights are kept, also of one that reaches its end."""
-
-    patience: int = Field(3, ge=1, description="validations without a better loss, one after the other, that end it")
-    min_delta: float = Field(0.0, ge=0, description="a loss is better if it is lower by more than this")
-
-
-Precision = Literal["auto", "bf16", "fp16", "fp32", "tf32"]
-
-
-class Loop(Section):
-    """What the training loop does to the weights, whatever it trains."""
-
-    validate_every_steps: int = Field(0, ge=0, description="0: at the end only")
-    validation_rows: int = Field(256, ge=1, description="rows of the held-out part used while training")
-    early_stopping: EarlyStopping | None = Field(None, description="empty: train to the end; needs validate_every_steps")
-    nonfinite: Literal["stop", "skip", "raise"] = Field(
-        "stop", description="a loss or gradient that is not finite: save and end, leave the step out, or end at once"
-    )
-    precision: Precision = Field(
-        "auto", description="auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls"
-    )
-    seed: int = Field(1, ge=0, lt=2**32, description="of weights, dropout and the order of rows")
-    optim: Optim = Optim()
-    schedule: Schedule = Schedule()
-
-    @model_validator(mode="after")
-    def _early_stopping_is_asked(self) -> Self:
-        if self.early_stopping and not self.validate_every_steps:
-            raise ValueError("early_stopping is set but validate_every_steps is 0; set it, for example to 50")
-        return self
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of these settings' names in the whole tree, for messages."""
-        return ""
+from ttrain.config.base import Count, Location, as_tuple
+from ttrain.config.loop import Loop, Optim, Precision
 
 
 class Training(Loop):
@@ -197,6 +109,7 @@ class TaskConfig(Loop):
 
 
 NONE = "none"
+Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of the names of layers
 
 
 class Pretrain(Training):
@@ -222,6 +135,54 @@ class Sft(Training):
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
+class Dpo(Training):
+    """Preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
+
+    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo: arXiv:2405.14734.
+    orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
+    """
+
+    start_from: Location = Field(
+        "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    )
+    loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = Field(
+        "dpo", description="simpo and orpo need no reference model; kto reads single rated answers, too"
+    )
+    beta: float = Field(0.1, gt=0, description="how far the model may leave the reference: the smaller, the farther")
+    label_smoothing: float = Field(0.1, ge=0, lt=0.5, description="of cdpo: share of pairs that are labelled the wrong way")
+    margin: float = Field(0.5, ge=0, description="of simpo: the reward by which the chosen answer should lead (gamma)")
+    length_normalized: bool = Field(
+        False, description="divide log-probabilities by the answer's tokens; ipo, simpo and orpo always do"
+    )
+    desirable_weight: float = Field(1.0, ge=0, description="of kto: weight of the good answers")
+    undesirable_weight: float = Field(1.0, ge=0, description="of kto: weight of the bad answers")
+    sft_weight: float = Field(0.0, ge=0, description="weight of the chosen answers' own loss a token; orpo has it always")
+    epochs: float | None = Field(1.0, gt=0, description="budget in passes over the rows")
+    optim: Optim = Optim(lr=2e-4, weight_decay=0.0)
+    adapter: Literal["none", "lora", "dora"] = Field(
+        "none", description="none: train all weights; else an adapter, which is merged into the model at the end"
+    )
+    rank: int = Field(16, ge=1, description="of the adapter")
+    alpha: float = Field(32.0, gt=0, description="of the adapter; its output is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter; its masks also depend on runtime.rows_per_device")
+    targets: Targets = Field(
+        ("all-linear",),
+        min_length=1,
+        description="of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the one that it starts from."""
+        return self.loss not in ("simpo", "orpo")
+
+    @model_validator(mode="after")
+    def _one_loss_of_the_chosen(self) -> Dpo:
+        if self.loss == "orpo" and self.sft_weight:
+            raise ValueError(f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0")
+        return self
+
+
 class Lora(Training):
     """An adapter on a frozen model, through PEFT.
 
@@ -238,7 +199,7 @@ class Lora(Training):
     rank: int = Field(16, ge=1, description="of lora and dora")
     alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="of lora and dora; its masks also depend on runtime.rows_per_device")
-    targets: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+    targets: Targets = Field(
         ("all-linear",),
         min_length=1,
         description="of lora and dora: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
@@ -268,11 +229,12 @@ class PrimaryMetric:
     label: str
     records: str
     higher_is_better: bool = False
+    separator: str = "_"  # before the model
 
     @property
     def family(self) -> str:
         """The name without the model."""
-        return self.name.removesuffix(f"_{self.model}")
+        return self.name.removesuffix(f"{self.separator}{self.model}")
 
     @property
     def of_run(self) -> str:
@@ -281,11 +243,14 @@ class PrimaryMetric:
 
     def of(self, model: str) -> str:
         """The name of the metric of another model."""
-        return self.name if model == self.model else f"{self.family}_{model}"
+        return self.name if model == self.model else f"{self.family}{self.separator}{model}"
 
 
 BITS_PER_BYTE = PrimaryMetric("bits_per_byte", "base", "bits per byte", "documents")
 CHAT_LOSS = PrimaryMetric("chat_loss_sft", "sft", "chats loss", "chats")
+PREFERENCE_ACCURACY = PrimaryMetric(
+    "preference_accuracy/dpo", "dpo", "preference accuracy", "pairs", higher_is_better=True, separator="/"
+)
 DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 
@@ -305,13 +270,14 @@ class TrainingStage:
     label: str  # on pages and charts
     title: str  # of its registered models
     role: Role  # a base model, one that chats, or an adapter on a model
-    rows: Literal["documents", "chats"]  # what it learns from
+    rows: Literal["documents", "chats", "pairs"]  # what it learns from
     suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
     data: str = ""  # its data set; empty: one of its own name
     metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # of `ttrain train`
     example: str = ""  # of its settings
+    optional: bool = False  # whether it exists only where its data set has files
     module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
 
     @property
@@ -334,8 +300,8 @@ class TrainingStage:
 
     @property
     def loss(self) -> str:
-        """Prefix of the losses on that part; documents have bits per byte instead."""
-        return self.metric.family if self.metric and self.metric is not BITS_PER_BYTE else ""
+        """Prefix of the losses on that part, where it is chats: documents have bits per byte, pairs a share."""
+        return self.metric.family if self.metric and self.rows == "chats" else ""
 
     @property
     def directory(self) -> str:
@@ -362,6 +328,13 @@ BUILT_IN = (
         help="Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the "
         "chats.",
         example="sft.optim.lr=2e-4 sft.epochs=2",
+    ),
+    TrainingStage(
+        Dpo, "DPO", "Models tuned on preferences", "chat", "pairs", metric=PREFERENCE_ACCURACY, optional=True,
+        summary="A language model tuned on pairs of answers, of which one is preferred",
+        help="Tune the fine-tuned model, or that of dpo.start_from, on pairs of answers. Needs that model, the shards of "
+        "the pairs and, unless dpo.loss is simpo or orpo, the stage reference.",
+        example="dpo.beta=0.2 data.dpo=pairs.jsonl",
     ),
     TrainingStage(
         Lora, "LoRA", "Adapters", "adapter", "chats", metric=DOMAIN_LOSS,

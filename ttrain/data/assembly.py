@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
@@ -83,9 +84,11 @@ def assemble(
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, files, built_blocks, figures)
-    duplicates = _select_rows(built_blocks, figures, reading)
+    duplicates = _select_rows(built_blocks, figures, reading, recipe.kind)
     near_figures = near.leave_out(files, figures, _removed_overlaps(built_blocks, overlaps)) if near else None
-    lowest = _hold_out_lowest_row(built_blocks, figures) if recipe.heldout_fraction > 0 and "heldout" not in files else None
+    lowest = None
+    if recipe.heldout_fraction > 0 and "heldout" not in files:
+        lowest = _hold_out_lowest_row(built_blocks, figures, recipe.kind)
     overlapping = _leave_out_overlaps(files, built_blocks, figures, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
@@ -110,7 +113,7 @@ def assemble(
             near.keep_lowest(files, block, content_hash, entry)
     _copy_block_records(output, built_blocks)
     extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
-    if recipe.kind == "chats":
+    if recipe.kind != "documents":
         extra_fields["template"] = recipe.template
     parts = {
         part_name: shards.write_index(
@@ -163,7 +166,9 @@ def _quarantine(
             figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
 
 
-def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading) -> int:
+def _select_rows(
+    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading, kind: str
+) -> int:
     """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
     table = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
     first = is_first(table)
@@ -171,7 +176,7 @@ def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int
         [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
     )
     shared = (
-        ~from_heldout & np.isin(row_keys(table), row_keys(table[from_heldout]))
+        ~from_heldout & np.isin(_split_keys(table, kind), _split_keys(table[from_heldout], kind))
         if from_heldout.any()
         else np.zeros(len(table), bool)
     )
@@ -192,6 +197,11 @@ def _select_rows(built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int
     return int((~first & ~shared).sum())
 
 
+def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
+    """What may not stand in both parts: the content of a row, of a pair its prompt (`records.content_hash`)."""
+    return table[:, 0] if kind == "pairs" else row_keys(table)
+
+
 def is_first(table: Table) -> Flags:
     """A flag per row: whether no earlier row has the same content."""
     halves = np.sort(table[:, 0])
@@ -205,11 +215,12 @@ def is_first(table: Table) -> Flags:
 
 
 def _hold_out_lowest_row(
-    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally]
+    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kind: str
 ) -> tuple[BuiltBlock, bytes] | None:
     """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
 
-    This lets a small set be evaluated too. Returns the first block with the row, and its hash.
+    This lets a small set be evaluated too. Returns the first block with the row, and its hash. Other pairs of the same
+    prompt leave the training part with it.
     """
     if (
         any((block.is_heldout & block.selected).any() for block in built_blocks)
@@ -227,7 +238,8 @@ def _hold_out_lowest_row(
     (first, second), lowest_block = lowest
     copies = 0
     for block in built_blocks:
-        same = block.selected & (block.rows[:, 0] == np.uint64(first)) & (block.rows[:, 1] == np.uint64(second))
+        same = block.selected & (block.rows[:, 0] == np.uint64(first))
+        same &= (block.rows[:, 1] == np.uint64(second)) | (kind == "pairs")
         block.selected &= ~same
         figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
         copies += int(same.sum())

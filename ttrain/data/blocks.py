@@ -23,8 +23,9 @@ from ttrain.core.files import read_json
 from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
-from ttrain.data.chat import encode_chats
+from ttrain.data.chat import encode_chats, encode_preferences
 from ttrain.data.encoder import Encoder
+from ttrain.data.preferences import Preference
 from ttrain.data.records import BadRows, Tally
 from ttrain.data.shards import Column
 from ttrain.errors import DataError
@@ -59,7 +60,7 @@ class Block:
 class BlockRecipe:
     """All that determines the output for a block, besides its bytes."""
 
-    kind: str  # "documents" or "chats"
+    kind: str  # "documents", "chats" or "pairs"
     text_field: str
     heldout_fraction: float
     max_line_bytes: int
@@ -82,13 +83,13 @@ class BlockRecipe:
     def digest_of_data(self) -> str:
         """The same digest without the code: shards keep their names if another version writes the same bytes."""
         names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
-        names += ["template"] if self.kind == "chats" else []
+        names += ["template"] if self.kind != "documents" else []
         seed = self.seed if self.keep_below is not None else 0
         return digest_of({**{name: getattr(self, name) for name in names}, "seed": seed})
 
     @property
     def parser(self) -> sources.Parser:
-        return sources.document_parser(self.text_field) if self.kind == "documents" else sources.parse_conversation
+        return sources.parser_of(self.kind, self.text_field)
 
 
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
@@ -258,13 +259,12 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
     for line, record in numbered_records(data, block, recipe, tally):
-        content = record.content()
-        content_hash = sources.hash_of(content)
+        content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
-        heldout = int.from_bytes(content_hash[:8], "big") < threshold
-        size = len(content) if isinstance(record, sources.TextDocument) else len(text_of(record).encode("utf-8"))
+        heldout = int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold
+        size = len(text_of(record).encode("utf-8"))
         parts["heldout" if heldout else "train"].add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
@@ -290,14 +290,13 @@ def encoder_of(directory: str, *, fast: bool) -> Encoder:
 
 
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
-    """Encode documents with their begin and end tokens, or chats with their loss mask."""
+    """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
+    if kind == "pairs":
+        preferences = [record for record in records if isinstance(record, Preference)]
+        return _column(encode_preferences(encoder, [(pair.prompt, pair.chosen, pair.rejected) for pair in preferences]))
     if kind == "chats":
-        encoded_chats = encode_chats(
-            encoder, [record.messages for record in records if isinstance(record, sources.Conversation)]
-        )
-        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in encoded_chats])]).astype(np.int64)
-        return Column(
-            np.concatenate([ids for ids, _ in encoded_chats]), offsets, np.concatenate([live for _, live in encoded_chats])
+        return _column(
+            encode_chats(encoder, [record.messages for record in records if isinstance(record, sources.Conversation)])
         )
     ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.TextDocument)])
     offsets = offsets + 2 * np.arange(len(offsets))
@@ -307,6 +306,13 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
     tokens[inside] = ids
     tokens[offsets[:-1]], tokens[offsets[1:] - 1] = encoder.bos_id, encoder.eos_id
     return Column(tokens, offsets)
+
+
+def _column(encoded: Sequence[tuple[npt.NDArray[Any], ...]]) -> Column:
+    """The records, each as its ids, loss mask and, of pairs, branches."""
+    offsets = np.concatenate([[0], np.cumsum([len(arrays[0]) for arrays in encoded])]).astype(np.int64)
+    ids, live, *branches = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
+    return Column(ids, offsets, live, *branches)
 
 
 def text_of(record: sources.Record) -> str:
@@ -362,9 +368,9 @@ class _ShardBuilder:
 def concatenate(columns: Sequence[Column]) -> Column:
     """Concatenate the records of several columns."""
     lengths = np.concatenate([np.diff(column.offsets) for column in columns])
-    live = [column.live for column in columns if column.live is not None]
+    masks = [[column.live for column in columns], [column.branches for column in columns]]
     return Column(
         np.concatenate([column.tokens for column in columns]),
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        np.concatenate(live) if live else None,
+        *(None if mask[0] is None else np.concatenate([flags for flags in mask if flags is not None]) for mask in masks),
     )

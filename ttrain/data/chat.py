@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data import chat_templates
-from ttrain.data.chat_templates import Segment, Template
+from ttrain.data import chat_templates, preferences
+from ttrain.data.chat_templates import Message, Segment, Template
 
 if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder
@@ -30,6 +30,47 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
     """
     template = template_of(encoder)
     return assemble(encoder, template.segments_of_all(conversations))
+
+
+def encode_preferences(
+    encoder: Encoder, pairs: Sequence[tuple[Messages, Messages, Messages]]
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_], npt.NDArray[np.uint8]]]:
+    """(ids, live, branches) of each (prompt, chosen, rejected), of shape [tokens]; one answer may be empty.
+
+    The prompt comes once, up to the first token that is live in an answer or in which the two differ; then each answer.
+    """
+    answers = [(prompt, answer) for prompt, *answers_of_pair in pairs for answer in answers_of_pair if answer]
+    encoded = iter(encode_chats(encoder, [(*prompt, *answer) for prompt, answer in answers]))
+    joined = []
+    for _, *answers_of_pair in pairs:
+        sides = [
+            (branch, *next(encoded)) for branch, answer in enumerate(answers_of_pair, start=preferences.CHOSEN) if answer
+        ]
+        size = _common(*((ids, live) for _, ids, live in sides))
+        branches = [np.full(len(ids) - size, branch, np.uint8) for branch, ids, _ in sides]
+        joined.append(
+            (
+                np.concatenate([sides[0][1][:size], *(ids[size:] for _, ids, _ in sides)]),
+                np.concatenate([np.zeros(size, np.bool_), *(live[size:] for *_, live in sides)]),
+                np.concatenate([np.full(size, preferences.PROMPT, np.uint8), *branches]),
+            )
+        )
+    return joined
+
+
+def _common(*sequences: Encoded) -> int:
+    """How many tokens the sequences begin with that are equal in all and live in none."""
+    size = min(int(live.argmax()) if live.any() else len(live) for _, live in sequences)
+    first, last = sequences[0][0][:size], sequences[-1][0][:size]
+    differing = np.flatnonzero(first != last)
+    return int(differing[0]) if len(differing) else size
+
+
+def header_length(encoder: Encoder) -> int:
+    """Tokens between the end of a user's turn and an answer; 0 if the template does not end such a turn by `end_id`."""
+    ids, live = encode_chat(encoder, (Message("user", "?"), Message("assistant", "!")))
+    before = ids[: live.index(True)]
+    return before[::-1].index(encoder.end_id) if encoder.end_id in before else 0
 
 
 def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[bool]]:

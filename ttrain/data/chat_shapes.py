@@ -53,10 +53,10 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
         messages = _prompt_and_completion(row, has_tools)
     else:
         messages = turns_of(row[shape], shape, has_tools)
-    return _with_system_and_tools(messages, row)
+    return with_system_and_tools(messages, row)
 
 
-def _with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
     system = row.get("system")
     if not (system is None or isinstance(system, str)):
         raise Malformed(f"'system' is {kind_of(system)}, not text")
@@ -73,12 +73,18 @@ def _with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> l
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
-    instruction, output = (_visible_text(row, key, "instruction") for key in ("instruction", "output"))
+    question = alpaca_question(row)
+    return [*question, Message("assistant", visible_text(row, "output", "instruction"))]
+
+
+def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
+    """The turns up to the answer."""
+    instruction = visible_text(row, "instruction", "instruction")
     extra = row.get("input")
     if not (extra is None or isinstance(extra, str)):
         raise Malformed(f"'input' is {kind_of(extra)}, not text")
     question = f"{instruction}\n\n{extra}" if extra and not is_blank(extra) else instruction
-    return [*_history(row.get("history")), Message("user", question), Message("assistant", output)]
+    return [*_history(row.get("history")), Message("user", question)]
 
 
 def _history(pairs: object) -> list[Message]:
@@ -101,7 +107,7 @@ def _history(pairs: object) -> list[Message]:
     return messages
 
 
-def _visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
+def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
     text = row.get(key)
     if key not in row:
         raise Malformed(f"no key '{key}' beside '{other_key}'")
@@ -121,7 +127,7 @@ def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Mess
         if value is None:
             raise Malformed(f"'{key}' is null, {rule}" if key in row else f"no key '{key}' beside '{other_key}'")
         if isinstance(value, str):
-            turns += [{"role": role, "content": _visible_text(row, key, other_key)}]
+            turns += [{"role": role, "content": visible_text(row, key, other_key)}]
         elif isinstance(value, list):
             if not value:
                 raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
@@ -130,10 +136,10 @@ def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Mess
             raise Malformed(f"'{key}' is {kind_of(value)}, {rule}")
     size = len(row["prompt"]) if isinstance(row["prompt"], list) else 1
     messages = turns_of(turns, "prompt", has_tools)
-    return [*(_not_learnt(message) for message in messages[:size]), *messages[size:]]
+    return [*(not_learnt(message) for message in messages[:size]), *messages[size:]]
 
 
-def _not_learnt(message: Message) -> Message:
+def not_learnt(message: Message) -> Message:
     return replace(message, in_loss=False) if message.role == "assistant" else message
 
 

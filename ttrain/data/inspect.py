@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from ttrain.core.files import read_json, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data import chat_shapes, records
 from ttrain.data.blocks import PARTS
-from ttrain.data.chat import encode_chat
+from ttrain.data.chat import encode_chat, header_length
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
+from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
 from ttrain.errors import ArtifactError, DataError, UsageError
@@ -29,6 +30,7 @@ from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
+PARTS_OF_PAIR = 3
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 Lengths = npt.NDArray[np.int64]
 
@@ -37,8 +39,9 @@ Lengths = npt.NDArray[np.int64]
 class TokenView:
     """A row or a record, token by token; all lists have the same length.
 
-    segments    which record of the row a token belongs to, from 0
+    segments    which record of the row a token belongs to, from 0; prompt and answers of a pair count as several
     pieces      the text that each token completes; a character of several tokens is in the piece of the last one
+    headings    what each segment is, of pairs
     """
 
     number: int
@@ -46,6 +49,7 @@ class TokenView:
     live: list[bool]
     segments: list[int]
     pieces: list[str]
+    headings: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, ids: list[int], live: list[bool], pieces: TokenDecoder, number: int = 0) -> TokenView:
@@ -122,13 +126,13 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
 def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> dict[str, Any]:
     """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises UsageError if there are none.
 
-    Without the tokenizer, whose token ends a turn, chats have no rows.
+    Without the tokenizer, whose token ends a turn, chats and pairs have no rows.
     """
     parts = {}
     for name, directory in parts_of(path).items():
         shards = ShardSet(directory)
         index, encoder = shards.index, None
-        if index["kind"] == "chats" or tokenizer is not None:
+        if index["kind"] != "documents" or tokenizer is not None:
             with contextlib.suppress(UsageError):
                 encoder = encoder_of(directory, tokenizer, store)
         has_rows = index["kind"] == "documents" or encoder is not None
@@ -157,6 +161,9 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
+    if shards.index["kind"] == "pairs":
+        header = header_length(encoder)
+        return PairRows(shards, row_length, encoder.pad_id, encoder.end_id, header_length=header)
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
 
 
@@ -192,6 +199,8 @@ def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
     """The tokens of a packed row, and the target after the last one. Padding is left out."""
     batch = rows.batch([number])
     inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.segments_BT[0]
+    if isinstance(batch, PairBatch):
+        of_record = np.where(of_record < 0, -1, PARTS_OF_PAIR * of_record + batch.branches_BT[0])
     borders = np.flatnonzero(np.diff(of_record, prepend=-2)).tolist()
     shown = TokenView(number, [], [], [], [])
     segment = 0
@@ -205,6 +214,10 @@ def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
         shown.ids.extend(ids)
         shown.live.extend(live)
         shown.segments.extend([segment] * len(ids))
+        if isinstance(batch, PairBatch):
+            answer = int(batch.answers_BT[0, start:end].max())
+            name = "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
+            shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
         shown.pieces.extend(pieces(ids))
         segment += 1
     return shown
@@ -215,7 +228,11 @@ def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenVie
     tokens, live = shards.row(number)
     ids = tokens.tolist()
     flags = [position > 0 for position in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
-    return TokenView.of(ids, flags, pieces, number)
+    shown = TokenView.of(ids, flags, pieces, number)
+    if shards.index["kind"] == "pairs":
+        shown.segments[:] = shards.preference(number)[2].tolist()
+        shown.headings[:] = ["prompt", "chosen", "rejected"]
+    return shown
 
 
 def first_questions(shards: Path, encoder: Encoder, count: int) -> list[str]:

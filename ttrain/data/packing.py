@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +32,28 @@ Counts = dict[str, int | float]
 class Batch:
     """Rows as arrays of shape [B, T]."""
 
+    FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
     input_ids_BT: Array
     labels_BT: Array
     positions_BT: Array
     segments_BT: Array
+
+    @classmethod
+    def padding(cls, rows: int, width: int, pad_id: int) -> Self:
+        """Rows without a token."""
+        fills = (pad_id, IGNORE, 0, -1, *cls.FILLS)
+        arrays = np.empty((len(fills), rows, width), np.int64)  # in one piece, which malloc keeps for the next batch
+        arrays[:] = np.reshape(fills, (-1, 1, 1))
+        return cls(*arrays)
 
     @property
     def live_tokens(self) -> int:
         """Positions that have a target."""
         return int((self.labels_BT != IGNORE).sum())
 
-    def without_targets(self) -> Batch:
+    def without_targets(self) -> Self:
         """The same rows without targets, so that the loss ignores them."""
-        return Batch(self.input_ids_BT, np.full_like(self.labels_BT, IGNORE), self.positions_BT, self.segments_BT)
+        return replace(self, labels_BT=np.full_like(self.labels_BT, IGNORE))
 
 
 class Rows(ABC):
@@ -53,6 +62,7 @@ class Rows(ABC):
     row_length: int
     pad_id: int
     trimmed = False  # whether a batch is only as wide as its longest row
+    batch_type: type[Batch] = Batch
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -83,14 +93,17 @@ class Rows(ABC):
 
     def batch(self, rows: Collection[int]) -> Batch:
         """A batch of the rows with these numbers."""
-        arrays = np.empty((4, len(rows), self.width(rows)), np.int64)  # in one piece, which malloc keeps for the next batch
-        arrays[:] = np.reshape([self.pad_id, IGNORE, 0, -1], (4, 1, 1))
-        batch = Batch(*arrays)
+        width = self.width(rows)
+        batch = self.batch_type.padding(len(rows), width, self.pad_id)
         numbers, lines = np.asarray(rows, np.int64), np.arange(len(rows))
-        together = max(1, FILLED_TOGETHER // arrays.shape[2])
+        together = max(1, FILLED_TOGETHER // width)
         for first in range(0, len(lines), together):
             part = slice(first, first + together)
             self.fill(numbers[part], batch, lines[part])
+        return self.finished(batch)
+
+    def finished(self, batch: Batch) -> Batch:
+        """The batch after all of its rows are written."""
         return batch
 
 
@@ -101,7 +114,7 @@ class MixedRows(Rows):
         """`epoch`: rows of one pass, each of which has exactly these shares; None: as many as there are."""
         assert len(groups) == len(weights) > 0, f"{len(groups)} groups with {len(weights)} weights"
         self.groups, self.weights, self._epoch = tuple(groups), tuple(weights), epoch
-        self.row_length, self.pad_id = groups[0].row_length, groups[0].pad_id
+        self.row_length, self.pad_id, self.batch_type = groups[0].row_length, groups[0].pad_id, groups[0].batch_type
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
 
@@ -130,6 +143,9 @@ class MixedRows(Rows):
             mine = np.flatnonzero(numbers == number)
             if len(mine):
                 group.fill(rows[mine] - self._firsts[number], batch, lines[mine])
+
+    def finished(self, batch: Batch) -> Batch:
+        return self.groups[0].finished(batch)
 
     def counts(self) -> Counts:
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""

@@ -1,9 +1,13 @@
 """The quickstart's data: text of the Python documentation that ships with ttrain, split and cut as the settings say.
 
-Three data sets, each with a held-out part:
+Four data sets, each with a held-out part:
 
     pretrain    docstrings and the language reference; a share of it may be source code
     sft         questions about functions, classes and modules, answered from signatures and docstrings
+    dpo         pairs of answers to half as many of the same questions, for preference tuning. The chosen answer is the right
+                one; of every second pair the other answers another question, of the rest it is the right one cut in the
+                middle. The model after SFT knows what belongs to a question, but gives the shorter text the higher
+                probability, so that it prefers the right answer of about half of all pairs.
     lora        letters of the European alphabets as Unicode describes them: U+00E9, its name, case and UTF-8 bytes.
                 SFT has nothing like it, the form of an answer is learnable in a few hundred rows, and the letters
                 asked for in the held-out rows are others than those of the training rows (and so are their capitals).
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -39,7 +43,7 @@ def text_file() -> Path:
 
 
 def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
-    """Write the six files under `output`; returns rows and UTF-8 bytes of each.
+    """Write the eight files under `output`; returns rows and UTF-8 bytes of each.
 
     The held-out part is `heldout_fraction` of each data set, at least 100 kB of documents and 100 rows. The number of chats
     and letters is that of the training rows, the number of bytes that of all documents.
@@ -58,13 +62,16 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     code = _first_bytes(_split(rows["code"], groups)[0], code_bytes)
     chats, heldout_chats = _split(rows["sft"], groups)
     answers = {answer for row in chats[: settings.chat_rows] for answer in _answers(row)}
-    unseen_chats = (row for row in heldout_chats if answers.isdisjoint(_answers(row)))
+    unseen_chats: Iterable[Row] = (row for row in heldout_chats if answers.isdisjoint(_answers(row)))
     letters, heldout_letters = _split(rows["lora"], {row["group"] for row in rows["lora"][:heldout_letter_rows]})
+    unseen_chats = list(islice(unseen_chats, heldout_chat_rows))
     parts = {
         "pretrain": [*_first_bytes(documents, room - code_bytes), *code],
         "pretrain_heldout": heldout_documents,
         "sft": chats[: settings.chat_rows],
-        "sft_heldout": list(islice(unseen_chats, heldout_chat_rows)),
+        "sft_heldout": list(unseen_chats),
+        "dpo": list(make_pairs(chats[: settings.chat_rows // 2])),
+        "dpo_heldout": list(make_pairs(list(unseen_chats))),
         "lora": letters[: settings.domain_rows],
         "lora_heldout": heldout_letters[:heldout_letter_rows],
     }
@@ -86,9 +93,24 @@ def choose_groups(documents: Iterable[Row], heldout_fraction: float) -> set[str]
 
 
 def count_bytes(rows: Iterable[Row]) -> int:
-    """UTF-8 bytes of the texts or messages of the rows."""
-    texts = (text for row in rows for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]]))
-    return sum(len(text.encode()) for text in texts)
+    """UTF-8 bytes of the texts or turns of the rows."""
+    return sum(len(text.encode()) for row in rows for text in _texts(row))
+
+
+def _texts(row: Row) -> list[str]:
+    turns = row.get("messages") or row.get("prompt") or ()
+    return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [turn["content"] for turn in turns]
+
+
+def make_pairs(chats: Sequence[Row]) -> Iterator[Row]:
+    """Pairs of answers to the last question of each chat: against the answer of the next chat, and against half of it."""
+    for number, row in enumerate(chats):
+        *prompt, answer = row["messages"]
+        words = answer["content"].split(" ")
+        following = chats[(number + 1) % len(chats)]["messages"][-1]["content"]
+        rejected = " ".join(words[: len(words) // 2]) if number % 2 else following
+        if rejected.strip() and rejected != answer["content"]:
+            yield {"prompt": prompt, "chosen": answer["content"], "rejected": rejected, "source": row["source"]}
 
 
 def _split(rows: Iterable[Row], groups: set[str]) -> tuple[list[Row], list[Row]]:

@@ -291,7 +291,7 @@ class ChatRows(Rows):
         Only records longer than a row are handled one by one, so 200,000 chats take a second.
         """
         lengths, live = np.diff(column.offsets), self._live(column)
-        targets = _sums(live, column.offsets)
+        targets = sums_by_record(live, column.offsets)
         self._targets += int(targets.sum())
         self._all_masked += int((targets == 0).sum())
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
@@ -352,7 +352,7 @@ def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _sums(flags: Flags, offsets: Array) -> Array:
+def sums_by_record(flags: Flags, offsets: Array) -> Array:
     """How many flags are set in each record."""
     sums = np.zeros(len(offsets) - 1, np.int64)
     filled = np.diff(offsets) > 0

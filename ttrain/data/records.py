@@ -1,4 +1,4 @@
-"""Parse documents and conversations from JSON objects, and split them into training and held-out part."""
+"""Parse documents, conversations and preferences from JSON objects, and split them into training and held-out part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from ttrain.core import redact
-from ttrain.data.chat_shapes import is_blank, messages_of
+from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of
 from ttrain.data.chat_templates import Message
+from ttrain.data.preferences import PREFERENCE_FIELDS, Preference, is_preference, preference_of
 from ttrain.data.tools import Malformed, kind_of
 from ttrain.errors import DataError
 
@@ -23,6 +24,9 @@ TEXT = "text"  # the default of reading.text_field, with which the other keys ar
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
 # Keys whose values can group an evaluation. They are stored with held-out records, but are not part of their identity.
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
+
+TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
+PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -57,7 +61,9 @@ class Conversation:
         return {"messages": [message.to_json() for message in self.messages], **dict(self.labels)}
 
 
-Record = TextDocument | Conversation
+Record = TextDocument | Conversation | Preference
+
+Kind = Literal["documents", "chats", "pairs"]
 
 Parser = Callable[[dict[str, Any]], "Record | Skipped | Rejected"]
 
@@ -156,14 +162,44 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
     except Malformed as error:
         return Rejected(str(error))
     except RecursionError:
-        return Rejected("the functions or the arguments of a call are nested too deeply")
+        return Rejected(TOO_DEEP)
     if not any(message.role == "assistant" and message.in_loss and not is_blank(message.content) for message in messages):
         return Skipped("no answer")
     return Conversation(tuple(messages), labels_of(value))
 
 
+def parse_preference(value: dict[str, Any]) -> Record | Skipped | Rejected:
+    """Parse a preference in one of the formats that `preference_of` reads. A row without two different answers is bad."""
+    try:
+        return preference_of(value, labels_of(value))
+    except Malformed as error:
+        return Rejected(str(error))
+    except RecursionError:
+        return Rejected(TOO_DEEP)
+
+
+def parser_of(kind: str, text_field: str) -> Parser:
+    """The parser of the records of a kind."""
+    return {"chats": parse_conversation, "pairs": parse_preference}.get(kind) or document_parser(text_field)
+
+
+def expected_fields(kind: str, text_field: str) -> str:
+    """What a row of a kind holds, as part of a message."""
+    return {"chats": CHAT_FIELDS, "pairs": PREFERENCE_FIELDS}.get(kind) or document_fields(text_field)
+
+
+def kind_of_row(row: dict[str, Any]) -> Kind:
+    """The kind of record that the keys of a row mean."""
+    return "pairs" if is_preference(row) else "chats" if is_chat(row) else "documents"
+
+
 def content_hash(record: Record) -> bytes:
-    """16 bytes that identify the content of a record."""
+    """16 bytes that identify the content of a record.
+
+    Half of the 16 bytes of a preference are its prompt's, so that pairs of one prompt are on the same side of a split.
+    """
+    if isinstance(record, Preference):
+        return hash_of(record.prompt_content())[:PLACE_BYTES] + hash_of(record.content())[PLACE_BYTES:]
     return hash_of(record.content())
 
 
@@ -174,7 +210,7 @@ def hash_of(content: bytes) -> bytes:
 
 def position(record: Record) -> float:
     """A number in [0, 1) by the record's content: uniform, and the same in every file."""
-    return int.from_bytes(content_hash(record)[:8], "big") / 2**64
+    return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big") / 2**64
 
 
 def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:

@@ -1,8 +1,9 @@
 """Shards: memory-mapped Arrow IPC streams of token ids; `index.json` beside them has counts, digests and the tokenizer.
 
-Columns: `tokens: large_list<uint16 or uint32>`, for chats also `live: large_list<uint8>`, the loss mask. The stream format
-is the one that `datasets.Dataset.from_file` opens. Opening a set reads its index only: a shard is mapped, and its
-offsets are read, when one of its rows is requested.
+Columns: `tokens: large_list<uint16 or uint32>`; of chats and pairs also `live: large_list<uint8>`, the loss mask, and of
+pairs `branches: large_list<uint8>`, which part of the record a token belongs to (`ttrain.data.preferences`). The format is
+the stream that `datasets.Dataset.from_file` opens. Opening a set reads its index only: a shard is mapped, and its offsets
+are read, when one of its rows is requested.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Column:
-    """Records one after the other: `tokens` and, for chats, `live` of length N; record r is offsets[r] to offsets[r+1]."""
+    """Records one after the other: `tokens` and, for chats, `live`, for pairs `branches` too, all of length N.
+
+    Record r is offsets[r] to offsets[r+1].
+    """
 
     tokens: Ids
     offsets: Offsets
     live: Ids | None = None
+    branches: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -49,7 +54,9 @@ class Column:
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths[selected])]).astype(np.int64)
-        return Column(self.tokens[flags], offsets, None if self.live is None else self.live[flags])
+        return Column(
+            self.tokens[flags], offsets, *(None if mask is None else mask[flags] for mask in (self.live, self.branches))
+        )
 
 
 class Ranges(NamedTuple):
@@ -89,9 +96,10 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any], pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
     arrays, fields = [_large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))], ["tokens"]
-    if column.live is not None:
-        arrays.append(_large_list(column.offsets, column.live.astype(np.uint8)))
-        fields.append("live")
+    for field, mask in (("live", column.live), ("branches", column.branches)):
+        if mask is not None:
+            arrays.append(_large_list(column.offsets, mask.astype(np.uint8)))
+            fields.append(field)
     batch = pa.record_batch(arrays, names=fields)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -138,8 +146,8 @@ def read_shard(path: Path) -> Column:
     except (OSError, ValueError, pa.ArrowInvalid, StopIteration) as error:
         raise ArtifactError(f"the shard {path} is damaged: {error}; make it again") from None
     tokens = batch.column("tokens")
-    live = _view(batch.column("live").values) if "live" in batch.schema.names else None
-    return Column(_view(tokens.values), _view(tokens.offsets), live)
+    masks = (_view(batch.column(name).values) if name in batch.schema.names else None for name in ("live", "branches"))
+    return Column(_view(tokens.values), _view(tokens.offsets), *masks)
 
 
 def write_index(
@@ -192,6 +200,9 @@ class ShardSet:
             )
         self.directory, self.index = directory, index
         self._shards = [shard for shard in index["shards"] if group is None or shard["group"] == group]
+        firsts = itertools.accumulate((shard["rows"] for shard in index["shards"]), initial=0)
+        numbered = zip(firsts, index["shards"], strict=False)
+        self._first_of_all = [first for first, shard in numbered if group is None or shard["group"] == group]
         self._verified: set[str] = set()
         self._columns: list[Column | None] = [None] * len(self._shards)
         self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
@@ -224,11 +235,22 @@ class ShardSet:
 
     def row(self, number: int) -> tuple[Ids, Ids | None]:
         """(ids, live) of one record, as views."""
+        column, span, _ = self._place(number)
+        return column.tokens[span], None if column.live is None else column.live[span]
+
+    def preference(self, number: int) -> tuple[Ids, Ids, Ids, int]:
+        """(ids, live, branches) of one record of pairs, as views, and its number in the whole set, over all groups."""
+        column, span, number_of_all = self._place(number)
+        assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
+        return column.tokens[span], column.live[span], column.branches[span], number_of_all
+
+    def _place(self, number: int) -> tuple[Column, slice, int]:
+        """(shard, tokens of the record in it, number of the record in the whole set)."""
         which = int(np.searchsorted(self._first_row, number, side="right")) - 1
         column = self._column(which)
         local = number - int(self._first_row[which])
-        start, end = column.offsets[local], column.offsets[local + 1]
-        return column.tokens[start:end], None if column.live is None else column.live[start:end]
+        span = slice(int(column.offsets[local]), int(column.offsets[local + 1]))
+        return column, span, self._first_of_all[which] + local
 
     def columns(self) -> list[Column]:
         """Every shard's records, in order."""

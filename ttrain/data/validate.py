@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core import redact
-from ttrain.data import blocks, chat_shapes, near_duplicates, overlap, records
+from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.inspect import Lengths, lengths_json
@@ -74,7 +74,7 @@ class Report:
         if self.error is None and not self.tally.rows:
             self.error = f"{shown_file}: no rows: it is empty, or holds nothing but blank lines"
         elif self.error is None:
-            expected_fields = chat_shapes.CHAT_FIELDS if self.kind == "chats" else records.document_fields(text_field)
+            expected_fields = records.expected_fields(self.kind, text_field)
             try:
                 self.tally.check(shown_file, rejected_fraction, expected_fields)
             except DataError as error:
@@ -97,13 +97,13 @@ class Report:
 
 
 def kind_of(location: str, max_line_bytes: int) -> str | None:
-    """ "chats" or "documents", by the keys of most of the first good rows; None if there is no good row.
+    """The kind of record that the keys of most of the first good rows mean, else documents; None if no row is good.
 
     Raises DataError for a file that cannot be read.
     """
     rows = itertools.islice(records.records([location], Tally(), max_line_bytes), LOOKED_AT)
-    are_chats = [chat_shapes.is_chat(value) for _, _, value in rows]
-    return ("chats" if 2 * sum(are_chats) > len(are_chats) else "documents") if are_chats else None
+    kinds = Counter(records.kind_of_row(value) for _, _, value in rows)
+    return next((kind for kind, count in kinds.items() if 2 * count > kinds.total()), "documents") if kinds else None
 
 
 def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
@@ -113,9 +113,8 @@ def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
         by_kind.setdefault(kind_of(location, max_line_bytes), location)
     by_kind.pop(None, None)
     if len(by_kind) > 1:
-        raise UsageError(
-            f"{by_kind['chats']} holds chats but {by_kind['documents']} documents; shard them apart, or set --kind"
-        )
+        (first, first_file), (second, second_file) = sorted(by_kind.items(), key=str)[:2]
+        raise UsageError(f"{first_file} holds {first} but {second_file} {second}; shard them apart, or set --kind")
     return next(filter(None, by_kind), "documents")
 
 

@@ -6,15 +6,17 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from ttrain.config import Runtime, Training
 from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
+from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.errors import TTrainError, UsageError
 from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
@@ -45,10 +47,11 @@ class Learner:
 
 
 class InMemoryRows(Rows):
-    """Rows in memory: a few of the user's."""
+    """Rows in memory: a few of the user's. `references`: log-probabilities by the numbers of pairs' answers."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
         self.whole, self.row_length, self.pad_id = batch, batch.input_ids_BT.shape[1], 0
+        self.batch_type, self.references = type(batch), references
 
     def __len__(self) -> int:
         return len(self.whole.input_ids_BT)
@@ -58,6 +61,15 @@ class InMemoryRows(Rows):
         batch.labels_BT[lines] = self.whole.labels_BT[rows]
         batch.positions_BT[lines] = self.whole.positions_BT[rows]
         batch.segments_BT[lines] = self.whole.segments_BT[rows]
+        if isinstance(self.whole, PairBatch) and isinstance(batch, PairBatch):
+            batch.branches_BT[lines] = self.whole.branches_BT[rows]
+            batch.answers_BT[lines] = numbered_answers(self.whole)[rows]
+
+    def finished(self, batch: Batch) -> Batch:
+        if not isinstance(batch, PairBatch):
+            return batch
+        pairs = finished_pairs(batch)
+        return pairs if self.references is None else replace(pairs, references_A=self.references[pairs.answer_ids_A])
 
     def counts(self) -> Counts:
         return {"rows": len(self), "records": len(self)}
@@ -70,6 +82,8 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
     """
     numbers = [number * len(rows) // count if len(rows) >= count else number % len(rows) for number in range(count)]
     batch = rows.batch(numbers)
+    if isinstance(batch, PairBatch):  # which a cut would spoil
+        return InMemoryRows(batch, getattr(rows, "references", None))
     width = batch.input_ids_BT.shape[1]
     length = min(positions or width, width)
     firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
@@ -80,11 +94,19 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
     """The rows with all, 1/2, 1/4 and 1/8 of their targets, in turn: so that the mean of means is not the mean."""
+    if isinstance(rows.whole, PairBatch):
+        return rows  # whose loss counts pairs, of which rows have different numbers
     labels_BT = rows.whole.labels_BT.copy()
     for row, labels in enumerate(labels_BT):
         labels[np.delete(np.flatnonzero(labels != IGNORE), np.s_[:: 1 << row % 4])] = IGNORE
     whole = rows.whole
     return InMemoryRows(Batch(whole.input_ids_BT, labels_BT, whole.positions_BT, whole.segments_BT))
+
+
+def numbered_answers(batch: PairBatch) -> Array:
+    """`answers_BT` with the numbers that answers have in the whole set."""
+    answer_ids = np.append(batch.answer_ids_A, -1)  # -1: no answer
+    return np.asarray(answer_ids[batch.answers_BT])
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -24,8 +25,8 @@ from ttrain.data.inspect import TokenDecoder, TokenView, show_row
 from ttrain.data.packing import Rows
 from ttrain.data.records import Tally
 from ttrain.data.sharding import Here
-from ttrain.doctor import data, machine, model
-from ttrain.doctor.parts import Check, Learner, run_check
+from ttrain.doctor import data, machine, model, preferences
+from ttrain.doctor.parts import Check, InMemoryRows, Learner, run_check
 from ttrain.errors import ArtifactError, DataError, TTrainError, UsageError
 from ttrain.pipeline.input_files import EXISTING, HELDOUT, TRAIN, data_files
 from ttrain.pipeline.plan import no_stage, section_of
@@ -97,15 +98,13 @@ class Doctor:
         records = heldout_records(inputs.paths["shards"])
         texts = [
             text for record in records[:TEXTS]
-            for text in ([record["text"]] if "text" in record else [turn["content"] for turn in record["messages"]])
+            for text in ([record["text"]] if "text" in record else [turn["content"] for turn in _turns(record)])
         ]  # fmt: skip
         normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
         normalize = normalizer.normalize_str if normalizer else str
         yield run_check(data.ROUND_TRIP, lambda: data.round_trip(encoder, texts, normalize))
         heldout = open_rows(inputs.paths["shards"] / "heldout", encoder, self.config, heldout=True)
-        answers = [
-            turn["content"] for record in records for turn in record.get("messages", ()) if turn["role"] == "assistant"
-        ]
+        answers = [turn["content"] for record in records for turn in _turns(record) if turn["role"] == "assistant"]
         self.shown = show_row(rows, 0, TokenDecoder(encoder)), encoder.special_ids()
         if self.config.mask_intervals:
             yield run_check(data.LABELS, lambda: data.masked_labels(rows, encoder))
@@ -117,14 +116,20 @@ class Doctor:
     def _of_training(self, inputs: StageInputs, rows: Rows, computed_in: Precision) -> Iterator[Check]:
         config: Section = section_of(STAGES[self.stage], self.settings)
         runtime, device = self.settings.runtime, computed_in.device
-        learner = Learner(self.config, runtime, partial(subject, self.stage, config, dict(inputs.paths)), training.task_of)
+        row_count = int(rows.counts()["rows"])
+        build = partial(subject, self.stage, config, dict(inputs.paths))
+        task_of = getattr(import_module(STAGES[self.stage].module), "task_of", training.task_of)
+        next_tokens, learner = (Learner(self.config, runtime, build, task) for task in (training.task_of, task_of))
+        pairs: InMemoryRows | None = None
+        if TRAINING_STAGES[self.stage].rows == "pairs":
+            rows = pairs = preferences.with_references(learner, rows, device)
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
-        count, free = int(rows.counts()["rows"]), machine.free_bytes(self.home)
+        count, free = row_count, machine.free_bytes(self.home)
         checks: list[tuple[str, Callable[[], Check | None]]] = [
             ("memory", lambda: machine.memory(footprint(), runtime, device, machine.available_bytes(device))),
             ("disk", lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free)),
-            ("no future leak", lambda: model.future(learner, rows, computed_in)),
-            ("records apart", lambda: model.documents(learner, rows, computed_in)),
+            ("no future leak", lambda: model.future(next_tokens, rows, computed_in)),
+            ("records apart", lambda: model.documents(next_tokens, rows, computed_in)),
             ("loss at the start", lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained)),
             ("routers balanced", lambda: model.routers(learner, rows, computed_in)),
             ("accumulation", lambda: model.accumulation(learner, rows, device)),
@@ -132,10 +137,22 @@ class Doctor:
             ("save and resume", lambda: model.resume(learner, rows, computed_in)),
             ("one batch is learnt", lambda: model.learns(learner, rows, computed_in)),
         ]
+        if pairs is not None:  # what they learn is no cross entropy of tokens
+            checks = [
+                *(check for check in checks if check[0] not in ("loss at the start", "one batch is learnt")),
+                ("loss at the start", lambda: preferences.first_loss(learner, pairs, device)),
+                ("swapped pairs mirror", lambda: preferences.mirror(learner, pairs, device)),
+                ("a preference is learnt", lambda: preferences.learns(learner, pairs, computed_in)),
+            ]
         for name, examine in checks:
             check = run_check(name, examine)
             if check is not None:
                 yield check
+
+
+def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a chat, or of a prompt and its answers."""
+    return [turn for turns in record.values() if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
 
 
 def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.TrainableModel:

@@ -139,12 +139,21 @@ class ScoreTable:
         self._parts[name] = {"records": names, "bytes": list(sizes), "tokens": [], "nats": {}}
 
     def figure(
-        self, metric: str, part_name: str, model: str, scored: Sequence[tuple[float, int]], *, per: str, factor: float = 1.0
+        self,
+        metric: str,
+        part_name: str,
+        model: str,
+        scored: Sequence[tuple[float, int]],
+        *,
+        per: str,
+        factor: float = 1.0,
+        higher_is_better: bool = False,
     ) -> float:
         """Add and return a model's metric, from (nats, tokens) of each record of the part; `per` is bytes or tokens."""
         entry = self._parts[part_name]
         entry["nats"][model], entry["tokens"] = [nats for nats, _ in scored], [tokens for _, tokens in scored]
-        self._metrics[metric] = {"part": part_name, "model": model, "per": per, "factor": factor}
+        direction = {"higher_is_better": True} if higher_is_better else {}
+        self._metrics[metric] = {"part": part_name, "model": model, "per": per, "factor": factor, **direction}
         return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
 
     def groups(self, metric: str, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:

@@ -201,18 +201,24 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 def check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
-    path = directory / BASE
-    if not path.is_file():
+    expected_digest = base_digest_of(directory)
+    if expected_digest is None:
         log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
-        return
-    try:
-        expected_digest = str(parse_json(path.read_bytes())["base_weights_sha256"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
-    if expected_digest != base_digest:
+    elif expected_digest != base_digest:
         raise ArtifactError(
             f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
         )
+
+
+def base_digest_of(directory: Path) -> str | None:
+    """Digest of the weights that the adapter was trained on; None where it does not say. Raises ArtifactError."""
+    path = directory / BASE
+    if not path.is_file():
+        return None
+    try:
+        return str(parse_json(path.read_bytes())["base_weights_sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
 
 
 def _settings(directory: Path) -> PeftConfig:

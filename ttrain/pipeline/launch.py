@@ -296,5 +296,5 @@ def _has_a_step(index: dict[str, Any], config: Training) -> bool:
     """Whether the number of tokens to learn alone, which is at most what the rows hold, proves that they fill a step."""
     if config.mask_intervals:
         return False
-    learnable = index["live_tokens"] if index["kind"] == "chats" else index["tokens"] - index["rows"]
+    learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
     return bool(learnable >= config.tokens_per_step)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
@@ -35,6 +36,7 @@ HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 EVALUATION = "evaluate"
 
 Manifests = Mapping[str, Manifest]  # of the stages of a run
+PAIRS = "pairs"  # a run without preference tuning has none, and is comparable all the same
 
 FIGURES = "Figures"  # the section below which a page has the curves
 
@@ -299,7 +301,8 @@ def _texts(views: Sequence[RunView], manifests: Sequence[Manifests], *, same_tok
     evaluated = [(view, stages["evaluate"]) for view, stages in zip(views, manifests, strict=True) if stages.get("evaluate")]
     parts = [scores_of(view).get("parts", {}) for view, _ in evaluated]
     if all(parts):
-        return {digest_of({name: list(scored.get("records", ())) for name, scored in entry.items()}) for entry in parts}
+        names = [name for name in dict.fromkeys(chain(*parts)) if name != PAIRS or all(PAIRS in entry for entry in parts)]
+        return {digest_of({name: list(entry.get(name, {}).get("records", ())) for name in names}) for entry in parts}
     if same_tokens:
         inputs = [manifest["ingredients"].get("inputs", {}) for _, manifest in evaluated]
         return {digest_of({name: entry.get(name) for name in ("documents", "chats", "domain")}) for entry in inputs}

@@ -18,6 +18,7 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
+    "reference": ("answers", "log_probability"),
 }
 
 
@@ -156,7 +157,8 @@ def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
 
 BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))
 
-SCORED = {"chats": "chat_tokens", "domain": "domain_tokens"}  # by the held-out records
+# Of the held-out records, what is counted beside them.
+SCORED = {"chats": ("chats", "chat_tokens"), "domain": ("chats", "domain_tokens"), "pairs": ("pairs", "")}
 
 NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
 
@@ -173,6 +175,8 @@ def rows(
         for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
         for name, bounds in results.get(stage, {}).get("intervals", {}).items()
     }
+
+    paired = results.get("evaluate", {}).get("paired", {})
 
     def row(label: str, name: str, remark: str = "") -> tuple[str, str, str]:
         return label, _with_interval(metrics[name], intervals.get(name)), remark
@@ -197,8 +201,11 @@ def rows(
         for model in MODELS:
             name = f"{EVALUATED}{loss.of(model)}"
             if (value := metrics.get(name)) is not None:
-                scored = f"{count(loss.records)} chats, {count(SCORED[loss.records])} scored tokens"
-                table.append(row(f"{loss.label}, {model}", name, scored if previous is None else f"{value - previous:+.3f}"))
+                unit, tokens = SCORED[loss.records]
+                scored = f"{count(loss.records)} {unit}" + (f", {count(tokens)} scored tokens" if tokens else "")
+                remark = scored if previous is None else f"{value - previous:+.3f}"
+                p = paired.get(loss.of(model), {}).get("p")
+                table.append(row(f"{loss.label}, {model}", name, remark + ("" if p is None else f", p = {p:.2g}")))
                 previous = value
     for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
         name, new = f"champion/{judged.name}", metrics.get(judged.of_run)

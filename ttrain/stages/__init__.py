@@ -93,15 +93,26 @@ NEW_MODEL = Stage(
 )
 
 
+REFERENCE = Stage(
+    "reference",
+    "ttrain.stages.reference",
+    config.ReferenceConfig,
+    {"base": (), "shards": ()},
+    uses_model=True,
+    spreads=True,
+    about="Score the answers of the pairs with the model that preference tuning starts from",
+)
+# What a training stage reads besides the model that it starts from and its shards.
+OF_ROLE: Mapping[str, dict[str, tuple[str, ...]]] = {"base": {"tokenizer": (), "plateau": (PLATEAU,)}}
+OF_ROWS: Mapping[str, dict[str, tuple[str, ...]]] = {"pairs": {REFERENCE.name: ()}}
+
+
 def _training(row: config.TrainingStage) -> Stage:
     return Stage(
         row.name,
         row.module or f"ttrain.stages.{row.name}",
         config.TRAINING_CONFIGS[row.name],
-        {
-            **({"tokenizer": (), "plateau": (PLATEAU,)} if row.role == "base" else {}),
-            **dict.fromkeys(("replay", "base", "shards"), ()),
-        },
+        {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,
         primary_metric=row.metric,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
@@ -180,7 +191,7 @@ STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
-        *(REPLAY, REPLAY_SFT, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION, *AVERAGING),
+        *(REPLAY, REPLAY_SFT, REFERENCE, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION, *AVERAGING),
     )
 }
 

@@ -98,7 +98,8 @@ def language_model_callbacks(
     callbacks = training_callbacks(
         config, job, loader=loader, ranks=ranks, precision=precision, filled=share, flops_per_token=flops
     )
-    callbacks.append(Perplexity())
+    if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
+        callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps
     if every:
         write = sampler(model, encoder, job.runtime, ranks, documents=TRAINING_STAGES[config.section].rows == "documents")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ import torch
 from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
-from ttrain.config.training import BITS_PER_BYTE
+from ttrain.config.training import BITS_PER_BYTE, PREFERENCE_ACCURACY
 from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
-from ttrain.evaluate import baselines, perplexity, statistics, suites, task_result
+from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as contaminated
 from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
+from ttrain.evaluate.preferences import PAIRS
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
@@ -37,7 +39,6 @@ from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
 from ttrain.train.distributed import Ranks
 
-Sequences = list[tuple[list[int], list[bool]]]
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
 PART_NAMES = tuple(METRICS)
@@ -61,9 +62,11 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     chats = {
         part_name: _read_chats(job.inputs[part_name], settings.max_chats) for part_name in LOSSES if part_name in job.inputs
     }
-    data = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
+    data: dict[str, Sequence[perplexity.Tokens]] = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
     for part_name in LOSSES:
         data[part_name] = [chat.encode_chat(encoder, messages) for messages in chats.get(part_name, ())]
+    pairs = preferences.read(heldout_records(job.inputs[PAIRS]), settings.max_chats) if PAIRS in job.inputs else []
+    data[PAIRS] = preferences.sequences(encoder, pairs)
     shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
         return {}
@@ -72,6 +75,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     table.part("documents", texts, sizes)
     for part_name, conversations in chats.items():
         table.part(part_name, [[(message.role, message.content) for message in messages] for messages in conversations])
+    if pairs:
+        table.part(PAIRS, [pair.content().decode() for pair in pairs])
     metrics: dict[str, float] = {
         BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
@@ -82,6 +87,9 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
         of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
         for part_name, scored in of_rows.items():
             metric = METRICS[part_name].of(name)
+            if part_name == PAIRS:
+                metrics |= _preference_figures(table, name, scored)
+                continue
             per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
             metrics[metric] = table.figure(metric, part_name, name, scored, per=per, factor=factor)
             if part_name == "documents":
@@ -95,7 +103,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     for outcome in outcomes:
         table.outcome(outcome)
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
-    intervals = {name: statistics.interval(figure, rule) for name, figure in table.figures().items()}
+    figures = table.figures()
+    intervals = {name: statistics.interval(figure, rule) for name, figure in figures.items()}
     results = Results(outcomes, rule)
     metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
     counts = {
@@ -106,9 +115,10 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     for part_name, loss in LOSSES.items():
         counts[part_name] = len(data[part_name])
         counts[f"{loss.removesuffix('_loss')}_tokens"] = sum(sum(live) for _, live in data[part_name])
-    counts |= results.counts()
+    counts |= {**({PAIRS: len(pairs)} if pairs else {}), **results.counts()}
     evaluation: dict[str, Any] = {"metrics": metrics, "counts": counts}
     evaluation["intervals"] = {name: list(interval) for name, interval in intervals.items() if interval}
+    evaluation["paired"] = _paired(figures, _models(job), rule)
     if outcomes:
         evaluation["suites"] = results.to_json()
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
@@ -117,6 +127,34 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     write_json(job.output / "samples.json", samples_by_model)
     table.write(job.output)
     return {**evaluation, "samples": samples_by_model}
+
+
+def _paired(
+    figures: Mapping[str, task_result.Metric], models: Sequence[str], rule: statistics.Rule
+) -> dict[str, dict[str, Any]]:
+    """{metric: how the model compares with the one before it on the same held-out records}."""
+    paired = {}
+    for metric in METRICS.values():
+        for earlier, later in pairwise(models):
+            first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+            if first and second and statistics.comparable(first, second):
+                compared = statistics.compare(first, second, rule).to_json()
+                paired[metric.of(later)] = {"against": earlier, **task_result.finite(compared)}
+    return paired
+
+
+def _preference_figures(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
+    """Share of the pairs whose chosen answer the model prefers, and the mean margin in nats; each with its records."""
+    compared = preferences.compare(scores)
+    accuracy, margin = PREFERENCE_ACCURACY.of(model), f"preference_margin/{model}"
+    columns = {
+        accuracy: [(pair.preferred, 1) for pair in compared],
+        margin: [(pair.margin, 1) for pair in compared],
+    }
+    return {
+        name: table.figure(name, PAIRS, name, values, per="tokens", higher_is_better=True)
+        for name, values in columns.items()
+    }
 
 
 def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
@@ -177,9 +215,12 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
     if ROWS[name].role != "adapter":
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
-        below = [other for other in _models(job) if ROWS[other].role != "adapter"][-1]
-        base = job.inputs.get(f"{BASE_OF}{name}", job.inputs[below]) / "model"
-        model = adapters.load(factory.load(base), job.inputs[name] / "adapter", weights_digest(base))
+        directory = job.inputs[name] / "adapter"
+        bases = [job.inputs[other] / "model" for other in _models(job) if ROWS[other].role != "adapter"]
+        bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
+        digest = adapters.base_digest_of(directory)
+        base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
+        model = adapters.load(factory.load(base), directory, weights_digest(base))
     return model.to(device)
 
 
@@ -191,7 +232,7 @@ def join_ranks(runtime: Runtime) -> Ranks:
 
 
 def _shared_scores(
-    data: dict[str, Sequences], settings: Evaluate, job: StageContext, ranks: Ranks
+    data: Mapping[str, Sequence[perplexity.Tokens]], settings: Evaluate, job: StageContext, ranks: Ranks
 ) -> dict[str, dict[str, list[perplexity.Score]]]:
     """Score every model with all ranks together; then each rank may end on its own, since samples and suites can take
     longer than a collective's timeout."""
@@ -206,7 +247,12 @@ def _shared_scores(
 
 
 def _scores(
-    model: nn.Module, data: dict[str, Sequences], settings: Evaluate, job: StageContext, number: int, ranks: Ranks
+    model: nn.Module,
+    data: Mapping[str, Sequence[perplexity.Tokens]],
+    settings: Evaluate,
+    job: StageContext,
+    number: int,
+    ranks: Ranks,
 ) -> dict[str, list[perplexity.Score]]:
     """Score of each record by part; a part without a token to score is left out. In fp32: no figure depends on the batch."""
     scores_by_part: dict[str, list[perplexity.Score]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import LoraConfig
+from ttrain.config import Lora, LoraConfig
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
@@ -25,27 +25,25 @@ def run(config: LoraConfig, job: StageContext) -> dict[str, Any]:
 
 def prepare(config: LoraConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    base, quantize = inputs["base"] / "model", config.lora.quantize
-    model = adapters.attach(quantizing.load_quantized(base, config.lora), config.lora)
+    return with_adapter(inputs["base"] / "model", config.lora)
+
+
+def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
+    """A new adapter on the frozen model in the directory `base`."""
+    model = adapters.attach(quantizing.load_quantized(base, config), config)
+    held_in = None if config.quantize == "none" else config.quantize
+    name = _name_of_base(config.start_from)
+    own_files = adapters.files(model, base=name, base_digest=weights_digest(base), held_in=held_in)
     return training.TrainableModel(
         model,
         state=lambda: adapters.state(model),
         load=lambda weights: adapters.load_state(model, weights),
-        files={
-            **adapters.files(
-                model,
-                base=_name_of_base(config),
-                base_digest=weights_digest(base),
-                held_in=None if quantize == "none" else quantize,
-            ),
-            **training.tokenizer_files(base),
-        },
+        files={**own_files, **training.tokenizer_files(base)},
         directory="adapter",
         weights_file=adapters.WEIGHTS,
     )
 
 
-def _name_of_base(config: LoraConfig) -> str:
+def _name_of_base(start: str) -> str:
     """The base's name for people, which reveals no path; what binds the adapter to its base is the digest."""
-    start = config.lora.start_from
     return f"ttrain-{start}" if start in TRAININGS else "ttrain-new-model" if start == NONE else "ttrain-base-model"

@@ -10,9 +10,11 @@ import numpy as np
 
 from ttrain.config import Training
 from ttrain.core.hashing import digest_of
+from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.packing import Intervals, MixedRows, Rows
+from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
@@ -53,12 +55,20 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
         if config.packing == "stream":
             return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
         return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
+    kind = shards.index["kind"]
     if config.packing == "stream":
         raise UsageError(
-            f"{config.section}.packing is stream, but chats are not one stream; set {config.section}.packing=best-fit"
+            f"{config.section}.packing is stream, but {kind} are not one stream; set {config.section}.packing=best-fit"
         )
     if config.stride is not None:
-        raise UsageError(f"{config.section}.stride is {config.stride}, but chats are not read in windows; set it to null")
+        raise UsageError(f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null")
+    if kind == "pairs":
+        if masks:
+            raise UsageError(
+                f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out"
+            )
+        header = header_length(encoder)
+        return PairRows(shards, config.row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed)
     return ChatRows(shards, config.row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)
 
 
@@ -105,11 +115,19 @@ def order_of(config: Training, rows: Rows) -> Order:
 def _check(config: Training, rows: Rows) -> None:
     """Raise where too many chats have nothing to learn from, or the rows are too few for one step."""
     counts = rows.counts()
-    dropped, records = counts.get("all_masked_dropped", 0), counts["records"]
-    if dropped > config.dropped_fraction * records:
+    dropped, records, limit = counts.get("all_masked_dropped", 0), counts["records"], config.dropped_fraction
+    too_long = counts.get("too_long_dropped", 0)
+    if too_long > limit * records:
+        raise DataError(
+            f"{too_long} of {records} pairs are longer than {config.section}.row_length {config.row_length}, prompt and "
+            f"both answers together, and half an answer has another probability. That is more than "
+            f"{config.section}.dropped_fraction {limit}; raise {config.section}.row_length, or dropped_fraction to leave "
+            f"them out"
+        )
+    if dropped > limit * records:
         raise DataError(
             f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
-            f"{config.section}.dropped_fraction {config.dropped_fraction}; fix the data, or raise it"
+            f"{config.section}.dropped_fraction {limit}; fix the data, or raise it"
         )
     if not len(rows):
         raise TooFewRows("the training data is empty: it gave no row to learn from")

@@ -22,7 +22,11 @@ def run(config: SftConfig, job: StageContext) -> dict[str, Any]:
 
 def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    base = inputs["base"] / "model"
+    return whole_model(inputs["base"] / "model")
+
+
+def whole_model(base: Path) -> training.TrainableModel:
+    """All weights of the model in the directory `base`."""
     model = new_model.load(base)
     return training.TrainableModel(
         model,

@@ -1,4 +1,4 @@
-"""Stages `shards-*`: documents or chats to Arrow shards of token ids, training and held-out part apart."""
+"""Stages `shards-*`: documents, chats or pairs to Arrow shards of token ids, training and held-out part apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 
 from ttrain.config import Reading, ShardsConfig
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
-from ttrain.data import chat_shapes, contamination, locations, records, sharding, shards
+from ttrain.data import contamination, locations, records, sharding, shards
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
@@ -123,7 +123,7 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
             f"{name}: {near['dropped']} of {built.tallies['train'].rows} rows are near-duplicates, most of documents that "
             f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
         )
-    expected_fields = chat_shapes.CHAT_FIELDS if kind == "chats" else records.document_fields(reading.text_field)
+    expected_fields = records.expected_fields(kind, reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
             tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)

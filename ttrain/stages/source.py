@@ -10,5 +10,5 @@ from ttrain.stages.job import StageContext
 
 
 def run(config: SourceConfig, job: StageContext) -> dict[str, Any]:
-    """Write pretrain, sft and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
+    """Write pretrain, sft, dpo and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
     return python_docs.build(job.output, config.python_docs)

@@ -1,16 +1,18 @@
-"""The part of training that pretraining, SFT and LoRA share: rows and their order, task, callbacks, figures."""
+"""The part of training that all training stages share: rows and their order, task, callbacks, figures."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ttrain.config import Runtime, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import pad_fraction
+from ttrain.data.loader import BatchSource, pad_fraction
+from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
@@ -22,7 +24,7 @@ from ttrain.stages.tuned import TUNED, tuned
 from ttrain.train import checkpoint, language_modeling, precision
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
-from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
 __all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files"]
@@ -31,7 +33,7 @@ log = logging.getLogger("ttrain")
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
-    """The task of these stages: next-token prediction."""
+    """The task of most stages: next-token prediction."""
     return LanguageModeling(
         config,
         model,
@@ -41,22 +43,38 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
     )
 
 
-def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ranks, encoder: Encoder) -> dict[str, Any]:
-    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+def fit(
+    config: Training,
+    trained: TrainableModel,
+    job: StageContext,
+    ranks: Ranks,
+    encoder: Encoder,
+    *,
+    task: CausalTask | None = None,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
+) -> dict[str, Any]:
+    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
+
+    `task`: next-token prediction unless given. `batches`: the batches of the rows of a part, `train` or `heldout`.
+    """
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     if "replay" in job.inputs:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     order = order_of(config, rows)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
-    task = task_of(config, trained.model, job.runtime)
-    language_modeling.check(task.build_model(), config)
-    given, runtime = job.runtime, tuned(task, rows, order, job, ranks, computed_in)
+    learner = task or task_of(config, trained.model, job.runtime)
+    language_modeling.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
+    runtime = job.runtime
+    if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
+        runtime = tuned(learner, rows, order, job, ranks, computed_in)
+    is_tuned = runtime is not job.runtime
     job = replace(job, runtime=runtime)
-    loader = loader_of(rows, order, runtime, ranks)
-    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    learnt, measured = batches("train", rows), batches("heldout", heldout)
+    loader = loader_of(learnt, order, runtime, ranks)
+    validation = validation_batches(measured, config.validation_rows, runtime.rows_per_device)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    quick = [] if config.validate_every_steps else validation_batches(heldout, quick_row_count, runtime.rows_per_device)
+    quick = [] if config.validate_every_steps else validation_batches(measured, quick_row_count, runtime.rows_per_device)
     if job.start_from and config.early_stopping:
         raise UsageError(
             f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
@@ -66,7 +84,7 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
     log.info("rows %s", rows.counts())
     continued = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     figures = train(
-        task,
+        learner,
         loader,
         trained,
         job,
@@ -97,7 +115,7 @@ def fit(config: Training, trained: TrainableModel, job: StageContext, ranks: Ran
         fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
         log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
         warned["no_effect"] = 1
-    chosen = {name: getattr(runtime, name) for name in TUNED} if runtime is not given else {}
+    chosen = {name: getattr(runtime, name) for name in TUNED} if is_tuned else {}
     return {
         **figures,
         **({"tuned": chosen} if chosen else {}),

@@ -5,6 +5,8 @@
 On a CPU records of about the same length are stacked and computed by batched products: no score between two records is
 computed, and no mask is read. 16 rows of 256 tokens with 96 documents: 9 ms a layer where torch's kernel takes 33.
 
+A record may branch: a prefix, and branches that see it and themselves alone, such as two answers to one prompt.
+
 Letters in names: B rows, T positions, H heads, G heads of keys and values, R = H/G, K width of a head, N records of a group,
 L positions of its longest record, Q queries of a block, S the keys that they may see.
 """
@@ -15,6 +17,7 @@ from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,11 +36,17 @@ LENGTH_STEP = 16  # lengths of groups are multiples of it
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
 
 
-def segment_mask(segments_BT: Tensor) -> Tensor:
-    """[B, 1, T, T] bool: a position sees itself and the earlier positions of its own record."""
+def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tensor:
+    """[B, 1, T, T] bool: a position sees itself and the earlier positions of its own record.
+
+    Where records branch, of those the ones in the prefix, which is branch 0, and in its own branch.
+    """
     T = segments_BT.shape[1]
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
-    return ((segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT)[:, None]
+    seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT
+    if branches_BT is not None:
+        seen_BTT &= (branches_BT[:, None, :] == 0) | (branches_BT[:, :, None] == branches_BT[:, None, :])
+    return seen_BTT[:, None]
 
 
 def with_attention_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -87,45 +96,43 @@ def _scores(mask: Tensor) -> Tensor:
 
 @final
 class RecordGroups:
-    """The records of a batch in groups of about the same length.
+    """The records of a batch in groups of about the same length; of one that branches, each branch and the prefix before it.
 
     `places` has for each group the places [N, L] of its records' tokens among the B * T of the batch; beyond the end of a
     record stands its last token, and further records of place 0 make N one of few numbers. `padding` has the numbers of
-    the places of both in the N * L. Padding of a row is a record.
+    the places of both in the N * L, and those of a prefix in all branches but the first. Padding of a row is a record.
     """
 
-    def __init__(self, segments_BT: Tensor) -> None:
-        segments = segments_BT.numpy()
-        B, T = segments.shape
-        begins = np.ones((B, T), bool)
-        np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
-        starts = np.flatnonzero(begins)
-        lengths = np.diff(starts, append=B * T)
+    def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
+        runs = _Runs(segments_BT.numpy(), None if branches_BT is None else branches_BT.numpy())
+        T = segments_BT.shape[1]
         step = max(LENGTH_STEP, T // 32)
-        rounded = -(-lengths // step) * step
+        rounded = -(-runs.lengths // step) * step
         self.places: list[Tensor] = []
         self.padding: list[Tensor] = []
-        where = np.empty(B * T, np.int64)
+        where = np.empty(segments_BT.numel(), np.int64)
+        copies: list[tuple[Any, Any]] = []  # places of prefixes seen from further branches, and their numbers in the groups
         shortest = first = 0
         for longest in group_lengths(*(tuple(part.tolist()) for part in np.unique(rounded, return_counts=True))):
             mine = np.flatnonzero((rounded > shortest) & (rounded <= longest))
             N, L = few_counts(len(mine)), min(longest, T)
-            offsets = np.arange(L)
-            inside = np.zeros((N, L), bool)
-            inside[: len(mine)] = offsets < lengths[mine, None]
-            places = np.zeros((N, L), np.int64)
-            places[: len(mine)] = starts[mine, None] + np.minimum(offsets, lengths[mine, None] - 1)
-            where[places[inside]] = first + np.flatnonzero(inside)
+            places, inside, copied = (np.zeros((N, L), kind) for kind in (np.int64, bool, bool))
+            places[: len(mine)], inside[: len(mine)], copied[: len(mine)] = runs.places(mine, L)
+            own = inside & ~copied
+            where[places[own]] = first + np.flatnonzero(own)
+            copies.append((places[copied], first + np.flatnonzero(copied)))
             self.places.append(torch.from_numpy(places))
-            self.padding.append(torch.from_numpy(np.flatnonzero(~inside)))
+            self.padding.append(torch.from_numpy(np.flatnonzero(~own)))
             shortest, first = longest, first + places.size
         self._where = torch.from_numpy(where)
-        self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor]] = {}
+        self._copies = tuple(torch.from_numpy(np.concatenate(numbers)) for numbers in zip(*copies, strict=True))
+        self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]] = {}
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines of the positions, by the number of heads
 
-    def indices(self, heads: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def indices(self, heads: int) -> tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]:
         """For states of shape [B*T*heads, K]: the indices that make the groups, each [N*heads*L]; those of padding in
-        them; and the index into all groups, one after the other, that makes [B*T*heads, K] of them again.
+        them; the index into all groups, one after the other, that makes [B*T*heads, K] of them again; and what else of
+        the groups belongs to which of the B*T*heads.
         """
         if heads not in self._indices:
             head_H = torch.arange(heads)
@@ -137,9 +144,52 @@ class RecordGroups:
                 numbers_NLH = torch.arange(N * heads * L).view(N, heads, L).transpose(1, 2)
                 backs.append(numbers_NLH.reshape(N * L, heads) + first)
                 first += N * heads * L
-            back = torch.cat(backs).index_select(0, self._where).flatten()
-            self._indices[heads] = takes, padding, back
+            back = torch.cat(backs)
+            places, numbers = self._copies
+            copies = (places[:, None] * heads + head_H).flatten(), back.index_select(0, numbers).flatten()
+            self._indices[heads] = takes, padding, back.index_select(0, self._where).flatten(), copies
         return self._indices[heads]
+
+
+@final
+class _Runs:
+    """The records of a batch, or the branches of those that have some, by the places of their tokens.
+
+    `lengths` are those of the records, or of a branch and the prefix before it, which lies in the same row.
+    """
+
+    def __init__(self, segments: npt.NDArray[Any], branches: npt.NDArray[Any] | None) -> None:
+        B, T = segments.shape
+        begins = np.ones((B, T), bool)
+        np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
+        if branches is not None:
+            begins[:, 1:] |= branches[:, 1:] != branches[:, :-1]
+        starts = np.flatnonzero(begins)
+        lengths = np.diff(starts, append=B * T)
+        self._prefixes, self._prefix_lengths = starts, np.zeros_like(starts)
+        self._copied = np.zeros(len(starts), bool)
+        if branches is not None:
+            branch, segment, row = branches.ravel()[starts], segments.ravel()[starts], starts // T
+            before = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
+            has_prefix = (branch > 0) & (branch[before] == 0) & (segment[before] == segment) & (row[before] == row)
+            self._prefixes = starts[before]
+            self._prefix_lengths = np.where(has_prefix, lengths[before], 0)
+            self._copied[1:] = has_prefix[1:] & (before[1:] == before[:-1]) & (branch[:-1] > 0)
+            alone = np.ones(len(starts), bool)
+            alone[before[has_prefix]] = False
+            starts, lengths = starts[alone], lengths[alone]
+            self._prefixes, self._prefix_lengths = self._prefixes[alone], self._prefix_lengths[alone]
+            self._copied = self._copied[alone]
+        self._starts = starts - self._prefix_lengths
+        self.lengths = lengths + self._prefix_lengths
+
+    def places(self, numbers: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], ...]:
+        """Of these records, as arrays [n, length]: the places, which are within, and which another record has, too."""
+        offsets = np.arange(length)
+        at = np.minimum(offsets, self.lengths[numbers, None] - 1)
+        in_prefix = at < self._prefix_lengths[numbers, None]
+        places = at + np.where(in_prefix, self._prefixes[numbers, None], self._starts[numbers, None])
+        return places, offsets < self.lengths[numbers, None], in_prefix & self._copied[numbers, None] & (at == offsets)
 
 
 def few_counts(count: int) -> int:
@@ -173,7 +223,7 @@ def group_lengths(lengths: tuple[int, ...], counts: tuple[int, ...]) -> list[int
     return best[-1][1]
 
 
-def record_arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
+def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None = None) -> dict[str, Any]:
     """Extra arguments with which a transformers model computes its attention here; {} where it does not.
 
     Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
@@ -181,7 +231,7 @@ def record_arguments(model: Any, segments_BT: Tensor) -> dict[str, Any]:
     """
     if torch.compiler.is_compiling() or segments_BT.device.type != "cpu" or _compiles_layers(model):
         return {}
-    return {"groups": RecordGroups(segments_BT)} if takes_records(model, segments_BT.shape[1]) else {}
+    return {"groups": RecordGroups(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
 
 
 def _compiles_layers(model: Any) -> bool:
@@ -245,7 +295,7 @@ class RecordAttention(torch.autograd.Function):
         B, T, H, K = query_BTHK.shape
         G = key_BTGK.shape[2]
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
-        (queries, _, back), (keys, _, _) = groups.indices(H), groups.indices(G)
+        (queries, _, back, _), (keys, _, _, _) = groups.indices(H), groups.indices(G)
         q, k, v = (states.to(dtype).reshape(-1, K) for states in (query_BTHK, key_BTGK, value_BTGK))
         saved, outs = [], []
         with torch.autocast(query_BTHK.device.type, enabled=False):
@@ -271,7 +321,7 @@ class RecordAttention(torch.autograd.Function):
         G = saved[1].shape[0] // groups.places[0].shape[0]
         dtype = saved[0].dtype
         wide = torch.promote_types(dtype, torch.float32)
-        (queries, padding, query_back), (_, _, key_back) = groups.indices(H), groups.indices(G)
+        (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
         grad = grad_BTHK.to(dtype).reshape(-1, K)
         found: tuple[list[Tensor], ...] = ([], [], [])
         for number in range(len(groups.places)):
@@ -296,12 +346,17 @@ class RecordAttention(torch.autograd.Function):
                     dv_XLK[:, :end] += dv
             for list_of, part in zip(found, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
                 list_of.append(part.view(-1, K).to(dtype))
-        dq, dk, dv = (
-            torch.cat(parts).index_select(0, back).view(B, T, -1, K)
-            for parts, back in zip(found, (query_back, key_back, key_back), strict=True)
-        )
+        dq = torch.cat(found[0]).index_select(0, query_back).view(B, T, -1, K)
+        dk, dv = (_collected(torch.cat(parts), key_back, copies).view(B, T, -1, K) for parts in found[1:])
         types = ctx.types
         return dq.mul_(ctx.scale).to(types[0]), dk.mul_(ctx.scale).to(types[1]), dv.to(types[2]), None, None, None
+
+
+def _collected(groups: Tensor, back: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
+    """The gradients of all states, from those in the groups, where a state of a prefix is in several."""
+    states, numbers = copies
+    found = groups.index_select(0, back)
+    return found.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else found
 
 
 def _blocks(L: int) -> list[tuple[slice, int]]:

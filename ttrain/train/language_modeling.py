@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.train import attention, moe, optim, schedules, varlen
 from ttrain.train.attention import segment_mask
 from ttrain.train.kernels import fuse
-from ttrain.train.losses import labels_after_next, linear_token_loss_sum, token_loss_sum
+from ttrain.train.losses import labels_after_next, linear_token_loss_sum, linear_token_losses, token_loss_sum, token_losses
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.task import LossSum, TrainingTask
 
@@ -34,9 +35,8 @@ LossTerms = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its pa
 log = logging.getLogger("ttrain")
 
 
-@final
-class LanguageModeling(TrainingTask):
-    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model.
+class CausalTask(TrainingTask):
+    """A task on the next-token losses of a causal language model.
 
     `chunk_tokens` and `attention`: as in `NextTokenLoss.configure`.
     `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
@@ -71,6 +71,11 @@ class LanguageModeling(TrainingTask):
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return token_loss_sum
 
+
+@final
+class LanguageModeling(CausalTask):
+    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model."""
+
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         total, parts, sums = model(*_arrays(batch, device), spans=self._model.spans(batch, device))
         return LossSum(total, batch.live_tokens, parts, sums)
@@ -103,7 +108,11 @@ def warn_unchunked_logits(architecture: str) -> None:
 
 
 def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
-    arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
+    return on_device((batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device)
+
+
+def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on the device."""
     return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
 
 
@@ -183,11 +192,15 @@ class NextTokenLoss(nn.Module):
         labels_BT: Tensor,
         next_only: bool = False,
         spans: Tensor | None = None,
+        branches_BT: Tensor | None = None,
     ) -> LossTerms:
         """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`.
+        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`. With the branches of records its
+        terms, [B, T].
         """
+        if branches_BT is not None:
+            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, None, branches_BT)[1], {}, {}
         if next_only:
             return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, spans)[1], {}, {}
         with self._routers.watched() as choices:
@@ -212,28 +225,37 @@ class NextTokenLoss(nn.Module):
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
     def _first_head(
-        self, input_ids_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor, spans: Tensor | None
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor,
+        segments_BT: Tensor,
+        labels_BT: Tensor,
+        spans: Tensor | None = None,
+        branches_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens."""
+        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
         if spans is None:
-            inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(segments_BT)})
+            mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
+            inputs = prepend(self.model, {**inputs, "attention_mask": mask_B1TT})
             inputs = attention.with_attention_mask(model, inputs)
         else:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
             inputs |= {"attention_mask": segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), "spans": spans}
         if self._chunked:
             if spans is None and self._by_records and not count(self.model):  # records do not cover the keys of a prefix
-                inputs |= attention.record_arguments(model, segments_BT)
+                inputs |= attention.record_arguments(model, segments_BT, branches_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
-            return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
+            chunked_loss = linear_token_loss_sum if branches_BT is None else linear_token_losses
+            return hidden_BTD, chunked_loss(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
         )
         try:
-            loss = self._criterion(model(**inputs, use_cache=False).logits, labels_BT)
+            criterion = self._criterion if branches_BT is None else token_losses
+            loss = criterion(model(**inputs, use_cache=False).logits, labels_BT)
         finally:
             hook.remove()
         return hidden_states[0], loss
@@ -296,16 +318,18 @@ RECORD = 6  # tokens of each of the two records in the test row
 SLACK = 3e-6  # relative change of the loss: 0 with masks; at least 9e-6 in eleven recurrent models
 
 
-def check(objective: nn.Module, config: Training) -> None:
+def check(objective: nn.Module, config: Training, *, branches: bool = False) -> None:
     """Raise UsageError if the model cannot be trained on packed rows. `objective`: a language model with its loss.
 
-    Four forward passes of twelve tokens without dropout. The model is unchanged, and no random number is drawn.
+    With `branches` also where it does not keep the answers of a pair apart. A few forward passes of twelve tokens without
+    dropout. The model is unchanged, and no random number is drawn.
     """
     was_training = objective.training
     objective.eval()
     try:
         with torch.no_grad():
             future, neighbour = _loss_shifts(objective)
+            answer = _shift_of_other_answer(objective) if branches else 0.0
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
@@ -318,6 +342,12 @@ def check(objective: nn.Module, config: Training) -> None:
         raise UsageError(
             f"{_name(objective)} sees the tokens that it should predict: changing a token changes the loss before it "
             f"by {future:.1e} (relative); choose another model.kind, such as llama or qwen3"
+        )
+    if answer > SLACK:
+        raise UsageError(
+            f"{_name(objective)} does not keep the two answers of a pair apart, which lie in one row: changing the chosen "
+            f"answer changes the loss of the rejected one by {answer:.1e} (relative); choose another model.kind, such as "
+            f"llama or qwen3"
         )
     if neighbour > SLACK and config.packing != "none":
         raise UsageError(
@@ -347,6 +377,25 @@ def _loss_shifts(objective: nn.Module) -> tuple[float, float]:
     other_record[:, :RECORD] = ids_BT[:, :RECORD] % (vocab - 1) + 1
     usual = loss(ids_BT)
     return tuple(abs(loss(ids) - usual) / max(abs(usual), 1e-9) for ids in (later, other_record))  # type: ignore[return-value]
+
+
+def _shift_of_other_answer(objective: nn.Module) -> float:
+    """Relative change of the loss of the second of two answers when the first one is changed."""
+    causal: Any = getattr(objective, "causal", objective)
+    embedding = causal.get_input_embeddings()
+    vocab, device = embedding.num_embeddings, embedding.weight.device
+    ids_BT = (torch.arange(2 * RECORD, device=device) * 7 % (vocab - 1))[None] + 1
+    third = torch.arange(2 * RECORD, device=device) // (2 * RECORD // 3)  # prompt, chosen, rejected
+    positions_BT = (torch.arange(2 * RECORD, device=device) - (third == 2) * (2 * RECORD // 3))[None]
+    labels_BT = torch.where(third == 2, ids_BT.roll(-1, 1), IGNORE)
+    changed = torch.where(third == 1, ids_BT % (vocab - 1) + 1, ids_BT)
+
+    def loss(ids: Tensor) -> float:
+        segments_BT = torch.zeros_like(ids)
+        return float(objective(ids, positions_BT, segments_BT, labels_BT, branches_BT=third[None])[0].sum())
+
+    usual = loss(ids_BT)
+    return abs(loss(changed) - usual) / max(abs(usual), 1e-9)
 
 
 def _name(objective: nn.Module) -> str:

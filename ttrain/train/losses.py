@@ -31,12 +31,20 @@ FEW_ROWS = 64
 
 SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 
+KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
+
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     """Summed cross entropy in nats, in fp32; labels of IGNORE do not count; if all are ignored, the sum is 0, not NaN."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """The terms of `token_loss_sum`, [B, T]; 0 where the label is IGNORE."""
+    losses_N = F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses_N.view_as(labels_BT)
 
 
 def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
@@ -108,8 +116,75 @@ class _LinearTokenLoss(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
+@torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
+def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None) -> Tensor:
+    """The terms of `linear_token_loss_sum`, [B, T], each with its own gradient; 0 where the label is IGNORE.
+
+    The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
+    chunk, in the backward pass.
+    """
+    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden_BTD.device.type, CHUNK_TOKENS_ELSEWHERE)
+    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
+    losses_N: Tensor = _LinearTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
+    )
+    return losses_N.view_as(labels_BT)
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool
+    ) -> Tensor:
+        kind = hidden_ND.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        ctx.scale = FP16_GRADIENT_SCALE if ctx.dtype == torch.float16 else 1.0
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        losses_N = torch.zeros(len(labels_N), dtype=wide, device=labels_N.device)
+        ctx.chunks = _parts(live_rows(labels_N), chunk_tokens)
+        kept = gradients and sum(map(len, ctx.chunks)) * len(weight_VD) <= KEPT_ENTRIES
+        slopes: list[Tensor] = []
+        with torch.autocast(kind, enabled=False):
+            weight = weight_VD.to(ctx.dtype)
+            for rows in ctx.chunks:
+                labels = labels_N.index_select(0, rows)
+                logits = hidden_ND.index_select(0, rows).to(ctx.dtype) @ weight.T
+                losses = torch.empty(len(rows), dtype=wide, device=labels.device)
+                _score(logits, labels, wide, ctx.scale if kept else None, losses)
+                losses_N.index_copy_(0, rows, losses)
+                slopes += [logits] if kept else []
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, *slopes)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, labels_N, *kept = ctx.saved_tensors
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            weight = weight_VD.to(ctx.dtype)
+            for number, rows in enumerate(ctx.chunks):
+                hidden = hidden_ND.index_select(0, rows).to(ctx.dtype)
+                if kept:
+                    slopes = kept[number]
+                else:
+                    slopes = hidden @ weight.T
+                    _score(slopes, labels_N.index_select(0, rows), wide, ctx.scale)
+                factors_C1 = grad_N.index_select(0, rows)[:, None].to(wide) / ctx.scale
+                if grad_hidden is not None:
+                    grad_hidden.index_copy_(0, rows, (_product(slopes, weight) * factors_C1).to(grad_hidden.dtype))
+                if grad_weight is not None:
+                    grad_weight.add_(_product(slopes.T, (hidden * factors_C1).to(ctx.dtype)))
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+
+
+def _score(
+    logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, losses_C: Tensor | None = None
+) -> Tensor:
     """The loss of a chunk. With a scale, overwrites the logits by scale times the gradient of the loss.
+
+    `losses_C`: where its terms are written, if anywhere.
 
     The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
     max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
@@ -118,11 +193,15 @@ def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float 
     dead_C1 = labels_C[:, None] == IGNORE
     targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
     tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    for logits, dead, targets in zip(*(_parts(tensor, tokens) for tensor in (logits_CV, dead_C1, targets_C1)), strict=True):
+    places = range(0, len(logits_CV), tokens)
+    tensors = (logits_CV, dead_C1, targets_C1)
+    for place, logits, dead, targets in zip(places, *(_parts(tensor, tokens) for tensor in tensors), strict=True):
         scores = logits.to(wide)
         losses = scores.amax(1, keepdim=True) - scores.gather(1, targets)
         slopes = torch.softmax(scores, 1)
         total += losses.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead, 0).sum()
+        if losses_C is not None:
+            losses_C[place : place + len(losses)] = losses[:, 0]
         if scale is not None:
             factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
             logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))

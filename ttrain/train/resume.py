@@ -18,6 +18,7 @@ from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
 from ttrain.train.precision import LossScale, Precision
+from ttrain.train.task import TrainingTask
 
 log = logging.getLogger("ttrain")
 
@@ -27,6 +28,7 @@ class Resumable(Protocol):
 
     steps: int
     first: int  # step at which it begins
+    task: TrainingTask
     loader: Loader
     counters: Counters
     loss_scale: LossScale
@@ -45,6 +47,7 @@ def state_of(trainer: Resumable, step: int) -> dict[str, Any]:
         "counters": asdict(trainer.counters),
         "loss_scale": dict(vars(trainer.loss_scale)),
         "callbacks": trainer.callback_list.state(),
+        "task": trainer.task.state(),
         "rows": min(step * order.rows_per_step, order.total_rows),
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers.optimizers],
         "identity": trainer.identity,

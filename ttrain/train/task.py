@@ -67,6 +67,13 @@ class TrainingTask(ABC):
         `sums`: the sums of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
         """
 
+    def state(self) -> dict[str, float]:
+        """What the task remembers from one step to the next, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:  # noqa: B027  # most tasks remember nothing
+        """Restore the state of a checkpoint."""
+
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         """Figures for the log, from the sums since the last logging step."""
         return {}

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,18 +136,27 @@ class Trainer:
 
     def validate(self, batches: Sequence[Any]) -> float:
         """Mean loss per target over the batches, split over the ranks; NaN if there are none."""
+        return self._measure(batches)[0]
+
+    def _measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
+        """`validate`, and the figures of the task over the same batches."""
         was_training = self.bare.training
         self.bare.eval()
         total, count, world = 0.0, 0, self.ranks.world
+        sums: dict[str, Tensor] = {}
         for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
             filler = number >= len(batches)  # sharded models must be called equally often on all ranks
             batch = batches[0].without_targets() if filler else batches[number]
             with self.precision.autocast():
                 loss = self.task.validation_step(self.bare, batch, self.ranks.device)
             total, count = total + float(loss.total), count + loss.count
+            sums = {name: vector.detach().flatten() + sums.get(name, 0) for name, vector in loss.sums.items()}
         self.bare.train(was_training)
-        total, live = self.ranks.sum([total, float(count)])
-        return total / live if live else math.nan
+        names, lengths = [*sums], [len(vector) for vector in sums.values()]  # the same on all ranks: each has a batch
+        total, live, *values = self.ranks.sum([total, float(count), *(torch.cat([*sums.values()]).tolist() if sums else ())])
+        ends = list(accumulate(lengths))
+        summed = {name: values[end - length : end] for name, length, end in zip(names, lengths, ends, strict=True)}
+        return total / live if live else math.nan, dict(self.task.figures(summed)) if summed else {}
 
     def _trial_pass(self, module: nn.Module) -> None:
         """Run one forward and backward pass without side effects, for the compiler."""
@@ -172,7 +182,7 @@ class Trainer:
             if self.step in self._quick_steps:
                 self._validate_quickly()
             if self.validation and (last or self._due(self.cadence.validate, self.step)):
-                improved = self._validated(self.validate(self.validation))
+                improved = self._validated(*self._measure(self.validation))
                 signalled, callback_stop = self._agree_on_stop(signalled, callback_stop)
             reason = INTERRUPTED if signalled and not last else STOPPED if callback_stop else None
             if last or reason or improved or self._save_due(self.step):
@@ -334,11 +344,13 @@ class Trainer:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
         self._log(self.step, {QUICK: self.validate(self.quick)})
 
-    def _validated(self, loss: float) -> bool:
+    def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
         self.callback_list.dispatch("validated", self.step, loss)
-        self._log(self.step, {"validation_loss": loss, **self.callback_list.figures("validation_figures", loss)})
+        of_task = {f"validation_{name}": value for name, value in figures.items()}
+        metrics = {"validation_loss": loss, **of_task, **self.callback_list.figures("validation_figures", loss)}
+        self._log(self.step, metrics)
         return improved
 
     def _log_window(self, record: StepRecord) -> None:
@@ -397,6 +409,7 @@ class Trainer:
             self.loss_scale = LossScale(**snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])
         self.callback_list.load_state(snapshot.state["callbacks"])
+        self.task.load_state(snapshot.state.get("task", {}))
         log.info("continuing at step %d", self.first)
 
     def _drop_outdated_checkpoints(self) -> None:

@@ -1,0 +1,213 @@
+"""The stages `reference` and `dpo`: what they leave behind, also after they were killed, and what makes them run again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from support.doubles import curve, make_tokenizer, run_here
+
+from ttrain.config import DpoConfig, NewModelConfig, ReferenceConfig, Settings, ShardsConfig, flatten
+from ttrain.core.files import ProgressWriter
+from ttrain.core.hashing import sha256_file
+from ttrain.data.sharding import Here
+from ttrain.errors import UsageError
+from ttrain.model import adapters, factory
+from ttrain.pipeline.plan import section_of
+from ttrain.stages import REFERENCE, dpo, new_model, reference, shards
+from ttrain.stages.job import StageContext
+from ttrain.store.model_files import weights_digest
+from ttrain.train import preference_tuning
+
+KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "nothing"]
+WEIGHTS = Path("model") / "model.safetensors"
+
+
+def settings_of(**changes: Any) -> Settings:
+    of_dpo = {
+        "epochs": 3, "tokens_per_step": 512, "row_length": 128, "validation_rows": 8, "precision": "fp32",
+        "optim": {"lr": 3e-3}, **changes,
+    }  # fmt: skip
+    speed = {"device": "cpu", "threads": 1, "rows_per_device": 2, "log_every_steps": 1, "checkpoint_every_steps": 2}
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 256}
+    return Settings.model_validate({"model": sizes, "dpo": of_dpo, "runtime": speed})
+
+
+def pair(number: int) -> dict[str, Any]:
+    dice = random.Random(number)
+    question, answer = (" ".join(dice.choices(WORDS, k=dice.randint(1, 6))) for _ in range(2))
+    return {"prompt": f"{question} {number}?", "chosen": f"yes {answer}", "rejected": f"no {answer}"}
+
+
+def rated(number: int) -> dict[str, Any]:
+    row, good = pair(number), number % 3 > 0
+    return {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+
+
+def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path:
+    """Shards of these rows, a quarter of them held out."""
+    source = root / "source"
+    source.mkdir(parents=True)
+    for name, part in (("dpo.jsonl", rows[len(rows) // 4 :]), ("dpo_heldout.jsonl", rows[: len(rows) // 4])):
+        (source / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
+    arguments, runtime = {"kind": "pairs", "dataset": "dpo"}, settings.runtime
+    job = StageContext(inputs, {}, arguments, root / "shards", runtime, ProgressWriter(None), lambda: False)
+    shards.build(ShardsConfig(reading=settings.reading, shards=settings.shards), job, Here())
+    return root / "shards"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of random weights, shards of pairs, and their reference."""
+    root, settings = tmp_path_factory.mktemp("dpo"), settings_of()
+    make_tokenizer(root / "tokenizer")
+    config = NewModelConfig(model=settings.model, pretrain={"seed": 1})  # type: ignore[arg-type]
+    run_here(new_model, config, root / "base", {"tokenizer": root / "tokenizer"}, settings.runtime)
+    found = {"base": root / "base", "shards": make_shards(root, root / "tokenizer", [pair(n) for n in range(120)])}
+    run_here(reference, of_reference(settings), root / "reference", found, settings.runtime)
+    return {**found, "reference": root / "reference", "tokenizer": root / "tokenizer"}
+
+
+def of_reference(settings: Settings) -> ReferenceConfig:
+    found = section_of(REFERENCE, settings)
+    assert isinstance(found, ReferenceConfig)
+    return found
+
+
+def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, Any]:
+    settings = settings_of(**changes)
+    figures: dict[str, Any] = run_here(dpo, DpoConfig(dpo=settings.dpo), output, inputs, settings.runtime)
+    return figures
+
+
+@pytest.fixture(scope="module")
+def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("straight")
+    assert tune(output, inputs)["pairs"] == 90 * 3
+    return output
+
+
+def test_the_reference_has_every_answer_once_with_its_tokens(inputs: dict[str, Path]) -> None:
+    for part, pairs in (("train", 90), ("heldout", 30)):
+        scores = load_file(inputs["reference"] / f"{part}.safetensors")
+        assert len(scores["tokens"]) == 2 * pairs and (scores["tokens"] > 0).all()
+        assert np.isfinite(scores["log_probabilities"]).all() and (scores["log_probabilities"] < 0).all()
+    assert sorted(path.name for path in inputs["reference"].iterdir()) == ["heldout.safetensors", "train.safetensors"]
+
+
+def test_the_planted_preference_is_learnt_from_ln_2_on(straight: Path) -> None:
+    figures = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
+    assert figures[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
+    assert figures[-1]["validation_reward_accuracy"] > 0.9 and figures[-1]["validation_loss"] < 0.5
+
+
+def test_an_adapter_is_kept_beside_the_whole_model_that_it_is_merged_into(inputs: dict[str, Path], tmp_path: Path) -> None:
+    tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8)
+    base = inputs["base"] / "model"
+    adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
+    ids = torch.arange(20)[None]
+    found, expected = factory.load(tmp_path / "model")(ids).logits, adapted(ids).logits
+    assert float((found - expected).abs().max()) < 1e-4 < float((expected - factory.load(base)(ids).logits).abs().max())
+
+
+def test_simpo_and_orpo_need_no_reference(inputs: dict[str, Path], tmp_path: Path) -> None:
+    without = {name: path for name, path in inputs.items() if name != "reference"}
+    for loss in ("simpo", "orpo"):
+        assert tune(tmp_path / loss, without, loss=loss, epochs=1)["steps"] > 0
+
+
+def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs: dict[str, Path], tmp_path: Path) -> None:
+    of_rated = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], [rated(n) for n in range(120)])}
+    with pytest.raises(UsageError, match=r"dpo\.loss is dpo, .* set dpo\.loss=kto"):
+        tune(tmp_path / "refused", of_rated)
+    settings = settings_of()
+    run_here(reference, of_reference(settings), tmp_path / "reference", of_rated, settings.runtime)
+    figures = tune(tmp_path / "kto", {**of_rated, "reference": tmp_path / "reference"}, loss="kto", epochs=4)
+    assert figures["answers"] == 90 * 4 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
+
+
+def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> None:
+    def of(**changes: Any) -> dict[str, Any]:
+        return dict(flatten(section_of(REFERENCE, settings_of(**changes)).model_dump()))
+
+    assert of() == of(beta=0.2) == of(optim={"lr": 1e-5}) == of(loss="ipo") == of(adapter="lora") == of(epochs=9)
+    assert of() != of(row_length=64) and of() != of(precision="bf16")
+
+
+# --- kills --------------------------------------------------------------------------------------------------------------
+
+
+def killed(stage: Any, config: Any, output: Path, inputs: Mapping[str, Path], at: int) -> bool:
+    """Run the stage in a fork that kills itself in its pass or write number `at`; whether it came so far."""
+
+    def begin() -> None:
+        count = 0
+
+        def counted(inner: Any) -> Any:
+            def call(*arguments: Any, **more: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return inner(*arguments, **more)
+
+            return call
+
+        score = counted(preference_tuning.score_answers)
+        for module, name, inner in (
+            (preference_tuning, "score_answers", score), (reference, "score_answers", score),
+            (os, "fsync", counted(os.fsync)), (os, "replace", counted(os.replace)),
+        ):  # fmt: skip
+            setattr(module, name, inner)
+        run_here(stage, config, output, inputs, settings_of().runtime)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL), f"it ended with {process.exitcode}"
+    return process.exitcode != 0
+
+
+def check_kills(kills: int, inputs: Mapping[str, Path], straight: Path, output: Path, most: int) -> None:
+    """Kill both stages so often, at random places, and compare with those that were left alone."""
+    dice, settings = random.Random(), settings_of()
+    stages: list[tuple[Any, Any, Path]] = [
+        (reference, of_reference(settings), Path("reference")), (dpo, DpoConfig(dpo=settings.dpo), Path("dpo"))
+    ]  # fmt: skip
+    for stage, config, name in stages:
+        died = sum(killed(stage, config, output / name, inputs, dice.randint(1, most)) for _ in range(kills))
+        assert died, "no kill came before the end"
+        run_here(stage, config, output / name, inputs, settings.runtime)
+    for part in reference.PARTS:
+        file = Path(f"{part}.safetensors")
+        assert sha256_file(output / "reference" / file) == sha256_file(inputs["reference"] / file)
+    assert sha256_file(output / "dpo" / WEIGHTS) == sha256_file(straight / WEIGHTS)
+    assert curve(output / "dpo" / "run" / "metrics.jsonl") == curve(straight / "run" / "metrics.jsonl")
+
+
+def test_a_killed_reference_and_a_killed_tuning_come_to_the_same_bytes(
+    inputs: dict[str, Path], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
+    check_kills(1, inputs, straight, tmp_path, most=12)
+
+
+@pytest.mark.soak
+def test_many_kills_come_to_the_same_bytes(
+    inputs: dict[str, Path], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
+    check_kills(KILLS, inputs, straight, tmp_path, most=25)

@@ -1,0 +1,209 @@
+"""Rows of preference pairs: both answers after their common prompt in one row, kept apart by the attention mask.
+
+Letters in names: B rows of a batch, T positions of a row, A answers of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import ClassVar, Self, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows, best_fit
+from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
+from ttrain.data.record_rows import sums_by_record
+from ttrain.data.shards import Column, ShardSet
+
+PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
+NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class PairBatch(Batch):
+    """Rows of pairs. A token sees the earlier tokens of its own segment that are in branch 0 or in its own branch.
+
+    segments_BT    which pair of the row, -1 for padding; positions go on from the prompt in both of its branches
+    branches_BT    0: the common prompt without its last token; 1: that token and the answer that is preferred; 2: that
+                   token again and the other answer. A single rated answer is in branch 1. Labels are in answers only.
+    answers_BT     number of the answer in this batch that the label belongs to, -1 where there is none
+    answer_ids_A   2 * the number of the record in the shard set + 0 for the preferred or desirable answer, 1 for the other
+    ratings_A      1 if the answer is preferred or desirable, else -1; answers 2k and 2k + 1 of pairs are of one pair
+    references_A   log-probabilities of the answers under the reference model, in nats; None where there is none
+    """
+
+    FILLS: ClassVar[tuple[int, ...]] = (0, -1)
+    branches_BT: Array
+    answers_BT: Array
+    answer_ids_A: Array = field(default_factory=NONE.copy)
+    ratings_A: Array = field(default_factory=NONE.copy)
+    references_A: npt.NDArray[np.float64] | None = None
+
+    def without_targets(self) -> Self:
+        """The same rows without targets and answers, so that the loss ignores them."""
+        return replace(
+            super().without_targets(),
+            answers_BT=np.full_like(self.answers_BT, -1),
+            answer_ids_A=NONE.copy(),
+            ratings_A=NONE.copy(),
+            references_A=None if self.references_A is None else self.references_A[:0],
+        )
+
+
+def finished_pairs(batch: PairBatch) -> PairBatch:
+    """Number the answers of the batch, whose global numbers `answers_BT` holds so far.
+
+    They are numbered row by row, so that the answers of a pair follow each other; an answer that is in the batch twice
+    (of a mixture by weight) has two numbers.
+    """
+    places = np.flatnonzero(batch.answers_BT >= 0)
+    width = batch.answers_BT.shape[1]
+    ids = batch.answers_BT.reshape(-1)[places]
+    pairs = batch.segments_BT.reshape(-1)[places] + width * (places // width)
+    begins = np.ones(len(places), bool)
+    begins[1:] = (ids[1:] != ids[:-1]) | (pairs[1:] != pairs[:-1])
+    answers_BT = np.full(batch.answers_BT.shape, -1, np.int64)
+    answers_BT.reshape(-1)[places] = begins.cumsum() - 1
+    answer_ids_A = ids[begins]
+    return replace(
+        batch,
+        answers_BT=answers_BT,
+        answer_ids_A=answer_ids_A,
+        ratings_A=1 - 2 * (answer_ids_A % 2),
+    )
+
+
+@final
+class PairRows(Rows):
+    """Rows of whole pairs: several share a row by best fit, or, if they are not packed, each is a row of its own.
+
+    A pair that is longer than a row loses the first turns of its prompt, as few as possible, but never the last one. If it
+    is still too long it is left out and counted: half an answer has another probability than the whole one. A record in
+    which an answer has no live token is left out and counted, too.
+    """
+
+    batch_type = PairBatch
+
+    def __init__(
+        self, shards: ShardSet, row_length: int, pad_id: int, end_id: int, *, header_length: int = 0, packed: bool = True
+    ) -> None:
+        """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
+        self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
+        self.trimmed = not packed
+        self._end_id, self._header_length = end_id, header_length
+        self._cut = self._too_long = self._all_masked = self._targets = self._used = self._pairs = 0
+        plans, first = [], 0
+        for column in shards.columns():
+            plans.append(self._plan(column, first))
+            first += len(column)
+        self._records, self._starts, self._sizes = (
+            np.concatenate([NONE, *(plan[field_index] for plan in plans)]) for field_index in range(3)
+        )
+        self._rows = best_fit(self._sizes.tolist(), row_length) if packed else [[pair] for pair in range(len(self._sizes))]
+        row_of_pair = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
+        self._lengths = np.zeros(len(self._rows), np.int64)
+        np.add.at(self._lengths, row_of_pair, self._sizes[list(chain.from_iterable(self._rows))])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self) -> Array:
+        return self._lengths
+
+    def finished(self, batch: Batch) -> Batch:
+        """The batch with its answers numbered."""
+        assert isinstance(batch, PairBatch)
+        return finished_pairs(batch)
+
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        assert isinstance(batch, PairBatch)
+        for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
+            position = 0
+            for segment, pair in enumerate(self._rows[row]):
+                position = self._fill(pair, batch, line, position, segment)
+
+    def _fill(self, pair: int, batch: PairBatch, line: int, position: int, segment: int) -> int:
+        """Write a pair from `position` on; returns the position after it."""
+        record, start = int(self._records[pair]), int(self._starts[pair])
+        ids, live, parts, number = self.shards.preference(record)
+        prompt = ids[start : int((parts == PROMPT).sum())]
+        before, last = prompt[:-1], prompt[-1:]
+        end = position + int(self._sizes[pair])
+        batch.segments_BT[line, position:end] = segment
+        batch.input_ids_BT[line, position : position + len(before)] = before
+        batch.positions_BT[line, position : position + len(before)] = np.arange(len(before))
+        position += len(before)
+        branch = 0
+        for part in BRANCHES:
+            there = np.flatnonzero(parts == part)
+            if not len(there):
+                continue
+            branch += 1
+            sequence = np.concatenate([last, ids[there]]).astype(np.int64)
+            targets = np.concatenate([np.zeros(len(last), bool), live[there] != 0])[1:]
+            span = slice(position, position + len(sequence) - 1)
+            answer = 2 * number + part - CHOSEN
+            batch.input_ids_BT[line, span] = sequence[:-1]
+            batch.labels_BT[line, span] = np.where(targets, sequence[1:], IGNORE)
+            batch.positions_BT[line, span] = np.arange(len(before), len(before) + len(targets))
+            batch.branches_BT[line, span] = branch
+            batch.answers_BT[line, span] = np.where(targets, answer, -1)
+            position = span.stop
+        assert position == end, f"{position} positions, planned {end}"
+        return position
+
+    def counts(self) -> Counts:
+        """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""
+        return {
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            "pairs": self._pairs,
+            "rated_answers": len(self._records) - self._pairs,
+            "target_tokens": self._targets,
+            "dropped_tokens": self.shards.tokens - self._used,
+            "cut_records": self._cut,
+            "too_long_dropped": self._too_long,
+            "all_masked_dropped": self._all_masked,
+            "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
+        }
+
+    def _plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+        """(record, first token of its prompt, positions) of every usable record of a shard, numbered from `first` on.
+
+        Only records longer than a row are handled one by one.
+        """
+        sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
+        prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]
+        shared = np.minimum(prompts, 1)  # tokens that each branch repeats
+        needed = np.where(chosen > 0, chosen + shared - 1, 0) + np.where(rejected > 0, rejected + shared - 1, 0)
+        is_learnt = ((live[list(BRANCHES)] > 0) | (sizes[list(BRANCHES)] == 0)).all(0) & (needed > 0)
+        starts = np.zeros(len(column), np.int64)
+        for record in np.flatnonzero(is_learnt & (prompts - shared + needed > self.row_length)).tolist():
+            begin = int(column.offsets[record])
+            prompt = column.tokens[begin : begin + int(prompts[record])]
+            starts[record] = self._cut_start(prompt, self.row_length - int(needed[record]))
+        self._cut += int((starts > 0).sum())
+        fits = is_learnt & (starts >= 0)
+        self._all_masked += int((~is_learnt).sum())
+        self._too_long += int((starts < 0).sum())
+        self._pairs += int(((chosen > 0) & (rejected > 0) & fits).sum())
+        self._targets += int(live[:, fits].sum())
+        self._used += int((sizes.sum(0) - starts)[fits].sum())
+        records = np.flatnonzero(fits)
+        return first + records, starts[records], (prompts - shared + needed - starts)[records]
+
+    def _cut_start(self, prompt: Array, room: int) -> int:
+        """The first token that is kept of a prompt, so that all but its last token fit into `room`; -1 if they cannot."""
+        borders = np.flatnonzero(prompt == self._end_id) + 1
+        fitting = borders[(len(prompt) - 1 - borders <= room) & (len(prompt) - borders > max(1, self._header_length))]
+        return int(fitting[0]) if len(fitting) else -1
+
+
+def _counted(column: Column, *, only_live: bool) -> Array:
+    """Number of tokens of each part of each record, of shape [parts, records]."""
+    assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
+    counted = column.live != 0 if only_live else np.ones(len(column.tokens), bool)
+    return np.stack([sums_by_record((column.branches == part) & counted, column.offsets) for part in PARTS])

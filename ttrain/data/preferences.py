@@ -1,0 +1,197 @@
+"""Read preferences in the formats of common data sets: a chosen and a rejected answer to a prompt, or one rated answer.
+
+Every rejection reason says what is wrong with the value and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from ttrain.data import chat_shapes
+from ttrain.data.chat_shapes import A_TURN, is_blank
+from ttrain.data.chat_templates import Message, Messages
+from ttrain.data.tools import Malformed, kind_of
+
+ANSWER_KEYS = ("chosen", "rejected")
+RATED_KEYS = ("prompt", "completion")
+PROMPT_KEYS = ("prompt", "conversations", "messages", "instruction")  # the first that is present holds the prompt
+PREFERENCE_FIELDS = (
+    "'prompt', 'chosen' and 'rejected' (texts or lists of turns), 'chosen' and 'rejected' with a common beginning, "
+    "or 'prompt', 'completion' and 'label'"
+)
+PROMPT, CHOSEN, REJECTED = 0, 1, 2  # parts of a record's tokens; a single rated answer is CHOSEN if it is desirable
+AN_ANSWER = f"not text, a turn or a list of turns such as {A_TURN}"
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with the answer that is preferred and the one that is not; with the labels of its row.
+
+    A single rated answer stands in `chosen` if it is desirable, else in `rejected`; the other is empty then.
+    """
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+    labels: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def messages(self) -> Messages:
+        """All turns."""
+        return (*self.prompt, *self.chosen, *self.rejected)
+
+    def content(self) -> bytes:
+        """What identifies the record, wherever it stands."""
+        return orjson.dumps([_identity(turns) for turns in (self.prompt, self.chosen, self.rejected)])
+
+    def prompt_content(self) -> bytes:
+        """What identifies the prompt: the held-out part is chosen by it, so that no prompt is on both sides."""
+        return orjson.dumps(_identity(self.prompt))
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+        if not (self.chosen and self.rejected):
+            parts = {"prompt": self.prompt, "completion": self.chosen or self.rejected}
+        fields: dict[str, Any] = {name: [message.to_json() for message in turns] for name, turns in parts.items()}
+        return {**fields, **({"label": bool(self.chosen)} if "completion" in fields else {}), **dict(self.labels)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Preference:
+        """The record that `to_json` wrote, without its labels."""
+        if "completion" in row:
+            row = {"prompt": row["prompt"], "chosen" if row["label"] else "rejected": row["completion"]}
+        prompt, chosen, rejected = (
+            tuple(map(Message.from_json, row.get(key, ()))) for key in ("prompt", "chosen", "rejected")
+        )
+        return cls(prompt, chosen, rejected)
+
+
+def is_preference(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the keys of a preference. A completion counts as rated only by a label that is true or false."""
+    is_rated = all(row.get(key) is not None for key in RATED_KEYS) and isinstance(row.get("label"), bool)
+    return is_rated or all(row.get(key) is not None for key in ANSWER_KEYS)
+
+
+def preference_of(row: Mapping[str, Any], labels: tuple[tuple[str, str], ...] = ()) -> Preference:
+    """The preference in a row. A key that is null counts as absent. Raises Malformed with the reason."""
+    if any(row.get(key) is not None for key in ANSWER_KEYS):
+        prompt, chosen, rejected = _pair(row)
+    elif row.get("completion") is not None:
+        prompt, chosen, rejected = _rated(row)
+    else:
+        raise Malformed(f"none of the keys 'chosen', 'rejected' and 'completion' holds an answer; write {PREFERENCE_FIELDS}")
+    prompt = tuple(map(chat_shapes.not_learnt, chat_shapes.with_system_and_tools(list(prompt), row)))
+    return Preference(prompt, tuple(chosen), tuple(rejected), labels)
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+    """(prompt, chosen, rejected)."""
+    turns = {key: _answer_turns(row, key) for key in ANSWER_KEYS}
+    prompt_key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
+    if prompt_key is None:
+        prompt, chosen, rejected = _common_beginning(row, turns)
+    else:
+        prompt_turns = _prompt_turns(row, prompt_key)
+        prompt = _turns(prompt_turns, prompt_key, row)
+        chosen, rejected = (_answer(prompt, prompt_turns, turns[key], key, row) for key in ANSWER_KEYS)
+    if _identity(chosen) == _identity(rejected):
+        raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        _check_answer(answer, key)
+    return prompt, chosen, rejected
+
+
+def _rated(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+    """(prompt, chosen, rejected) of a single answer with a label."""
+    label = row.get("label")
+    if not isinstance(label, bool):
+        kind = kind_of(label) if "label" in row else "missing"
+        raise Malformed(f"'label' is {kind} beside 'completion'; write true (the answer is good) or false")
+    if row.get("prompt") is None:
+        raise Malformed("no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns")
+    prompt_turns = _prompt_turns(row, "prompt")
+    prompt = _turns(prompt_turns, "prompt", row)
+    answer = _answer(prompt, prompt_turns, _answer_turns(row, "completion"), "completion", row)
+    _check_answer(answer, "completion")
+    return (prompt, answer, ()) if label else (prompt, (), answer)
+
+
+def _prompt_turns(row: Mapping[str, Any], key: str) -> list[Any]:
+    """The turns of the prompt as they stand in the row."""
+    value = row[key]
+    if key == "instruction":
+        return [message.to_json() for message in chat_shapes.alpaca_question(row)]
+    if key == "prompt" and isinstance(value, str):
+        return [{"role": "user", "content": chat_shapes.visible_text(row, key, "chosen")}]
+    if not isinstance(value, list):
+        raise Malformed(f"'{key}' is {kind_of(value)}, not text or a list of turns such as {A_TURN}")
+    return value
+
+
+def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
+    """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
+    value = row.get(key)
+    if value is None:
+        other_key = next(other for other in ANSWER_KEYS if other != key)
+        raise Malformed(f"'{key}' is {'null' if key in row else 'missing'} beside '{other_key}'; write both answers")
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": chat_shapes.visible_text(row, key, "prompt")}]
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        raise Malformed(f"'{key}' is {kind_of(value)}, {AN_ANSWER}")
+    if not value:
+        raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
+    return value
+
+
+def _answer(
+    prompt: Sequence[Message], prompt_turns: list[Any], turns: list[Any], key: str, row: Mapping[str, Any]
+) -> list[Message]:
+    """The turns of an answer, without those of the prompt where they stand before it once more."""
+    size = len(prompt)
+    if len(turns) > size and _begins_with(turns, prompt, row):
+        return _turns(turns, key, row)[size:]
+    return _turns([*prompt_turns, *turns], key, row)[size:]
+
+
+def _begins_with(turns: list[Any], prompt: Sequence[Message], row: Mapping[str, Any]) -> bool:
+    try:
+        return _identity(_turns(turns[: len(prompt)], "prompt", row)) == _identity(prompt)
+    except Malformed:
+        return False
+
+
+def _common_beginning(
+    row: Mapping[str, Any], turns: Mapping[str, list[Any]]
+) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+    """(common turns, the others of `chosen`, those of `rejected`)."""
+    for key in ANSWER_KEYS:
+        if isinstance(row[key], str):
+            raise Malformed(f"'{key}' is a text but there is no 'prompt'; write it, or lists of turns that begin alike")
+    chosen, rejected = (_turns(turns[key], key, row) for key in ANSWER_KEYS)
+    size = 0
+    while size < min(len(chosen), len(rejected)) and _identity(chosen[size:][:1]) == _identity(rejected[size:][:1]):
+        size += 1
+    if size == len(chosen) == len(rejected):
+        raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
+    if not size:
+        raise Malformed("'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'")
+    return chosen[:size], chosen[size:], rejected[size:]
+
+
+def _check_answer(answer: Sequence[Message], key: str) -> None:
+    if not any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in answer):
+        raise Malformed(f"'{key}' has no answer of its own: no assistant's turn with a text after the prompt")
+
+
+def _turns(turns: object, key: str, row: Mapping[str, Any]) -> list[Message]:
+    return chat_shapes.turns_of(turns, key, has_tools=bool(row.get("tools")))
+
+
+def _identity(turns: Sequence[Message]) -> list[list[object]]:
+    return [message.identity() for message in turns]

@@ -1,0 +1,82 @@
+"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ttrain.config import Dpo, DpoConfig, Lora, Runtime
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import BatchSource
+from ttrain.data.packing import Rows
+from ttrain.errors import UsageError
+from ttrain.model import adapters
+from ttrain.stages import lora, new_model, sft, training
+from ttrain.stages.job import StageContext
+from ttrain.stages.reference import ReferencedRows
+from ttrain.store.model_files import weights_digest
+from ttrain.train.preference_tuning import PreferenceTuning
+
+ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
+
+
+def run(config: DpoConfig, job: StageContext) -> dict[str, Any]:
+    """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
+    ranks, settings = training.start(job.runtime), config.dpo
+    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
+    trained = prepare(config, job.inputs, encoder)
+    task = task_of(settings, trained.model, job.runtime)
+
+    def batches(part: str, rows: Rows) -> BatchSource:
+        check_answers(settings, rows)
+        return ReferencedRows(rows, job.inputs["reference"], part) if settings.has_reference else rows
+
+    figures = training.fit(settings, trained, job, ranks, encoder, task=task, batches=batches)
+    if settings.adapter != "none" and ranks.first:
+        with ranks.busy("merging the adapter"):
+            merge(job.inputs["base"] / "model", job.output)
+    ranks.barrier()
+    return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
+
+
+def prepare(config: DpoConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
+    """The model before its first step."""
+    if config.dpo.adapter == "none":
+        return sft.whole_model(inputs["base"] / "model")
+    return replace(lora.with_adapter(inputs["base"] / "model", adapter_settings(config.dpo)), directory=ADAPTER)
+
+
+def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
+    """The task of the stage."""
+    return PreferenceTuning(
+        config,
+        model,
+        chunk_tokens=runtime.loss_chunk_tokens,
+        gradient_checkpointing=runtime.gradient_checkpointing,
+    )
+
+
+def check_answers(config: Dpo, rows: Rows) -> None:
+    """Raise UsageError where a loss that compares two answers gets single rated ones."""
+    rated = rows.counts()["rated_answers"]
+    if rated and config.loss != "kto":
+        raise UsageError(
+            f"dpo.loss is {config.loss}, which compares two answers, but {rated} rows of data.dpo have a single rated one; "
+            f"set dpo.loss=kto, or bring pairs"
+        )
+
+
+def adapter_settings(config: Dpo) -> Lora:
+    """The settings of the adapter, as the stage `lora` has them."""
+    names = ("rank", "alpha", "dropout", "targets", "seed", "start_from")
+    return Lora().replaced({"kind": config.adapter, **{name: getattr(config, name) for name in names}})
+
+
+def merge(base: Path, output: Path) -> None:
+    """Write `model/`, the base with the adapter of `lora/` in its weights, so that what follows finds a whole model."""
+    adapted = adapters.load(new_model.load(base), output / ADAPTER, weights_digest(base))
+    new_model.write(adapters.merge(adapted), base, output / new_model.DIRECTORY)

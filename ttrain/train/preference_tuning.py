@@ -1,0 +1,120 @@
+"""Preference tuning: the task of the stage `dpo`, and the scores of answers that its reference is made of.
+
+Letters in names: B rows, T positions, A answers of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ttrain.config import Dpo
+from ttrain.data.packing import Array
+from ttrain.data.pair_rows import PairBatch
+from ttrain.train import preference_losses
+from ttrain.train.language_modeling import CausalTask, on_device
+from ttrain.train.preference_losses import Answers
+from ttrain.train.task import LossSum
+
+CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sums of a step
+
+
+def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Log-probability and number of the tokens of each answer, both [A], in one forward pass. `model`: NextTokenLoss.
+
+    In fp64 where the device has it: the sums of two passes then differ by the rounding of their terms alone.
+    """
+    arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT, batch.branches_BT)
+    ids_BT, positions_BT, segments_BT, labels_BT, branches_BT = on_device(arrays, device)
+    [answers_BT] = on_device([batch.answers_BT], device)
+    losses_BT, _, _ = model(ids_BT, positions_BT, segments_BT, labels_BT, branches_BT=branches_BT)
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    at_N = answers_BT.flatten() + 1  # 0: no answer
+    none = torch.zeros(len(batch.answer_ids_A) + 1, dtype=wide, device=device)
+    sums = none.index_add(0, at_N, losses_BT.flatten().to(wide))
+    tokens = none.index_add(0, at_N, torch.ones_like(at_N, dtype=wide))
+    return -sums[1:], tokens[1:]
+
+
+def is_paired(answer_ids_A: Array) -> bool:
+    """Whether all answers are in pairs, none of them rated alone."""
+    chosen_P, rejected_P = answer_ids_A[::2], answer_ids_A[1::2]
+    return len(chosen_P) == len(rejected_P) and bool((chosen_P + 1 == rejected_P).all())
+
+
+@final
+class PreferenceTuning(CausalTask):
+    """Learns to prefer one answer to another. The pairs bring the log-probabilities of the reference with them.
+
+    The reference point of kto is the mean log-ratio of all answers of the step before, at least 0; 0 in the first step,
+    in which model and reference are equal. So it is the same for all micro-batches and ranks.
+    """
+
+    config: Dpo
+
+    def __init__(self, config: Dpo, model: nn.Module, **options: Any) -> None:
+        super().__init__(config, model, **options)
+        self._reference_point = 0.0
+
+    def train_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
+        answers = self._answers(model, batch, device)
+        total = preference_losses.loss_sum(self.config, answers, self._reference_point)
+        sums = self._sums(answers, paired=is_paired(batch.answer_ids_A))
+        return LossSum(total, preference_losses.count(self.config, len(batch.answer_ids_A)), sums=sums)
+
+    def validation_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
+        with torch.no_grad():
+            return self.train_step(model, batch, device)
+
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+        answers, _, score = sums[RATIOS]
+        self._reference_point = max(0.0, score / max(1.0, answers))
+
+    def state(self) -> dict[str, float]:
+        return {"reference_point": self._reference_point}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self._reference_point = float(state.get("reference_point", 0.0))
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        """Means over answers and pairs: log-probabilities, rewards, tokens, share of pairs in which the chosen one leads."""
+        found: dict[str, float] = {}
+        for name in (CHOSEN, REJECTED):
+            number, *totals = sums[name]
+            if number:
+                figures = zip(("log_probability", "reward", "answer_tokens"), totals, strict=True)
+                found |= {f"{figure}_{name}": total / number for figure, total in figures}
+        pairs, leading, lead = sums[LEADS]
+        if pairs:
+            found |= {"reward_accuracy": leading / pairs, "reward_margin": lead / pairs}
+        answers, ratio, _ = sums[RATIOS]
+        if answers and self.config.has_reference:
+            found["kl_to_reference"] = ratio / answers
+        if self.config.loss == "kto":
+            found["reference_point"] = self._reference_point
+        return found
+
+    def _answers(self, model: nn.Module, batch: PairBatch, device: torch.device) -> Answers:
+        log_probs_A, tokens_A = score_answers(model, batch, device)
+        [ratings_A] = on_device([batch.ratings_A], device)
+        reference_A = torch.zeros_like(log_probs_A)
+        if self.config.has_reference:
+            assert batch.references_A is not None, "the rows bring no log-probabilities of the reference"
+            reference_A = torch.from_numpy(batch.references_A).to(reference_A)
+        return Answers(log_probs_A, reference_A, tokens_A, ratings_A)
+
+    def _sums(self, answers: Answers, *, paired: bool) -> dict[str, Tensor]:
+        log_probs_A, rewards_A = answers.log_probs_A.detach(), preference_losses.rewards(self.config, answers).detach()
+        ratios_A, sums = answers.scores(per_token=False).detach(), dict[str, Tensor]()
+        for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
+            mine = (answers.ratings_A == rating).to(log_probs_A)
+            sums[name] = torch.stack([(mine * values).sum() for values in (mine, log_probs_A, rewards_A, answers.tokens_A)])
+        sums[LEADS] = torch.zeros(3).to(log_probs_A)
+        if paired:
+            lead_P = -rewards_A.view(-1, 2).diff(dim=1).flatten()
+            sums[LEADS] = torch.stack([torch.ones_like(lead_P).sum(), (lead_P > 0).to(lead_P).sum(), lead_P.sum()])
+        sums[RATIOS] = torch.stack([torch.ones_like(ratios_A).sum(), ratios_A.sum(), rewards_A.sum() / self.config.beta])
+        return sums
