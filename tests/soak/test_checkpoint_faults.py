@@ -266,6 +266,7 @@ for scenario in ("next", "again", "whole again"):
 """
 
 
+@pytest.mark.soak
 def test_a_process_killed_at_any_call_of_a_write_leaves_a_whole_newest(tmp_path: Path) -> None:
     run_child(AT_EVERY_CALL, tmp_path)
     for scenario, before, wanted in (("next", 8, 12), ("again", 4, 8), ("whole again", 8, 8)):
@@ -327,7 +328,8 @@ print(while_saving)
 """
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.soak)])
-def test_a_chain_of_kills_while_saving_loses_nothing_that_was_saved(tmp_path: Path, kills: int) -> None:
+@pytest.mark.soak
+def test_a_chain_of_kills_while_saving_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    kills = 50
     while_saving = int(run_child(AT_RANDOM, tmp_path, kills, 7))
     assert while_saving > kills / 3, "most of the time it saves"

@@ -356,7 +356,7 @@ ROWS = ANYTHING | st.fixed_dictionaries({"text": TEXTS}) | st.fixed_dictionaries
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(ROWS, max_size=6), kind=st.sampled_from(["documents", "chats"]))
 def test_rows_of_any_json_are_kept_exactly_skipped_or_rejected(
     recipes: dict[str, BlockRecipe], rows: list[Any], kind: str

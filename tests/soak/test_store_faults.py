@@ -36,6 +36,9 @@ mount -o remount,ro "$TTRAIN_HOME"
 """.replace("%s", f"{sys.executable} -P -c 'from ttrain.cli.main import main; main()'")
 
 
+pytestmark = pytest.mark.soak  # in short: tests/store/test_integrity.py, test_store.py and test_runs.py
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     write_corpus(tmp_path / "data")
@@ -96,9 +99,7 @@ def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_tol
     assert "everything is cached" in cli.here(*TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    "kilobytes", [4, *(pytest.param(size, marks=[pytest.mark.soak, pytest.mark.long]) for size in (24, 48, 64))]
-)
+@pytest.mark.parametrize("kilobytes", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (24, 48, 64))])
 def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
     cli: Cli, kilobytes: int
 ) -> None:
