@@ -205,7 +205,7 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
         ("docs/python.md", api),
         ("docs/python.md", api),
         ("docs/adapters.md", "test_the_adapters_of_the_page_switch_and_merge"),
-        ("docs/tasks.md", "test_the_task_of_the_page_trains"),
+        ("docs/tasks.md", "train/test_task.py"),
         ("docs/tracking.md", "full/test_readme.py"),
         ("docs/tutorial.md", "test_the_tutorial_s_script_makes_data_that_its_settings_name"),
     ]
@@ -225,21 +225,6 @@ def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
     values: dict[str, Any] = {"base": base, "directory": places[0], "another": places[1]}
     exec(page_code("docs/adapters.md", "adapters.switch"), values)
     assert not hasattr(values["merged"], "peft_config")
-
-
-def test_the_task_of_the_page_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ttrain.cli.main import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    (tmp_path / "noise.py").write_text(page_code("docs/tasks.md", "class Denoise"), encoding="utf-8")
-    (command,) = [command for command in commands("docs/tasks.md") if "noise:Denoise" in command.words]
-    with pytest.raises(SystemExit) as ended:
-        main(list(command.words))
-    assert not ended.value.code, capsys.readouterr().err
-    assert list((tmp_path / "denoise").rglob("*.safetensors"))
 
 
 def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def in_one_process(cli: Cli, *commands: list[str]) -> list[str]:
     return done.stdout.split("\a\n")
 
 
+@pytest.mark.soak
 def test_a_stage_of_another_package_is_planned_run_tracked_registered_and_reported(cli: Cli, tmp_path: Path) -> None:
     settings, page = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout"), tmp_path / "report.html"
     run_words = ["pipeline", "run", "full", "--engine", "none", *settings]
