@@ -91,7 +91,8 @@ def test_a_helper_two_modules_away_counts_for_all_that_reach_it(package: Package
     path.write_text(text.replace("(1 + math.cos", "(1 - math.cos"), encoding="utf-8")
     assert text != path.read_text(encoding="utf-8")
     assert "schedules" not in (package.path / "stages" / "sft.py").read_text()
-    assert package.changes() == {name: {"ttrain.train.schedules"} for name in ("pretrain", "sft", "lora")}
+    reached = ("pretrain", "sft", "lora", "dpo", "reference")
+    assert package.changes() == {name: {"ttrain.train.schedules"} for name in reached}
 
 
 def test_an_import_inside_a_function_counts(package: Package) -> None:
