@@ -436,7 +436,7 @@ def test_a_failure_ends_with_1_and_a_mistake_in_the_settings_with_2(
 ) -> None:
     write_lines(surroundings / "docs.jsonl", [{"txt": "no"}] * 9)
     code, out = call(capsys, "data.pretrain=docs.jsonl", *TINY)
-    assert code == 1 and "BAD data" in out and "; fix: " in out and "1 of 4 checks" in out
+    assert code == 1 and "BAD data" in out and "; fix: " in out and "1 of 5 checks" in out
     assert call(capsys, "pretrain.precison=fp32")[0] == 2
     assert call(capsys, "pretrain.precision=tf32", "runtime.device=cpu")[0] == 2
     assert call(capsys, "data.pretrain=none.jsonl")[0] == 2

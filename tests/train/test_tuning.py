@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.doubles import ALONE, NumberedRows, copies, in_ranks, same, setting
 from ttrain.data.loader import ShuffledOrder
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
-from ttrain.train import tuning
+from ttrain.train import resource_limits, tuning
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
@@ -220,3 +221,17 @@ def test_all_ranks_choose_alike_though_each_measures_something_else(tmp_path: Pa
     (tmp_path / "home" / "cache").mkdir(parents=True)
     (tmp_path / "home" / tunings.FILE).write_text("{")
     assert in_ranks(2, tmp_path / "ranks", work) == [str(Choice(8, "records", 512, False))] * 2
+
+
+def test_while_it_measures_memory_that_is_not_there_is_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cpu")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(resource_limits, "available_bytes", lambda device: 1e8)
+    with resource_limits.cap_at_available_memory(device, ranks=2):
+        assert len(torch.empty(1_000_000)) == 1_000_000
+        with pytest.raises(RuntimeError) as error:
+            torch.empty(100_000_000)
+        assert resource_limits.is_out_of_memory(error.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before

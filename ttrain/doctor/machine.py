@@ -33,7 +33,6 @@ EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slo
 SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
 SHOWN_TUNINGS = 3
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -127,18 +126,6 @@ def memory(footprint: Footprint, runtime: Runtime, device: torch.device, availab
         "(the weights stay the same), or take a smaller model"
     )
     return make_check("memory", needed <= available, figure, fix)
-
-
-def available_bytes(device: torch.device) -> float:
-    """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    free = float(psutil.virtual_memory().available)
-    try:
-        limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
-        return min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return free
 
 
 def disk(

@@ -51,6 +51,7 @@ from ttrain.store import tunings
 from ttrain.store.layout import Artifact
 from ttrain.train import precision
 from ttrain.train.precision import Precision
+from ttrain.train.resource_limits import available_bytes
 
 TEXTS = 200  # of the data, through the tokenizer and back
 
@@ -126,7 +127,7 @@ class Doctor:
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
         count, free = row_count, machine.free_bytes(self.home)
         checks: list[tuple[str, Callable[[], Check | None]]] = [
-            ("memory", lambda: machine.memory(footprint(), runtime, device, machine.available_bytes(device))),
+            ("memory", lambda: machine.memory(footprint(), runtime, device, available_bytes(device))),
             ("disk", lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free)),
             ("no future leak", lambda: model.future(next_tokens, rows, computed_in)),
             ("records apart", lambda: model.documents(next_tokens, rows, computed_in)),

@@ -19,6 +19,7 @@ from ttrain.config import Night, Runtime
 from ttrain.errors import TTrainError, UsageError
 
 GB = 1e9
+CGROUP = Path("/sys/fs/cgroup")
 CAP_SHARE = 0.8  # of the memory that is free
 
 PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
@@ -58,6 +59,18 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
 
 
+def available_bytes(device: torch.device) -> float:
+    """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free = float(psutil.virtual_memory().available)
+    try:
+        limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return free
+
+
 def data_bytes() -> int:
     """Memory of this process that RLIMIT_DATA counts; Linux only."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -92,7 +105,7 @@ def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data_bytes() + int(CAP_SHARE * psutil.virtual_memory().available / ranks)
+    limit = data_bytes() + int(CAP_SHARE * max(0.0, available_bytes(device)) / ranks)
     lower = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *lower]), hard))
     try:
