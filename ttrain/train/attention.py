@@ -307,28 +307,28 @@ class RecordAttention(torch.autograd.Function):
                 for rows, end in _blocks(L):
                     weights = _weights(q_XRLK[:, :, rows], k_XLK[:, :end], scale)
                     parts.append(torch.bmm(weights, v_XLK[:, :end]).view(N * G, H // G, -1, K))
-                out_XRLK = _joined(parts)
-                saved += [q_XRLK, k_XLK, v_XLK, out_XRLK]
-                outs.append(out_XRLK.view(-1, K))
+                saved += [q_XRLK, k_XLK, v_XLK]
+                outs.append(_joined(parts).view(-1, K))
             out = torch.cat(outs).index_select(0, back)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(out, *saved)  # the output, which the next product keeps too, is not kept in groups
         return out.view(B, T, H, K)
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
         B, T, H, K = grad_BTHK.shape
-        saved, groups = ctx.saved_tensors, ctx.groups
+        (out, *saved), groups = ctx.saved_tensors, ctx.groups
         G = saved[1].shape[0] // groups.places[0].shape[0]
         dtype = saved[0].dtype
         wide = torch.promote_types(dtype, torch.float32)
         (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
         grad = grad_BTHK.to(dtype).reshape(-1, K)
         found: tuple[list[Tensor], ...] = ([], [], [])
+        delta_M = (grad * out).sum(-1)
         for number in range(len(groups.places)):
-            q_XRLK, k_XLK, v_XLK, out_XRLK = saved[4 * number : 4 * number + 4]
+            q_XRLK, k_XLK, v_XLK = saved[3 * number : 3 * number + 3]
             X, R, L, _ = q_XRLK.shape
             do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
-            delta_XRL1 = (do_XRLK * out_XRLK).sum(-1, keepdim=True)
+            delta_XRL1 = delta_M.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, 1)
             dq_parts: list[Tensor] = []
             dk_XLK = dv_XLK = torch.empty(0)
             for rows, end in reversed(_blocks(L)):  # the last block sees all keys
