@@ -122,7 +122,7 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path
 
 
 def test_a_key_whose_section_was_left_out_names_all_that_end_so() -> None:
-    assert "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'lora.optim.lr'?" in refused("lr=1e-3")
+    assert "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?" in refused("lr=1e-3")
     assert "did you mean 'tokenizer.vocab_size'?" in refused("vocab_size=500")
     assert "did you mean 'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
 

@@ -76,7 +76,11 @@ def check_metric(settings: Settings) -> None:
     always = (TRAININGS[0], TRAININGS[-1])  # there is a base and a last model, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in (*always, *settings.trainings)]
     bits = [BITS_PER_BYTE.of(name) for name in models]
-    metrics = [row.metric for row in TRAINING_STAGES.values() if row.metric and row.loss and settings.reads(row.dataset)]
+    metrics = [
+        row.metric
+        for row in TRAINING_STAGES.values()
+        if row.metric and row.metric is not BITS_PER_BYTE and settings.reads(row.dataset)
+    ]
     losses = [metric.of(name) for metric in metrics for name in models]
     of_suites = [
         f"{task}/{figure}/{name}"

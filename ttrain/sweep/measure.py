@@ -21,6 +21,7 @@ CURVES = {LOSS: LOSS, "best_validation_loss": LOSS, "loss": "loss"}  # figure of
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
 LATER = [row for row in TRAINING_STAGES.values() if row.role != "base"]
 AFTER_BASE = frozenset(name for row in LATER for name in (row.name, SHARDS[row.dataset].name))  # bits per byte need none
+HIGHER_IS_BETTER = frozenset(row.metric.of_run for row in LATER if row.metric and row.metric.higher_is_better)
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -70,6 +71,7 @@ def choose(
                 f"{', '.join(settings.trainings)}, model, tokenizer, reading, shards or data"
             )
     metric_name = metric or _default_metric(settings, direct, graph)
+    maximize = maximize or (not metric and metric_name in HIGHER_IS_BETTER)
     prefix, slash, _ = metric_name.partition("/")
     stage = PREFIXES.get(prefix, prefix)
     if not slash:
@@ -112,7 +114,11 @@ def _is_affected(stage: Stage, key: str) -> bool:
     if section == "data":
         dataset = subkey.partition(".")[0]
         return stage.dataset == dataset or (stage == TOKENIZER and dataset == "pretrain")
-    return section in stage.config.model_fields
+    field = stage.config.model_fields.get(section)
+    if field is None:
+        return False
+    parts = getattr(field.annotation, "model_fields", {})  # of the section, some of which the stage may not see
+    return not subkey or not parts or subkey.partition(".")[0] in parts
 
 
 def _default_metric(settings: Settings, direct: Mapping[str, frozenset[str]], graph: Graph) -> str:
@@ -129,4 +135,7 @@ def _default_metric(settings: Settings, direct: Mapping[str, frozenset[str]], gr
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
         raise UsageError(f"{', '.join(direct)} shapes no training; name a metric: --metric eval/NAME")
-    return f"{(varied_trainings or affected[:1])[-1]}/{LOSS}"
+    row = TRAINING_STAGES[(varied_trainings or affected[:1])[-1]]
+    if row.rows == "pairs" and row.metric:  # whose loss is measured in units of beta, so that other betas have others
+        return row.metric.of_run
+    return f"{row.name}/{LOSS}"
