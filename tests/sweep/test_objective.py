@@ -80,7 +80,7 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         ([LR], {"prune": True}, "pretrain.validate_every_steps is 0"),
         ([LR, "pretrain.validate_every_steps=9"], {"prune": True, "metric": "eval/bits_per_byte"}, "known at the end only"),
         (["pretrain.optim.lr=log(1e-4,1e-3)", "pretrain.optim.lrr=1"], {}, "unknown setting 'pretrain.optim.lrr'"),
-        (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'lora.optim.lr'?"),
+        (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or"),
         (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
         (["pretrain.tokens_per_step=choice(4096,1000)"], {}, "cannot try pretrain.tokens_per_step=1000"),
         (["pretrain.optim.kind=choice(muon,sgd)"], {}, "cannot try pretrain.optim.kind=sgd"),
