@@ -25,6 +25,7 @@ from ttrain.config import Reading, Settings
 from ttrain.config.loading import load
 from ttrain.data import contamination, sharding
 from ttrain.data.built_blocks import DataFile
+from ttrain.data.preferences import is_preference, preference_of
 from ttrain.data.sharding import Here
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
@@ -186,7 +187,8 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
     if snippet.language == "toml":
         assert tomllib.loads(snippet.text)
     for line in snippet.text.splitlines() if snippet.language == "json" else ():
-        assert contamination.of_row(json.loads(line)) is not None
+        row = json.loads(line)
+        assert preference_of(row) if is_preference(row) else contamination.of_row(row) is not None
 
 
 # --- Python

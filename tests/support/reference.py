@@ -36,7 +36,7 @@ Exit codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a s
 143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. OVERRIDES are settings as `key=value`, with
 `--config` (`-c`) and `--profile`. Most commands take `--json`; `--help` explains the options.
 """
-WITH_SETTINGS_OF_PRETRAIN = ("sft", "lora")
+WITH_SETTINGS_OF_PRETRAIN = ("sft", "dpo", "lora")
 UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
 NAME_WIDTH = 36
 
