@@ -240,7 +240,8 @@ def _resumed_inputs(settings: Settings, store: ArtifactStore, night: NightRecord
     if ended["outcome"] in (records.FAILED, records.REFUSED) and frozen.settings != (
         now := settings.model_dump(mode="json")
     ):
-        frozen, reason = replace(frozen, settings=now), f"{reason}; with the current settings"
+        average = _average(settings, frozen.champion, frozen.files)
+        frozen, reason = replace(frozen, settings=now, average=average), f"{reason}; with the current settings"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     if changed := night_inputs.changed_files(frozen, current_files):
         reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"

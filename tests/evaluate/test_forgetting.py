@@ -87,15 +87,18 @@ def test_a_loss_that_may_be_chance_refuses_nothing() -> None:
     assert decision.promote and decision.lost == ()
 
 
-def test_small_nights_are_judged_together_and_count_by_their_figures_where_even_these_are_few() -> None:
+def test_small_nights_are_judged_together_and_not_at_all_where_even_these_are_too_few_for_an_interval() -> None:
     costs = {"night-1": 2.2, "night-2": 2.2, "night-3": 2.2, "night-4": 1.0}
     champion, challenger = model(dict.fromkeys(costs, 2.0), count=8, seed=2), model(costs, count=8)
     decision, figures = judged(challenger, champion)
     assert not decision.promote and decision.lost == ("all earlier nights",)
     assert figures["all earlier nights"].records == 24 and figures["all earlier nights"].interval is not None
     assert not any(figures[name].judged for name in costs)
-    few, figures = judged(challenger, champion, min_samples=30)
-    assert few.lost == ("all earlier nights",) and figures["all earlier nights"].interval is None
+    two = {"night-1": 3.0, "night-2": 1.0}
+    champion, challenger = model(dict.fromkeys(two, 2.0), count=4, seed=2), model(two, count=4)
+    decision, figures = judged(challenger, champion)
+    assert decision.lost == () and not figures["night-1"].judged and figures["night-1"].interval is None
+    assert judged(challenger, champion, resamples=0)[0].lost == ("night-1",), "the figures alone, as the user wants"
 
 
 def test_small_nights_beside_large_ones_are_one_text() -> None:

@@ -182,6 +182,13 @@ def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) 
     assert all(new[name] != old[name] for name in ("base", "sft", "lora"))
     manifest = json.loads((second.home / "store/heldout" / keys["heldout"] / "manifest.json").read_bytes())
     assert manifest["result"]["records"] > manifest["result"]["new"] > 0
+    night = nights(second)[0].data
+    records = {text["name"]: text["records"] for text in night["texts"]}
+    assert night["heldout_nights"] == ["night-000001", "night-000002"]
+    assert [records[name] for name in night["heldout_nights"]] == manifest["result"]["nights"]
+    assert all(text["champion"] is not None and not text["lost"] for text in night["texts"])
+    counted = json.loads((second.home / "store/shards-pretrain" / keys["shards-pretrain"] / "manifest.json").read_bytes())
+    assert night["learnt"]["documents"] == counted["result"]["train"]["rows"] > 0 < night["learnt"]["replayed_tokens"]
 
 
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
