@@ -1,4 +1,7 @@
-"""Settings of nights: what is trained again, what becomes champion, who is notified. None of them is part of a key."""
+"""Settings of nights: what is trained again, what becomes champion, who is notified.
+
+None of them is part of a key, but for what shapes a night's weights: its replay, its average and how that is judged.
+"""
 
 from __future__ import annotations
 
