@@ -147,6 +147,8 @@ def _link_lines(link: Link) -> Iterator[str]:
         yield "settings " + " ".join(f"{name}={_value(value)}" for name, value in link.settings.items())
     if trained := _training_facts(link):
         yield f"trained {trained}"
+    if link.chosen:
+        yield f"chosen {link.chosen}"
     for note in link.notes:
         yield f"note: {note}"
 

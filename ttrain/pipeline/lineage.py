@@ -247,6 +247,12 @@ class Link:
         provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
         return provenance
 
+    @property
+    def chosen(self) -> str:
+        """Which of its candidates the base model of a night is, with their figures; "" for any other artifact."""
+        is_choice = self.stage == CHOSEN_BASE and "result" in self.manifest
+        return summary.key_figures(self.stage, self.manifest["result"]) if is_choice else ""
+
     def to_json(self) -> dict[str, Any]:
         """The form that `lineage --json` prints."""
         names = ("stage", "key", "content", "known_from", "run", "run_id", "code", "commit", "seed", "notes")
@@ -254,6 +260,7 @@ class Link:
             **{name: getattr(self, name) for name in names},
             "made_unix": self.made_unix,
             "settings": dict(self.settings),
+            "chosen": self.chosen or None,
             "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in self.inputs.items()},
             "data": [entry.to_json() for entry in self.data],
             "libraries": dict(self.libraries),
@@ -282,7 +289,7 @@ def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> 
         inputs={name: (used["stage"], used["key"]) for name, used in manifest["inputs"].items()},
         data=tuple(_data_entries(artifact)),
         libraries={**versions, **provenance.get("libraries", {})},
-        notes=(*_notes(manifest), *_choice(artifact)),
+        notes=tuple(_notes(manifest)),
         manifest=manifest,
     )
 
@@ -327,12 +334,6 @@ def _data_entries(artifact: Artifact) -> list[LineageData]:
             counts = (documents, counts_of_file.get("tokens"), counts_of_file.get("bytes"))
             entries.append(LineageData(role, file["name"], file["sha256"], *counts, file.get("location")))
     return entries
-
-
-def _choice(artifact: Artifact) -> Iterator[str]:
-    """Which of its candidates the base model of a night is."""
-    if artifact.stage == CHOSEN_BASE:
-        yield f"it is {summary.key_figures(artifact.stage, artifact.result)}"
 
 
 def _notes(manifest: Manifest) -> list[str]:
