@@ -123,9 +123,12 @@ class NightRun:
             return self._stopped(night, stopped)
         except Exception as error:
             if night and is_nothing_new(error):
-                night.end_try(records.NOTHING_NEW, str(error), closed=True)
-                self.say_outcome(f"{night.name}: nothing new: {error}")
-                return NightResult(records.NOTHING_NEW, str(error), night.name)
+                reason = (
+                    f"nothing new: {str(error).partition(' failed: ')[2] or error}"
+                )
+                night.end_try(records.NOTHING_NEW, reason, closed=True)
+                self.say_outcome(f"{night.name}: {reason}")
+                return NightResult(records.NOTHING_NEW, reason, night.name)
             self._failed(night, error)
             raise
 

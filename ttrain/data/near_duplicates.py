@@ -126,7 +126,8 @@ def _sketches(data: Bytes, starts: Places, lengths: Places, rule: SimilarityRule
         flat, owners = np.concatenate([flat, *padded]), np.concatenate([owners, short.astype(np.int32)])
         order = owners.argsort(kind="stable")
         flat, owners = flat[order], owners[order]
-    return Sketches(_band_keys(flat, owners, len(starts), rule), _distinct(flat, owners, len(starts)))
+    keys = _band_keys(flat, owners, len(starts), rule)
+    return Sketches(keys, _distinct(flat, owners, len(starts)))  # which sorts them in place
 
 
 def _mixed(hashes: Hashes) -> Values:
@@ -137,11 +138,12 @@ def _mixed(hashes: Hashes) -> Values:
 
 
 def _distinct(hashes: Hashes, owners: Owners, documents: int) -> Values:
-    """Distinct shingles of each document; documents are in order."""
+    """Distinct shingles of each document; documents are in order, and the hashes of each are sorted in place."""
     counts = np.zeros(documents, np.int64)
-    firsts = np.searchsorted(owners, np.arange(documents + 1))
+    firsts = np.searchsorted(owners, np.arange(documents + 1, dtype=np.int32))
     for number in np.flatnonzero(np.diff(firsts)).tolist():
-        ordered = np.sort(hashes[firsts[number] : firsts[number + 1]])
+        ordered = hashes[firsts[number] : firsts[number + 1]]
+        ordered.sort()
         counts[number] = 1 + np.count_nonzero(ordered[1:] != ordered[:-1])
     return np.minimum(counts, 2**32 - 1).astype(np.uint32)
 
