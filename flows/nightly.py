@@ -123,9 +123,7 @@ class NightRun:
             return self._stopped(night, stopped)
         except Exception as error:
             if night and is_nothing_new(error):
-                reason = (
-                    f"nothing new: {str(error).partition(' failed: ')[2] or error}"
-                )
+                reason = f"nothing new: {str(error).partition(' failed: ')[2] or error}"
                 night.end_try(records.NOTHING_NEW, reason, closed=True)
                 self.say_outcome(f"{night.name}: {reason}")
                 return NightResult(records.NOTHING_NEW, reason, night.name)

@@ -225,6 +225,8 @@ LETTERS = (*range(0x40000), *range(0xE0000, 0xE0200))  # Unicode has no letters 
 
 CHUNK_TOKENS = 500_000
 
+REDUCED_POINTS = 1 << 20
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -245,7 +247,9 @@ def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> t
     """
     start, end = column.offsets[first], column.offsets[last]
     ids = np.insert(column.tokens[start:end].astype(np.int32), column.offsets[first:last] - start, token_bytes.record)
-    text = _decoded(BETWEEN_TURNS.sub(b"", token_bytes.join(ids)))
+    joined = token_bytes.join(ids)
+    del ids  # of a long record, four times its text
+    text = _decoded(BETWEEN_TURNS.sub(b"", joined))
     plain_bytes = np.frombuffer(_reduced(text.encode("utf-32-le", "surrogatepass")), np.uint8)
     begins = np.flatnonzero(plain_bytes[:-1] == RECORD_BYTES[0])  # the byte begins letters of Hangul, too
     begins = begins[plain_bytes[begins + 1] == RECORD_BYTES[1]]
@@ -302,10 +306,13 @@ def token_bytes_of(directory: str) -> TokenBytes:
 
 
 def _reduced(text: bytes) -> bytes:
-    """Reduce UTF-32 to plain text in UTF-8."""
-    points = _table()[np.frombuffer(text, "<u4")]
-    reduced: bytes = points[points != 0].tobytes()
-    return reduced.decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+    """Reduce UTF-32 to plain text in UTF-8, slice by slice, since it takes four times the memory."""
+    pieces, code_points = [], np.frombuffer(text, "<u4")
+    for start in range(0, len(code_points), REDUCED_POINTS):
+        points = _table()[code_points[start : start + REDUCED_POINTS]]
+        reduced: bytes = points[points != 0].tobytes()
+        pieces.append(reduced.decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass"))
+    return b"".join(pieces)
 
 
 def _decoded(data: bytes) -> str:
