@@ -4,10 +4,8 @@ Four data sets, each with a held-out part:
 
     pretrain    docstrings and the language reference; a share of it may be source code
     sft         questions about functions, classes and modules, answered from signatures and docstrings
-    dpo         pairs of answers to half as many of the same questions, for preference tuning. The chosen answer is the right
-                one; of every second pair the other answers another question, of the rest it is the right one cut in the
-                middle. The model after SFT knows what belongs to a question, but gives the shorter text the higher
-                probability, so that it prefers the right answer of about half of all pairs.
+    dpo         pairs of answers to half as many of the same questions: the right answer, and its first half. The model after
+                SFT gives the whole one the higher probability in 0.58 of 211 held-out pairs.
     lora        letters of the European alphabets as Unicode describes them: U+00E9, its name, case and UTF-8 bytes.
                 SFT has nothing like it, the form of an answer is learnable in a few hundred rows, and the letters
                 asked for in the held-out rows are others than those of the training rows (and so are their capitals).
@@ -103,13 +101,12 @@ def _texts(row: Row) -> list[str]:
 
 
 def make_pairs(chats: Sequence[Row]) -> Iterator[Row]:
-    """Pairs of answers to the last question of each chat: against the answer of the next chat, and against half of it."""
-    for number, row in enumerate(chats):
+    """Pairs of answers to the last question of each chat: the whole one and its first half."""
+    for row in chats:
         *prompt, answer = row["messages"]
         words = answer["content"].split(" ")
-        following = chats[(number + 1) % len(chats)]["messages"][-1]["content"]
-        rejected = " ".join(words[: len(words) // 2]) if number % 2 else following
-        if rejected.strip() and rejected != answer["content"]:
+        rejected = " ".join(words[: len(words) // 2])
+        if rejected.strip():
             yield {"prompt": prompt, "chosen": answer["content"], "rejected": rejected, "source": row["source"]}
 
 
