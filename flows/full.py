@@ -40,9 +40,8 @@ def full(stage: Callable[..., Any], settings: Settings) -> None:
     evaluated, models = {"base": base}, dict[str, Any]()
     for name in settings.trainings:
         training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
-        inputs = {"base": models.get(settings.starts[name], base), "shards": shards[row.dataset]}
-        if "tokenizer" in training.inputs:
-            inputs["tokenizer"] = tokenizer
+        inputs = {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
+        inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[row.dataset]}
         if REFERENCE.name in training.inputs and settings.dpo.has_reference:
             inputs[REFERENCE.name] = stage(REFERENCE, base=inputs["base"], shards=inputs["shards"])
         models[name] = stage(training, **inputs)

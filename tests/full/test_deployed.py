@@ -20,7 +20,7 @@ from support.pipeline_home import Cli
 from support.served import Served, processes_of, serving
 from support.waiting import wait_until
 
-from ttrain.config import DATASETS, NAMES_CODE, Settings
+from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
 from ttrain.flows import flow_runs, servers
 from ttrain.flows.schedule_files import Schedule
 from ttrain.pipeline.stage_worker import PROCESS_NAME
@@ -148,9 +148,9 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     harmless = {
         "name", "tracking.experiment",  # names
         *(f"data.{name}" for name in DATASETS), "reading.text_field",  # data
-        "tokenizer.existing", *(f"{name}.start_from" for name in ("pretrain", "sft", "lora")),  # JSON and safetensors alone
+        "tokenizer.existing", *(f"{name}.start_from" for name in TRAININGS),  # JSON and safetensors alone
         "model.preset", "model.kind", "model.fields",  # of transformers; `fields` takes the architecture's own alone
-        "pretrain.mask_intervals", "sft.mask_intervals", "lora.mask_intervals", "lora.targets",
+        *(f"{name}.mask_intervals" for name in TRAININGS), "dpo.targets", "lora.targets",
         "evaluate.documents", "evaluate.chats", "runtime.sample_prompts", "promotion.metric",  # texts
         "nightly.deadline", "nightly.timezone", "runtime.night.start", "runtime.night.end", "runtime.night.timezone",
     }  # fmt: skip

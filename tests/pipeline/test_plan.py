@@ -266,7 +266,7 @@ def test_a_stage_whose_inputs_are_not_built_has_no_key_and_says_for_what_it_wait
 def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: House) -> None:
     quickstart = plan(full, load([], environment={}).settings, house.store)
     others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
-    others |= OF_NIGHTS
+    others |= {*OF_NIGHTS, "shards-dpo", "reference", "dpo"}  # without pairs there is no preference tuning
     assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
     files = quickstart[0].ingredients["files"]
     assert files == {"python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]}

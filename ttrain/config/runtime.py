@@ -28,7 +28,7 @@ STAGE_NAMES = (
     *(f"shards-{dataset}" for dataset in LEARNT),
     *("base-model", "new-model"),
     *TRAININGS,
-    *("evaluate", "evaluate-champion", "heldout", "replay"),
+    *("reference", "evaluate", "evaluate-champion", "heldout", "replay", "replay-sft"),
     *("average", "evaluate-night", "evaluate-average", CHOSEN_BASE),
 )
 StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out

@@ -93,7 +93,10 @@ def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
     files_by_role: dict[str, list[InputFile]] = {}
     heldout_parts = [row.part for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
+    absent = {row.model for name, row in TRAINING_STAGES.items() if row.optional and name not in settings.trainings}
     for model in type(settings.evaluate.suites).model_fields:
+        if model in absent:
+            continue
         loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
         suites.check_distinct_tasks(loaded)
         for suite in loaded:
