@@ -244,7 +244,7 @@ def test_an_adapter_is_not_put_on_a_base_it_was_not_trained_on(ready: Any, tmp_p
     inputs = {"base": base, "shards": home.chats.path}
     run_here(lora, LoraConfig(lora=settings.lora), tmp_path / "lora", inputs, settings.runtime)
     run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
-    paths = {"sft": tmp_path / "sft", "lora": tmp_path / "lora", "domain": home.chats.path}
+    paths = {"base": tmp_path / "sft", "lora": tmp_path / "lora", "domain": home.chats.path}
     (tmp_path / "out").mkdir()
     with pytest.raises(ArtifactError, match="was trained on"):
         run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), tmp_path / "out", paths, settings.runtime)
