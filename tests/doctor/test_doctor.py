@@ -421,7 +421,7 @@ def test_the_command_examines_a_training_from_end_to_end_and_leaves_the_home_alo
     code, out = call(capsys, "--json", "data.pretrain=docs.jsonl", *TINY)
     checks = json.loads(out)["checks"]
     assert [check["name"] for check in checks] == [
-        "versions", "precision", "threads", "data", "tokenizer round trip", "labels and mask", "memory", "disk",
+        "versions", "precision", "threads", "tuning", "data", "tokenizer round trip", "labels and mask", "memory", "disk",
         "no future leak", "records apart", "loss at the start", "accumulation", "two ranks equal one", "save and resume",
         "one batch is learnt",
     ]  # fmt: skip
