@@ -83,6 +83,10 @@ def application(
         raise RuntimeError(
             "transformers serve no longer takes the generation state of ttrain, so its requests would have no limits"
         )
+    from transformers.cli.serving import utils as serving_utils
+
+    # By its kind a model gets the answer template of the vendor's chats, which ours are not: prompts came back as answers.
+    serving_utils.get_response_template = lambda processor, model: None
     prompt_tokens.render_in_child()
     prompt_tokens.tokenize_in_threads()
     app = transformers_build(
