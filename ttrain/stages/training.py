@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Runtime, Training, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import BatchSource, pad_fraction
+from ttrain.data.loader import BatchSource, Order, pad_fraction
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.stages import plateau
@@ -22,6 +22,7 @@ from ttrain.stages.rows import open_rows, order_of, validation_batches, with_rep
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
 from ttrain.stages.tuned import TUNED, tuned
 from ttrain.train import checkpoint, language_modeling, precision
+from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
@@ -57,32 +58,22 @@ def fit(
 
     `task`: next-token prediction unless given. `batches`: the batches of the rows of a part, `train` or `heldout`.
     """
-    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
-    if "replay" in job.inputs:
-        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
-    heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
-    order = order_of(config, rows)
-    computed_in = precision.resolve_precision(config.precision, ranks.device)
+    rows, heldout = _rows_of(config, job, encoder)
+    order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
     learner = task or task_of(config, trained.model, job.runtime)
     language_modeling.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     runtime = job.runtime
     if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
-    is_tuned = runtime is not job.runtime
+    chosen = {} if runtime is job.runtime else {"tuned": {name: getattr(runtime, name) for name in TUNED}}
     job = replace(job, runtime=runtime)
-    learnt, measured = batches("train", rows), batches("heldout", heldout)
-    loader = loader_of(learnt, order, runtime, ranks)
-    validation = validation_batches(measured, config.validation_rows, runtime.rows_per_device)
-    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    quick = [] if config.validate_every_steps else validation_batches(measured, quick_row_count, runtime.rows_per_device)
-    if job.start_from and config.early_stopping:
-        raise UsageError(
-            f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
-            f"remove one of them"
-        )
-    extended = checkpoint.read(job.start_from, trained.weights_file) if job.start_from else None
+    loader = loader_of(batches("train", rows), order, runtime, ranks)
+    validation, quick = _validation(config, batches("heldout", heldout), order, runtime)
+    extended = _extended(config, job, trained)
     log.info("rows %s", rows.counts())
-    continued = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
+    watching = language_model_callbacks(
+        config, job, model=trained.model, loader=loader, ranks=ranks, precision=computed_in, rows=rows, encoder=encoder
+    )
     figures = train(
         learner,
         loader,
@@ -92,39 +83,60 @@ def fit(
         precision=computed_in,
         validation=validation,
         quick=quick,
-        callbacks=[
-            *early_stopping(config, validation),
-            *language_model_callbacks(
-                config,
-                job,
-                model=trained.model,
-                loader=loader,
-                ranks=ranks,
-                precision=computed_in,
-                rows=rows,
-                encoder=encoder,
-            ),
-        ],
+        callbacks=[*early_stopping(config, validation), *watching],
         identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
         allow=BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
         start=extended,
-        plateau_snapshot=continued,
+        plateau_snapshot=plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None,
     )
-    warned = dict(figures["guard_warnings"])
-    if ranks.first and is_without_effect(job.run_directory / METRICS):
-        fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
-        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
-        warned["no_effect"] = 1
-    chosen = {name: getattr(runtime, name) for name in TUNED} if is_tuned else {}
+    steps = figures["steps"] - figures["resumed_from_step"]
     return {
         **figures,
-        **({"tuned": chosen} if chosen else {}),
-        "guard_warnings": warned,
+        **chosen,
+        "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
         "tokens": order.total_rows * config.row_length,
         "extended_from_step": extended.step if extended else None,
-        "tokens_per_second": (figures["steps"] - figures["resumed_from_step"])
-        * config.tokens_per_step
-        / max(figures["train_seconds"], 1e-9),
+        "tokens_per_second": steps * config.tokens_per_step / max(figures["train_seconds"], 1e-9),
         "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
+
+
+def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Rows, Rows]:
+    """The rows to train on, with those that are replayed, and the held-out ones."""
+    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    if "replay" in job.inputs:
+        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
+    return rows, open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
+
+
+def _validation(
+    config: Training, heldout: BatchSource, order: Order, runtime: Runtime
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
+    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    if config.validate_every_steps:
+        return validation, []
+    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+    return validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device)
+
+
+def _extended(config: Training, job: StageContext, trained: TrainableModel) -> Snapshot | None:
+    """The end of the shorter run that `--extend` continues."""
+    if not job.start_from:
+        return None
+    if config.early_stopping:
+        raise UsageError(
+            f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
+            f"remove one of them"
+        )
+    return checkpoint.read(job.start_from, trained.weights_file)
+
+
+def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping[str, int]) -> dict[str, int]:
+    """How often each guard warned, and whether the training had no effect."""
+    if not (ranks.first and is_without_effect(job.run_directory / METRICS)):
+        return dict(warned)
+    fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+    log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
+    return {**warned, "no_effect": 1}
