@@ -148,9 +148,7 @@ class PipelineRun(StopRequest):
         tokenizer = self.store.complete(tokenizer, (), report=lambda line: watcher.fetching(STAGES[tokenizer.stage], line))
         stage, inputs = STAGES[training], {"shards": shards, "tokenizer": tokenizer}
         try:
-            launch.verify_inputs(
-                stage, self.store, inputs
-            )  # first: a damaged index is not a fault of the settings or the data
+            launch.verify_inputs(stage, self.store, inputs)  # first: a damaged index is no fault of settings or data
             with launch.setting_aside(stage, self.store, inputs):
                 launch.check(getattr(self.settings, training), shards.path, tokenizer.path)
         except TTrainError as error:
@@ -340,8 +338,7 @@ class StageWatcher(DisplayObserver):
         self.child: tracking.AnyRun | None = None
         self._followers: list[tracking.MetricsFollower] = []
         self.log_path: Path | None = None
-        self._samples = set[str]()  # names of the sample files that the tracker has
-        self._samples_changed = 0  # modification time of their directory at the last look
+        self._samples: tracking.SampleFollower | None = None
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         if self._execution.loads_torch:
@@ -353,8 +350,7 @@ class StageWatcher(DisplayObserver):
             stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
         )
         self.child = self._execution.start_child(stage, planned, work)
-        if isinstance(self.child, tracking.TrackedRun) and self.child.is_again:
-            self._samples = {path.name for path in self._sampled()[:-1]}  # the last may not have been logged
+        self._samples = tracking.SampleFollower(log_path.with_name("samples"), self.child, f"{stage.name}/run/samples")
         files = ("metrics.jsonl", *system_metrics.files(self._execution.settings.runtime.nodes))
         later = self._execution.store.root / "store" / stage.name / (planned.key or "") / "run"
         for name in files:
@@ -367,10 +363,8 @@ class StageWatcher(DisplayObserver):
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         super().progressed(stage, progress)
-        with contextlib.suppress(OSError):  # there may be no samples yet
-            if self.log_path and (changed := (self.log_path.parent / "samples").stat().st_mtime_ns) != self._samples_changed:
-                self._samples_changed = changed  # a look at all of them takes 30 ms where there are 10,000
-                self._keep_samples()
+        if self._samples:
+            self._samples.log_changes()
 
     def logged(self, stage: Stage, line: str) -> None:
         self._execution.log.add(stage.name, line)
@@ -388,30 +382,11 @@ class StageWatcher(DisplayObserver):
         for follower in self._followers:  # before publishing, which moves the followed file
             follower.stop()
         self._followers = []
-        if (
-            self._execution.settings.runtime.night
-            and self.log_path
-            and trained_at_night(self.log_path.with_name("metrics.jsonl"))
-        ):
+        may_be_night = self._execution.settings.runtime.night is not None
+        if may_be_night and self.log_path and trained_at_night(self.log_path.with_name("metrics.jsonl")):
             self._execution.note_night(self.child)
-        self._keep_samples()
-
-    def _keep_samples(self) -> None:
-        """Log new sample texts of the training model under the path that the finished artifact's files will have."""
-        if self.child is None:
-            return
-        for path in self._sampled():
-            if path.name not in self._samples:
-                with contextlib.suppress(OSError):  # moved meanwhile; the artifact's files are logged at the end
-                    text = path.read_text(encoding="utf-8", errors="replace")
-                    self._samples.add(path.name)
-                    self.child.log_text(text, f"{self._stage.name}/run/samples/{path.name}")
-
-    def _sampled(self) -> list[Path]:
-        """The existing sample files, by step."""
-        with contextlib.suppress(OSError):
-            return sorted((self.log_path.parent / "samples").glob("step-*.txt")) if self.log_path else []
-        return []
+        if self._samples:
+            self._samples.log_new()
 
     def ended(self, outcome: launch.StageOutcome) -> None:
         artifact, name = outcome.artifact, self._stage.name

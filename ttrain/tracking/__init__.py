@@ -39,7 +39,7 @@ from ttrain.tracking.registered_models import registered_keys as _registered_key
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import AnyRun, TrackedRun
-from ttrain.tracking.sync import MetricsFollower, UndeliveredRun, undelivered_runs
+from ttrain.tracking.sync import MetricsFollower, SampleFollower, UndeliveredRun, undelivered_runs
 from ttrain.tracking.sync import sync as _sync
 from ttrain.tracking.tracker import AnyStore, MlflowStore, open_reader
 from ttrain.tracking.views import Point, RunView
@@ -61,6 +61,7 @@ __all__ = [
     "NullStore",
     "Point",
     "RunView",
+    "SampleFollower",
     "TrackedRun",
     "addresses",
     "champion",

@@ -235,3 +235,40 @@ class MetricsFollower:
             state = parse_json(self._state_file.read_text(encoding="utf-8"))
             for key, step in state["steps"].items() if run.id and state["run"] == run.id else ():
                 run.steps[key] = max(int(step), run.steps.get(key, -1))
+
+
+@final
+class SampleFollower:
+    """Logs the sample texts that a training writes into a directory, `step-*.txt`, under `path` of a run.
+
+    `path` is where the files of the finished artifact will be, so that none is there twice.
+    """
+
+    def __init__(self, directory: Path, run: AnyRun, path: str) -> None:
+        self._directory, self._run, self._path = directory, run, path
+        self._changed = 0  # modification time of the directory at the last look
+        is_again = isinstance(run, TrackedRun) and run.is_again
+        self._logged = {file.name for file in self._files()[:-1]} if is_again else set()  # the last may be missing there
+
+    def log_changes(self) -> None:
+        """Log the new ones if the directory has changed: a look at all of them takes 30 ms where there are 10,000."""
+        with contextlib.suppress(OSError):  # there may be no samples yet
+            changed = self._directory.stat().st_mtime_ns
+            if changed != self._changed:
+                self._changed = changed
+                self.log_new()
+
+    def log_new(self) -> None:
+        """Log the texts that are not logged yet."""
+        for file in self._files():
+            if file.name not in self._logged:
+                with contextlib.suppress(OSError):  # moved meanwhile; the artifact's files are logged at the end
+                    text = file.read_text(encoding="utf-8", errors="replace")
+                    self._logged.add(file.name)
+                    self._run.log_text(text, f"{self._path}/{file.name}")
+
+    def _files(self) -> list[Path]:
+        """The existing sample files, by step."""
+        with contextlib.suppress(OSError):
+            return sorted(self._directory.glob("step-*.txt"))
+        return []
