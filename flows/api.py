@@ -42,14 +42,14 @@ ENGINES = ("prefect", "none")
 @contextlib.contextmanager
 def _as_found() -> Iterator[None]:
     """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
-    before, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
+    environment, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
     handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
+        for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(environment)
         for logger, found, propagate in handlers:
             logger.handlers, logger.propagate = found, propagate
         if "ttrain.flows.prefect_run" in sys.modules:
@@ -209,7 +209,7 @@ class Run:
     def artifacts(self) -> Mapping[str, Artifact]:
         """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
         places = {stage["name"]: self._place(stage) for stage in self.record["stages"] if stage.get("key")}
-        return {name: artifact for name, place in places.items() if (artifact := self.store.at(place))}
+        return {name: artifact for name, path in places.items() if (artifact := self.store.at(path))}
 
     def _place(self, stage: Mapping[str, Any]) -> Path:
         return self.store.path(stage["name"], stage["key"])
@@ -338,17 +338,17 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
     """
     from ttrain.pipeline.names import resolve
 
-    found = resolve(reference, _home(home))
-    found.verify()
+    artifact = resolve(reference, _home(home))
+    artifact.verify()
     from transformers import AutoTokenizer
 
     from ttrain.model import adapters, factory
 
     with _quiet_transformers():
-        model: Any = factory.load(found.model)
-        if found.adapter is not None:
-            model = adapters.load(model, found.adapter, found.base_digest)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(found.tokenizer)
+        model: Any = factory.load(artifact.model)
+        if artifact.adapter is not None:
+            model = adapters.load(model, artifact.adapter, artifact.base_digest)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(artifact.tokenizer)
 
 
 def _home(home: str | Path | None) -> Path:

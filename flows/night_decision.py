@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ttrain import tracking
 from ttrain.config import Promotion, Settings
@@ -22,7 +23,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 
-def decide(
+def judge(
     night: NightRecord,
     inputs: NightInputs,
     execution: PipelineRun,
@@ -30,41 +31,7 @@ def decide(
     store: ArtifactStore,
     say: Callable[[str], object],
 ) -> Judged:
-    """Compare the evaluations, record the decision in the night and in MLflow. Promotes nothing yet."""
-    made = judged(night, inputs, execution, settings, store, say)
-    decision = made.decision
-    home, name, version = store.root, settings.name, execution.model_set
-    if version is None:
-        raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
-    now = tracking.champion(home, name)
-    previous_version = night.frozen.champion.version if night.frozen.champion else None
-    if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
-        reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
-        made = replace(made, decision=replace(decision, promote=False, reason=reason))
-        decision = made.decision
-    texts = [figure.to_json() for figure in made.texts]
-    night.note(version=version, run=execution.record.run, decision=decision.to_json(), texts=texts, base=made.base or None)
-    if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
-        table, *figures = tables(made)
-        run_id = execution.tracked_run
-        tracking.log_decision(home, name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
-    return made
-
-
-def tables(made: Judged) -> list[str]:
-    """The decision in Markdown, and the figures by text where there are some."""
-    return [summary.markdown(rows, header) for rows, header in candidates.tables(made)]
-
-
-def judged(
-    night: NightRecord,
-    inputs: NightInputs,
-    execution: PipelineRun,
-    settings: Settings,
-    store: ArtifactStore,
-    say: Callable[[str], object],
-) -> Judged:
-    """Compare the evaluations of challenger and champion."""
+    """Compare the evaluations of challenger and champion. `settings`: the present ones, whose rules count."""
 
     def complete(stage: Stage) -> Artifact | None:
         evaluation = execution.artifacts.get(stage.name)
@@ -74,9 +41,38 @@ def judged(
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
     rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
-    made = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
+    judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
-    return replace(made, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else made
+    return replace(judged, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else judged
+
+
+def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, judged: Judged) -> Judged:
+    """Record the decision in the night and in MLflow, and return it. Promotes nothing yet. `name`: of the pipeline.
+
+    Where another version became champion during the night, it is a decision not to promote.
+    """
+    decision, version = judged.decision, execution.model_set
+    if version is None:
+        raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
+    now = tracking.champion(home, name)
+    previous_version = night.frozen.champion.version if night.frozen.champion else None
+    if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
+        reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
+        decision = replace(decision, promote=False, reason=reason)
+        judged = replace(judged, decision=decision)
+    texts = [figure.to_json() for figure in judged.texts]
+    base, run = judged.base or None, execution.record.run
+    night.note(version=version, run=run, decision=decision.to_json(), texts=texts, base=base)
+    if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
+        table, *figures = tables(judged)
+        run_id = execution.tracked_run
+        tracking.log_decision(home, name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
+    return judged
+
+
+def tables(judged: Judged) -> list[str]:
+    """The decision in Markdown, and the figures by text where there are some."""
+    return [summary.markdown(rows, header) for rows, header in candidates.tables(judged)]
 
 
 def _nights(
@@ -86,8 +82,8 @@ def _nights(
     reference = heldout_of(evaluation)
     if reference is None:
         return {}
-    found = heldout.find_heldout(store, reference, night.name)
-    return heldout.names_by_night(store.complete(found, ("heldout",), report=say), heldout_nights(night, evaluation))
+    documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
+    return heldout.names_by_night(documents, heldout_nights(night, evaluation))
 
 
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:

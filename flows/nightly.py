@@ -223,7 +223,8 @@ class NightRun:
 
     def _decide(self, night: NightRecord, execution: PipelineRun, inputs: NightInputs) -> promotion.Decision:
         """Decide, show the decision in Prefect, promote or keep."""
-        decided = night_decision.decide(night, inputs, execution, self.settings, self.store, self.say)
+        judged = night_decision.judge(night, inputs, execution, self.settings, self.store, self.say)
+        decided = night_decision.record(night, execution, self.store.root, self.settings.name, judged)
         if self.engine == "prefect":
             from ttrain.flows import prefect_run
 

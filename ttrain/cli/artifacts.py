@@ -120,10 +120,10 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
 
     if stage in STAGES or key:
         return stage, key
-    found = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
-    if len(found) > 1:
-        raise references.ambiguous(stage, "keys", [f"{name} {full[:12]}" for name, full in found])
-    return found[0] if found else (stage, key)
+    matches = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
+    if len(matches) > 1:
+        raise references.ambiguous(stage, "keys", [f"{name} {full[:12]}" for name, full in matches])
+    return matches[0] if matches else (stage, key)
 
 
 @artifacts_app.command(

@@ -159,9 +159,9 @@ def _sample_questions(reference: Reference) -> list[str]:
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
     if not shards:
         return []
-    place = artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
+    heldout_directory = artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
     try:
-        return first_questions(place, Encoder(reference.tokenizer), SAMPLE_QUESTIONS)
+        return first_questions(heldout_directory, Encoder(reference.tokenizer), SAMPLE_QUESTIONS)
     except (TTrainError, OSError):
         return []
 

@@ -63,7 +63,7 @@ def show(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_overview: bo
     if is_overview and reports:
         table(OVERVIEW, [[_shown(name, report[name]) for name in OVERVIEW] for report in reports])
     elif not is_overview:
-        for number, (header, rows) in enumerate(one for report in reports for one in _tables(report)):
+        for number, (header, rows) in enumerate(section for report in reports for section in _tables(report)):
             if number:
                 print()
             table(header, rows)

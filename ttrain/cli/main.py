@@ -240,8 +240,8 @@ def up(
     from ttrain.flows import servers
     from ttrain.store import server_records
 
-    words = arguments or []
-    overrides, runs = ([word for word in words if ("=" in word) == has_value] for has_value in (True, False))
+    given_arguments = arguments or []
+    overrides, runs = ([word for word in given_arguments if ("=" in word) == has_value] for has_value in (True, False))
     home, auth = layout.usable_home(), server_settings(overrides).auth
     missing = [name for name in ("prefect", "mlflow") if not server_records.live_server(home, name)]
     if missing:

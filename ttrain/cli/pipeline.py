@@ -175,7 +175,7 @@ def pipeline_status(
     screen = console()
     if not runs:
         print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in (one.record for one in runs[: limit or LISTED_RUNS]):
+    for run in (listed_run.record for listed_run in runs[: limit or LISTED_RUNS]):
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)

@@ -36,8 +36,8 @@ class Section(BaseModel):
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
         values = {}
         for name, value in changes.items():
-            before = getattr(self, name)
-            values[name] = before.replaced(value) if isinstance(before, Section) else value
+            section = getattr(self, name)
+            values[name] = section.replaced(value) if isinstance(section, Section) else value
         return self.model_copy(update=values)
 
     @model_validator(mode="before")

@@ -70,10 +70,10 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
     base = [*base, *_starts_from_optional_stages([*base, *overrides])]
     _refuse_sizes_of_new_models(overrides, base)
-    known = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
-    strongest = {item.key: item.value for item in known}
+    layers = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
+    strongest = {item.key: item.value for item in layers}
     automatic = {key for key in rules.KEYS if strongest.get(key) == rules.AUTO}
-    settings, sources = merge(Settings, [*_by_rule(known), *(item for item in known if item.key not in automatic)])
+    settings, sources = merge(Settings, [*_by_rule(layers), *(item for item in layers if item.key not in automatic)])
     return LoadedSettings(settings, sources)
 
 

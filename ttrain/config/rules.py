@@ -69,8 +69,8 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     rules = {TIED: Rule(share > LARGEST_HEAD, large), BATCH_KEY: Rule(batch, size)}
     tied = rules[TIED].value if values[TIED] == AUTO else str(values[TIED]).lower() in TRUE
     muon = values[f"{OPTIM}kind"] == "muon"
-    beside = "beside Muon" if muon else f"since optim.kind is {values[f'{OPTIM}kind']}"
-    rules[BETAS_KEY] = Rule(BETAS if muon else USUAL_BETAS, beside)
+    condition = "beside Muon" if muon else f"since optim.kind is {values[f'{OPTIM}kind']}"
+    rules[BETAS_KEY] = Rule(BETAS if muon else USUAL_BETAS, condition)
     for name, rate in {**RATES, **({} if tied else {"head_lr": OWN_HEAD_LR})}.items():
         if name in OF_WIDTH and not muon:
             rules[f"{OPTIM}{name}"] = Rule(None, f"as lr, since optim.kind is {values[f'{OPTIM}kind']}")

@@ -69,8 +69,8 @@ def _common(*sequences: Encoded) -> int:
 def header_length(encoder: Encoder) -> int:
     """Tokens between the end of a user's turn and an answer; 0 if the template does not end such a turn by `end_id`."""
     ids, live = encode_chat(encoder, (Message("user", "?"), Message("assistant", "!")))
-    before = ids[: live.index(True)]
-    return before[::-1].index(encoder.end_id) if encoder.end_id in before else 0
+    header = ids[: live.index(True)]
+    return header[::-1].index(encoder.end_id) if encoder.end_id in header else 0
 
 
 def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[bool]]:

@@ -149,8 +149,8 @@ class NearDuplicateSearch:
             present[rows] = block.selected & ~ignored.get(number, np.zeros(len(block.rows), np.bool_))
             droppable[rows] = present[rows] & (block.role == "train")
         counts = self._per_document(self.rule.bands)
-        found = near_duplicates.candidates(self._per_document, self.rule, counts, present, droppable)
-        dropped = near_duplicates.confirm(found, counts, droppable, self._shingles, self.rule)
+        pairs = near_duplicates.candidates(self._per_document, self.rule, counts, present, droppable)
+        dropped = near_duplicates.confirm(pairs, counts, droppable, self._shingles, self.rule)
         left_out: Counter[tuple[str, int]] = Counter()
         for near in dropped:
             block_number, row = self._block_row(near.position)
@@ -199,8 +199,8 @@ class NearDuplicateSearch:
         """Write the places, and remove what is left of other inputs."""
         (self.output / FOLDER).mkdir(parents=True, exist_ok=True)
         write_json(self.output / FOLDER / PLACES, self.places)
-        made = [shard.sketches for shard in (*self.old, *(shard for parts in self.new for shard in parts.values()))]
-        self.current_names |= {PLACES, *(path.name for path in made if path.parent == self.output / FOLDER)}
+        sketches = [shard.sketches for shard in (*self.old, *(shard for parts in self.new for shard in parts.values()))]
+        self.current_names |= {PLACES, *(path.name for path in sketches if path.parent == self.output / FOLDER)}
         for path in (self.output / FOLDER).iterdir():
             if path.name not in self.current_names:
                 path.unlink()

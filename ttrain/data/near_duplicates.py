@@ -102,8 +102,8 @@ def jaccard(first: Hashes, second: Hashes) -> float:
         return 0.0
     common = 0
     for start in range(0, len(small), SLICE):
-        part = small[start : start + SLICE]
-        common += int((large[np.minimum(large.searchsorted(part), len(large) - 1)] == part).sum())
+        values = small[start : start + SLICE]
+        common += int((large[np.minimum(large.searchsorted(values), len(large) - 1)] == values).sum())
     return common / (len(first) + len(second) - common)
 
 
@@ -169,11 +169,11 @@ def _band_keys(hashes: Hashes, owners: Owners, documents: int, rule: SimilarityR
     lowest = np.full((used, documents), 2**32 - 1, np.uint32)
     factors, summands = _factors()
     for start in range(0, len(hashes), SLICE):
-        part, of = _mixed(hashes[start : start + SLICE]), owners[start : start + SLICE]
+        mixed, of = _mixed(hashes[start : start + SLICE]), owners[start : start + SLICE]
         firsts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]])
-        columns, value = of[firsts], np.empty_like(part)
+        columns, value = of[firsts], np.empty_like(mixed)
         for number in range(used):
-            np.multiply(part, factors[number], out=value)
+            np.multiply(mixed, factors[number], out=value)
             value += summands[number]
             lowest[number, columns] = np.minimum(lowest[number, columns], np.minimum.reduceat(value, firsts))
     bands = lowest.reshape(rule.bands, rule.rows, documents).astype(np.uint64)
@@ -251,16 +251,16 @@ def candidates(
     `band_keys` returns the key of a band of every document. Memory: some 40 bytes a document, and 16 for each band that a
     document shares.
     """
-    taken = np.flatnonzero(present & (counts > 0))
+    eligible = np.flatnonzero(present & (counts > 0))
     positions, bands, number = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for band in range(rule.bands if len(taken) else 0):
-        keys = band_keys(band)[taken]
+    for band in range(rule.bands if len(eligible) else 0):
+        keys = band_keys(band)[eligible]
         order = keys.argsort(kind="stable")
         starts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]])
         sizes = np.diff(np.append(starts, len(order)))
-        shared = (sizes > 1) & np.logical_or.reduceat(droppable[taken[order]], starts)
+        shared = (sizes > 1) & np.logical_or.reduceat(droppable[eligible[order]], starts)
         members = np.repeat(shared, sizes)
-        positions.append(taken[order[members]])
+        positions.append(eligible[order[members]])
         bands.append(number + np.repeat(np.arange(int(shared.sum())), sizes[shared]))
         number += int(shared.sum())
     at, of = np.concatenate(positions), np.concatenate(bands)
@@ -270,22 +270,22 @@ def candidates(
 
 
 def confirm(
-    found: Candidates,
+    pairs: Candidates,
     counts: Values,
     droppable: Flags,
     shingles: Callable[[int], Hashes],
     rule: SimilarityRule,
 ) -> list[NearDuplicate]:
     """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
-    kept: dict[int, list[int]] = {}
+    originals: dict[int, list[int]] = {}
     dropped = []
-    for position, bands in found.members():
-        near = _original(position, bands, kept, counts, shingles, rule) if droppable[position] else None
+    for position, bands in pairs.members():
+        near = _original(position, bands, originals, counts, shingles, rule) if droppable[position] else None
         if near:
             dropped.append(near)
             continue
         for band in bands:
-            if len(members := kept.setdefault(band, [])) < MOST_IN_BAND:
+            if len(members := originals.setdefault(band, [])) < MOST_IN_BAND:
                 members.append(position)
     return dropped
 
@@ -293,23 +293,23 @@ def confirm(
 def _original(
     position: int,
     bands: Sequence[int],
-    kept: dict[int, list[int]],
+    originals: dict[int, list[int]],
     counts: Values,
     shingles: Callable[[int], Hashes],
     rule: SimilarityRule,
 ) -> NearDuplicate | None:
     """The first kept document, of those with most bands in common, that is as similar as the threshold."""
-    shared = Counter(other for band in bands for other in kept.get(band, ()))
+    shared = Counter(original for band in bands for original in originals.get(band, ()))
     size = int(counts[position])
     similar = [
-        (-times, other)
-        for other, times in shared.items()
-        if min(size, int(counts[other])) >= rule.threshold * max(size, int(counts[other]))  # else it cannot be
+        (-times, original)
+        for original, times in shared.items()
+        if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
     ]
-    own = shingles(position) if similar else None
-    for _, other in sorted(similar)[:MOST_COMPARED]:
-        assert own is not None
-        similarity = jaccard(own, shingles(other))
+    hashes = shingles(position) if similar else None
+    for _, original in sorted(similar)[:MOST_COMPARED]:
+        assert hashes is not None
+        similarity = jaccard(hashes, shingles(original))
         if similarity >= rule.threshold:
-            return NearDuplicate(position, other, similarity)
+            return NearDuplicate(position, original, similarity)
     return None

@@ -98,8 +98,8 @@ class Rows(ABC):
         numbers, lines = np.asarray(rows, np.int64), np.arange(len(rows))
         together = max(1, FILLED_TOGETHER // width)
         for first in range(0, len(lines), together):
-            part = slice(first, first + together)
-            self.fill(numbers[part], batch, lines[part])
+            span = slice(first, first + together)
+            self.fill(numbers[span], batch, lines[span])
         return self.finished(batch)
 
     def finished(self, batch: Batch) -> Batch:

@@ -129,25 +129,25 @@ class PairRows(Rows):
         record, start = int(self._records[pair]), int(self._starts[pair])
         ids, live, parts, number = self.shards.preference(record)
         prompt = ids[start : int((parts == PROMPT).sum())]
-        before, last = prompt[:-1], prompt[-1:]
+        context, last = prompt[:-1], prompt[-1:]
         end = position + int(self._sizes[pair])
         batch.segments_BT[line, position:end] = segment
-        batch.input_ids_BT[line, position : position + len(before)] = before
-        batch.positions_BT[line, position : position + len(before)] = np.arange(len(before))
-        position += len(before)
+        batch.input_ids_BT[line, position : position + len(context)] = context
+        batch.positions_BT[line, position : position + len(context)] = np.arange(len(context))
+        position += len(context)
         branch = 0
         for part in BRANCHES:
-            there = np.flatnonzero(parts == part)
-            if not len(there):
+            tokens = np.flatnonzero(parts == part)
+            if not len(tokens):
                 continue
             branch += 1
-            sequence = np.concatenate([last, ids[there]]).astype(np.int64)
-            targets = np.concatenate([np.zeros(len(last), bool), live[there] != 0])[1:]
+            sequence = np.concatenate([last, ids[tokens]]).astype(np.int64)
+            targets = np.concatenate([np.zeros(len(last), bool), live[tokens] != 0])[1:]
             span = slice(position, position + len(sequence) - 1)
             answer = 2 * number + part - CHOSEN
             batch.input_ids_BT[line, span] = sequence[:-1]
             batch.labels_BT[line, span] = np.where(targets, sequence[1:], IGNORE)
-            batch.positions_BT[line, span] = np.arange(len(before), len(before) + len(targets))
+            batch.positions_BT[line, span] = np.arange(len(context), len(context) + len(targets))
             batch.branches_BT[line, span] = branch
             batch.answers_BT[line, span] = np.where(targets, answer, -1)
             position = span.stop

@@ -136,7 +136,7 @@ def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
     """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
     value = row.get(key)
     if value is None:
-        other_key = next(other for other in ANSWER_KEYS if other != key)
+        other_key = next(name for name in ANSWER_KEYS if name != key)
         raise Malformed(f"'{key}' is {'null' if key in row else 'missing'} beside '{other_key}'; write both answers")
     if isinstance(value, str):
         return [{"role": "assistant", "content": chat_shapes.visible_text(row, key, "prompt")}]

@@ -42,24 +42,24 @@ class WindowRows(Rows):
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         starts, lengths, windows = self.windows(rows)
-        found = self.shards.ranges(starts, starts + lengths + 1)
+        ranges = self.shards.ranges(starts, starts + lengths + 1)
         window_ends = (lengths + 1).cumsum()
-        piece_starts = found.counts.cumsum() - found.counts
-        labels = found.ids.copy()
+        piece_starts = ranges.counts.cumsum() - ranges.counts
+        labels = ranges.ids.copy()
         labels[piece_starts] = IGNORE  # the first token of a document, predicted from another one
         if self.masks:
-            firsts = found.firsts.repeat(found.counts)
+            firsts = ranges.firsts.repeat(ranges.counts)
             for start, first, end in zip(starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False):
                 window = slice(first, end)
-                labels[window][~self._targets(found.ids[window], firsts[window], start)] = IGNORE
+                labels[window][~self._targets(ranges.ids[window], firsts[window], start)] = IGNORE
         inputs, targets = np.ones(len(labels), bool), np.ones(len(labels), bool)
         inputs[window_ends - 1] = targets[window_ends - lengths - 1] = False
         row_lengths = np.add.reduceat(lengths, windows.cumsum() - windows)
         at = counted_up(lines * batch.input_ids_BT.shape[1], row_lengths)
-        batch.input_ids_BT.reshape(-1)[at] = found.ids[inputs]
+        batch.input_ids_BT.reshape(-1)[at] = ranges.ids[inputs]
         batch.labels_BT.reshape(-1)[at] = labels[targets]
-        batch.positions_BT.reshape(-1)[at] = (np.arange(len(labels)) - piece_starts.repeat(found.counts))[inputs]
-        batch.segments_BT.reshape(-1)[at] = found.numbers.repeat(found.counts)[inputs]
+        batch.positions_BT.reshape(-1)[at] = (np.arange(len(labels)) - piece_starts.repeat(ranges.counts))[inputs]
+        batch.segments_BT.reshape(-1)[at] = ranges.numbers.repeat(ranges.counts)[inputs]
 
     def counts(self) -> Counts:
         """Counts of the rows; `target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
@@ -86,9 +86,9 @@ class WindowRows(Rows):
         distinct = total = 0
         for start in range(0, self.shards.tokens, TOKENS_PER_PASS):
             places = np.arange(start, min(start + TOKENS_PER_PASS, self.shards.tokens))
-            found = self.shards.ranges(places[:1], places[-1:] + 1)
-            firsts = found.firsts.repeat(found.counts)
-            targets = self._targets(found.ids, firsts, start) & (places != firsts)
+            ranges = self.shards.ranges(places[:1], places[-1:] + 1)
+            firsts = ranges.firsts.repeat(ranges.counts)
+            targets = self._targets(ranges.ids, firsts, start) & (places != firsts)
             distinct += int(targets.sum())
             total += int(self.times(places[targets], firsts[targets]).sum())
         return distinct, total

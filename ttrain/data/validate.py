@@ -228,10 +228,10 @@ def _mark_near_duplicates(
     reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: npt.NDArray[np.bool_], pool: Pool
 ) -> None:
     """Count the documents that are near-duplicates, as sharding does. Their texts are spooled to a temporary file."""
-    sketches = [Sketches.none(rule), *(part for report in reports for part in report.sketches)]
-    counts = np.concatenate([part.counts for part in sketches])
+    sketches = [Sketches.none(rule), *(sketch for report in reports for sketch in report.sketches)]
+    counts = np.concatenate([sketch.counts for sketch in sketches])
     candidates = near_duplicates.candidates(
-        lambda band: np.concatenate([part.keys[band] for part in sketches]), rule, counts, present, present
+        lambda band: np.concatenate([sketch.keys[band] for sketch in sketches]), rule, counts, present, present
     )
     with tempfile.TemporaryFile() as spool:
         places = _spool(reports, reading, candidates.positions, spool, pool)
@@ -243,7 +243,7 @@ def _mark_near_duplicates(
 
         dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
     positions = np.array([near.position for near in dropped], np.int64)
-    ends = np.cumsum([sum(len(part.counts) for part in report.sketches) for report in reports])
+    ends = np.cumsum([sum(len(sketch.counts) for sketch in report.sketches) for report in reports])
     files = np.bincount(ends.searchsorted(positions, "right"), minlength=len(reports))
     for report, count in zip(reports, files.tolist(), strict=True):
         report.near_duplicates = count
@@ -261,14 +261,15 @@ def _spool(
         first = 0
         for number, report in enumerate(reports):
             recipe, start = _recipe(report, reading), first
-            first += sum(len(part.counts) for part in report.sketches)
+            first += sum(len(sketch.counts) for sketch in report.sketches)
             with contextlib.suppress(DataError):  # at the end of a file that could not be read to it
-                for part, block in zip(report.sketches, blocks.cut(report.file, number, BLOCK_BYTES, recipe), strict=False):
-                    end = start + len(part.counts)
-                    wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)] - start
-                    if len(wanted):
+                cut = blocks.cut(report.file, number, BLOCK_BYTES, recipe)
+                for sketch, block in zip(report.sketches, cut, strict=False):
+                    end = start + len(sketch.counts)
+                    numbers = positions[positions.searchsorted(start) : positions.searchsorted(end)] - start
+                    if len(numbers):
                         starts.append(start)
-                        yield block, recipe, frozenset(wanted.tolist())
+                        yield block, recipe, frozenset(numbers.tolist())
                     start = end
 
     places: dict[int, tuple[int, int]] = {}
@@ -288,8 +289,8 @@ def count_letters(texts: Sequence[str]) -> Counter[str]:
     joined = "".join(texts)
     counts = np.zeros(CODE_POINTS, np.int64)
     for start in range(0, len(joined), COUNTED_CHARACTERS):
-        part = joined[start : start + COUNTED_CHARACTERS].encode("utf-32-le")
-        counts += np.bincount(np.frombuffer(part, "<u4"), minlength=CODE_POINTS)
+        characters = joined[start : start + COUNTED_CHARACTERS].encode("utf-32-le")
+        counts += np.bincount(np.frombuffer(characters, "<u4"), minlength=CODE_POINTS)
     letters: Counter[str] = Counter()
     for code in np.flatnonzero(counts).tolist():
         if script := script_of(chr(code)):

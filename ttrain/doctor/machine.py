@@ -194,8 +194,8 @@ def threads(runtime: Runtime, cores: int) -> Check:
 def tuning(runtime: Runtime, remembered: Sequence[Tuning]) -> Check:
     """What is remembered of this machine as fastest; not ok where tuning is asked for, and nothing can be tuned."""
     shown = "; ".join(map(str, remembered[:SHOWN_TUNINGS]))
-    more = f"; and {len(remembered) - SHOWN_TUNINGS} more" if len(remembered) > SHOWN_TUNINGS else ""
-    figure = f"runtime.tune={runtime.tune}; {f'{shown}{more}' if shown else 'nothing is remembered of this machine'}"
+    rest_note = f"; and {len(remembered) - SHOWN_TUNINGS} more" if len(remembered) > SHOWN_TUNINGS else ""
+    figure = f"runtime.tune={runtime.tune}; {f'{shown}{rest_note}' if shown else 'nothing is remembered of this machine'}"
     fix = "set runtime.deterministic=false, or runtime.tune=off: every choice changes the last bits of the weights"
     return make_check("tuning", not (runtime.tune == "auto" and runtime.deterministic), figure, fix)
 

@@ -162,10 +162,10 @@ def _figure(
 
 def _interval(ours: Metric, theirs: Metric, sign: float, rule: statistics.Rule) -> tuple[float, float] | None:
     """The interval of the gain; None where the records are too few for one."""
-    found = statistics.compare(ours, theirs, rule).interval
-    if found is None:
+    interval = statistics.compare(ours, theirs, rule).interval
+    if interval is None:
         return None
-    low, high = sorted(sign * end + 0.0 for end in found)
+    low, high = sorted(sign * end + 0.0 for end in interval)
     return low, high
 
 
@@ -178,9 +178,9 @@ def _is_lost(champion: float, difference: float, interval: tuple[float, float] |
 def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     """Which texts were lost, with the figures; the worst first."""
     worst = sorted(lost, key=lambda figure: (figure.difference or 0.0) / abs(figure.champion or 1.0))
-    more = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
+    rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     texts = "; ".join(figure.describe() for figure in worst[:SHOWN])
-    return f"it forgets {texts}{more}; promotion.forgetting allows {bound:.1%}"
+    return f"it forgets {texts}{rest_note}; promotion.forgetting allows {bound:.1%}"
 
 
 HEADER = ("held-out text", "records", "challenger", "champion", "better by", "interval", "")

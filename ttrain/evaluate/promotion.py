@@ -129,8 +129,8 @@ def baseline_of(metrics: Mapping[str, float], challenger: Scores, settings: Prom
         return None
     if not isinstance(settings.baseline, str):
         return Baseline("promotion.baseline", settings.baseline, challenger.value, challenger.sign(settings) > 0)
-    value, own = (metrics.get(name) for name in (BITS_PER_BYTE.of(settings.baseline), BITS_PER_BYTE.name))
-    return None if value is None or own is None else Baseline(settings.baseline, value, own)
+    value, figure = (metrics.get(name) for name in (BITS_PER_BYTE.of(settings.baseline), BITS_PER_BYTE.name))
+    return None if value is None or figure is None else Baseline(settings.baseline, value, figure)
 
 
 def decide(

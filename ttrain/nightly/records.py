@@ -109,14 +109,14 @@ class NightRecord:
     @property
     def learnt_documents(self) -> tuple[str, ...]:
         """Shards ("stage/key") of all documents that this night's models have learnt, the oldest first."""
-        own = self.data.get("documents")
-        return (*self.frozen.documents, *([own] if own else []))
+        reference = self.data.get("documents")
+        return (*self.frozen.documents, *([reference] if reference else []))
 
     @property
     def learnt_chats(self) -> tuple[str, ...]:
         """Shards ("stage/key") of all chats that this night's SFT model has learnt, the oldest first."""
-        own = self.data.get("chats")
-        return (*self.frozen.chats, *([own] if own else []))
+        reference = self.data.get("chats")
+        return (*self.frozen.chats, *([reference] if reference else []))
 
     @property
     def last_try(self) -> Mapping[str, Any]:

@@ -206,8 +206,8 @@ def _recipe(link: Link, home: Path) -> RebuildRecipe:
     runtime, remarks = _runtime(link)
     run_settings = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
     run_settings = dict(with_secrets({"settings": run_settings})["settings"])
-    own = link.manifest["ingredients"].get("settings", {})  # those of a night alone, such as its share of replay
-    of_nights = {name: value for name, value in own.items() if name.partition(".")[0] in SHAPE_NO_RESULT}
+    own_settings = link.manifest["ingredients"].get("settings", {})  # those of a night alone, such as its share of replay
+    of_nights = {name: value for name, value in own_settings.items() if name.partition(".")[0] in SHAPE_NO_RESULT}
     flat_settings = {**dict(flatten(run_settings)), **of_nights, **_pinned(run_settings.get("data", {}), link)}
     overrides = [Override(f"the manifest of {link.stage}", key, value) for key, value in flat_settings.items()]
     settings, _ = merge(Settings, overrides)

@@ -109,7 +109,7 @@ def description(
     bits = metrics.get(BITS_PER_BYTE.of_run)
     headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
     changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
-    more = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
+    rest_note = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
     links = [
         f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
@@ -117,7 +117,7 @@ def description(
     ]
     parts = [
         note(run["note"]) if run.get("note") else "",
-        f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *more]) or 'the default settings'}",
+        f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *rest_note]) or 'the default settings'}",
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),

@@ -28,34 +28,34 @@ def run(config: AverageConfig, job: StageContext) -> dict[str, Any]:
     """
     share = config.nightly.average
     assert share is not None, "the recipe has this stage where there is a share"
-    own, champion, output = (path / DIRECTORY for path in (job.inputs["night"], job.inputs["champion"], job.output))
+    night, champion, output = (path / DIRECTORY for path in (job.inputs["night"], job.inputs["champion"], job.output))
     output.mkdir(parents=True, exist_ok=True)
-    averaged = kept = 0
-    for file in sorted(path for path in own.iterdir() if path.is_file()):
+    averaged = unchanged = 0
+    for file in sorted(path for path in night.iterdir() if path.is_file()):
         if file.suffix != SAFETENSORS:
             shutil.copyfile(file, output / file.name)
             continue
-        tensors, before = load_tensors(file), _champion_tensors(champion / file.name)
-        mixed = {name: average(tensor, before.get(name), share, name) for name, tensor in tensors.items()}
+        tensors, champion_tensors = load_tensors(file), _champion_tensors(champion / file.name)
+        mixed = {name: average(tensor, champion_tensors.get(name), share, name) for name, tensor in tensors.items()}
         averaged += sum(mixed[name] is not tensor for name, tensor in tensors.items())
-        kept += sum(mixed[name] is tensor for name, tensor in tensors.items())
+        unchanged += sum(mixed[name] is tensor for name, tensor in tensors.items())
         target = output / file.name
         target.unlink(missing_ok=True)
         checkpoint_format.write(target, checkpoint_format.tensor_parts(mixed, {"format": "pt"}))
-    return {"share": share, "averaged_tensors": averaged, "kept_tensors": kept}
+    return {"share": share, "averaged_tensors": averaged, "kept_tensors": unchanged}
 
 
-def average(own: Tensor, before: Tensor | None, share: float, name: str = "") -> Tensor:
+def average(tensor: Tensor, champion: Tensor | None, share: float, name: str = "") -> Tensor:
     """This share of the second tensor and the rest of the first, computed in fp32; the first itself where there is no second
     or it holds no weights. Raises ArtifactError for another shape."""
-    if before is None or not own.is_floating_point():
-        return own
-    if own.shape != before.shape:
+    if champion is None or not tensor.is_floating_point():
+        return tensor
+    if tensor.shape != champion.shape:
         raise ArtifactError(
-            f"nightly.average cannot average {name}: it is {list(own.shape)} in the night's model and {list(before.shape)} "
-            f"in the champion's; set nightly.average= (empty) for this night"
+            f"nightly.average cannot average {name}: it is {list(tensor.shape)} in the night's model and "
+            f"{list(champion.shape)} in the champion's; set nightly.average= (empty) for this night"
         )
-    return torch.lerp(own.float(), before.float(), share).to(own.dtype)
+    return torch.lerp(tensor.float(), champion.float(), share).to(tensor.dtype)
 
 
 def _champion_tensors(file: Path) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
         model: nn.Module = factory.load(job.inputs[name] / "model")
     else:
         directory = job.inputs[name] / "adapter"
-        bases = [job.inputs[other] / "model" for other in _models(job) if ROWS[other].role != "adapter"]
+        bases = [job.inputs[model_name] / "model" for model_name in _models(job) if ROWS[model_name].role != "adapter"]
         bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
         digest = adapters.base_digest_of(directory)
         base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])

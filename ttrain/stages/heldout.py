@@ -33,8 +33,8 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     nights = read_nights(job.inputs["earlier"]) or [_names(earlier.values())]
-    known = {name for night in nights for name in night}
-    nights.append([name for name in _names(new.values()) if name not in known])
+    recorded = {name for night in nights for name in night}
+    nights.append([name for name in _names(new.values()) if name not in recorded])
     write_json(job.output / NIGHTS, nights)
     inputs = [contamination.read_item_shares(job.inputs[name]) for name in ("earlier", "documents")]
     # A model of many nights has learnt from all of them.

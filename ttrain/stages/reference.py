@@ -97,17 +97,17 @@ class _Scorer:
         self.job.progress.update(len(rows), len(rows), "rows")
 
     def _block(self, rows: Rows, numbers: range) -> dict[str, npt.NDArray[Any]]:
-        found: dict[str, list[npt.NDArray[Any]]] = {ANSWERS: [], LOG_PROBABILITIES: [], TOKENS: []}
+        columns: dict[str, list[npt.NDArray[Any]]] = {ANSWERS: [], LOG_PROBABILITIES: [], TOKENS: []}
         size = self.job.runtime.rows_per_device
         for first in range(numbers.start, numbers.stop, size):
             batch = rows.batch(range(first, min(first + size, numbers.stop)))
             assert isinstance(batch, PairBatch)
             with torch.no_grad(), self.precision.autocast():
                 log_probs_A, tokens_A = score_answers(self.model, batch, self.ranks.device)
-            found[ANSWERS].append(batch.answer_ids_A)
-            found[LOG_PROBABILITIES].append(log_probs_A.cpu().numpy().astype(np.float64))
-            found[TOKENS].append(tokens_A.cpu().numpy().astype(np.int64))
-        return {name: np.concatenate(arrays) for name, arrays in found.items()}
+            columns[ANSWERS].append(batch.answer_ids_A)
+            columns[LOG_PROBABILITIES].append(log_probs_A.cpu().numpy().astype(np.float64))
+            columns[TOKENS].append(tokens_A.cpu().numpy().astype(np.int64))
+        return {name: np.concatenate(arrays) for name, arrays in columns.items()}
 
 
 def _join(directory: Path, path: Path, answers: int) -> tuple[int, float | None]:

@@ -38,7 +38,7 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
     read = training.tokens or math.ceil((training.epochs or 0) * new.tokens / (1 - share))
     total = sum(source.tokens for sources in learnt.values() for source in sources)
-    taken = min(1.0, share * read / max(1, total))
+    sampled_share = min(1.0, share * read / max(1, total))
     seed = int(digest_of([training.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
     directory = job.output / "train"
@@ -46,7 +46,8 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     entries: list[dict[str, Any]] = []
     nights: dict[str, dict[str, int]] = {}
     for name, sources in learnt.items():
-        columns = [sample(source, taken, seed, len(entries) + number, held_out) for number, source in enumerate(sources)]
+        numbered = enumerate(sources, len(entries))
+        columns = [sample(source, sampled_share, seed, number, held_out) for number, source in numbered]
         nights[name.removeprefix(LEARNT_BEFORE)] = {
             "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
             "of": sum(source.tokens for source in sources),
@@ -75,9 +76,9 @@ def _sources(shards: ShardSet) -> Iterator[ShardSet]:
 def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Collection[bytes]) -> Column:
     """Documents of a source that have this share of its tokens, rounded up to a document, without held-out ones."""
     order = permute(np.arange(len(source)), len(source), seed, number)
-    before = source.lengths[order].cumsum() - source.lengths[order]
+    earlier_tokens = source.lengths[order].cumsum() - source.lengths[order]
     chosen = np.zeros(len(source), bool)
-    chosen[order[before < share * source.tokens]] = True
+    chosen[order[earlier_tokens < share * source.tokens]] = True
     parts, first = [], 0
     for column in source.columns():
         flags = chosen[first : first + len(column)].copy()
@@ -85,9 +86,9 @@ def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Coll
             flags[record] = _digest(column, record) not in heldout
         parts.append(column.select(flags))
         first += len(column)
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    tokens: npt.NDArray[Any] = np.concatenate([part.tokens for part in parts])
-    live = [part.live for part in parts if part.live is not None]
+    lengths = np.concatenate([np.diff(piece.offsets) for piece in parts])
+    tokens: npt.NDArray[Any] = np.concatenate([piece.tokens for piece in parts])
+    live = [piece.live for piece in parts if piece.live is not None]
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
     return Column(tokens, offsets, np.concatenate(live) if live else None)
 

@@ -182,9 +182,9 @@ def _as_it_is_now(home: Path, run: dict[str, Any]) -> dict[str, Any]:
     """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
     for stage in run["stages"]:
         for name in ("path", "log"):
-            before, store, place = str(stage.get(name) or "").rpartition("/store/")
-            if store and before != str(home):
-                stage[name] = f"{home}{store}{place}"
+            prefix, store, artifact = str(stage.get(name) or "").rpartition("/store/")
+            if store and prefix != str(home):
+                stage[name] = f"{home}{store}{artifact}"
     if run["outcome"] == "running" and not _seems_alive(home, run):
         run["outcome"] = "crashed"
         for stage in run["stages"]:
@@ -241,8 +241,8 @@ def record_cached(
         {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
         for planned in stages
     ]
-    found = {"outcome": "cached", "equals": equals, "metrics": dict(metrics)}
-    record = {**_new(pipeline, stage_entries, settings), **labels, **found}
+    changes = {"outcome": "cached", "equals": equals, "metrics": dict(metrics)}
+    record = {**_new(pipeline, stage_entries, settings), **labels, **changes}
     try:
         return _create(home, record)
     except OSError:
@@ -333,16 +333,16 @@ class RunLog:
 
 def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
     """The lines of a run's log; `follow` waits for more of them until the run has ended."""
-    path, rest, position = home / "runs" / f"{name}.log", "", 0
+    path, unfinished, position = home / "runs" / f"{name}.log", "", 0
     while True:
         has_ended = not follow or (read(home, name) or {}).get("outcome") != "running"  # before the last look at the file
         with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
             file.seek(position)
-            *lines, rest = (rest + file.read()).split("\n")
+            *lines, unfinished = (unfinished + file.read()).split("\n")
             position = file.tell()
             yield from lines
         if has_ended:
-            yield from [rest] if rest else []
+            yield from [unfinished] if unfinished else []
             return
         time.sleep(LOG_POLL_SECONDS)
 

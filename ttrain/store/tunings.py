@@ -55,8 +55,8 @@ class Tuning:
         device, model, parameters, length = (
             self.subject.get(name) for name in ("device", "model", "parameters", "row_length")
         )
-        about = f"{model} of {parameters} parameters on {device}, rows of {length}"
-        return f"{about}: {self.choice}, {self.gain:.2f} times the speed of the settings"
+        shape = f"{model} of {parameters} parameters on {device}, rows of {length}"
+        return f"{shape}: {self.choice}, {self.gain:.2f} times the speed of the settings"
 
 
 def recall(home: Path, subject: Mapping[str, Any]) -> Tuning | None:

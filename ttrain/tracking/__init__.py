@@ -235,7 +235,7 @@ def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
         sets = _champions(home).sets(None)
         if is_local:
             copy_sets(database, sets)
-    return [found for found in sets if name in (None, found.name)]
+    return [model_set for model_set in sets if name in (None, model_set.name)]
 
 
 def find_set(home: Path, name: str, version: str) -> ModelSet:

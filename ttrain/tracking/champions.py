@@ -199,8 +199,8 @@ class Champions:
         if self._uri != f"sqlite:///{database_of(self._home)}":
             return
         recorded = read_object(_champions_file(self._home))
-        known = {name: chosen for name, chosen in champions.items() if chosen or name in recorded}
-        updated = {**recorded, **{name: dict(chosen.keys) if chosen else {} for name, chosen in known.items()}}
+        entries = {name: chosen for name, chosen in champions.items() if chosen or name in recorded}
+        updated = {**recorded, **{name: dict(chosen.keys) if chosen else {} for name, chosen in entries.items()}}
         if updated != recorded:
             with contextlib.suppress(OSError):
                 write_json(_champions_file(self._home), updated)

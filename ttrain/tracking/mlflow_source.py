@@ -55,8 +55,8 @@ class MlflowSource:
 
     def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
         """The existing runs with these ids, without deleted ones, by id."""
-        wanted = [*dict.fromkeys(ids)]
-        batches = [wanted[start : start + RUNS_PER_QUERY] for start in range(0, len(wanted), RUNS_PER_QUERY)]
+        run_ids = [*dict.fromkeys(ids)]
+        batches = [run_ids[start : start + RUNS_PER_QUERY] for start in range(0, len(run_ids), RUNS_PER_QUERY)]
         queries = ("attributes.run_id IN ({})".format(", ".join(f"'{run_id}'" for run_id in batch)) for batch in batches)
         return {run.run_id: run for query in queries for run in self.search(query)}
 

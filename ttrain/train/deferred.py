@@ -44,7 +44,7 @@ class DeferredSteps:
     def stacked(self, losses: Mapping[int, Tensor], others: Sequence[Tensor | float]) -> Tensor:
         """The sum of the losses and the other sums in fp64."""
         total = torch.stack([losses[number].double() for number in sorted(losses)]).sum()
-        return torch.stack([total, *(torch.as_tensor(other, device=self._device).double() for other in others)])
+        return torch.stack([total, *(torch.as_tensor(figure, device=self._device).double() for figure in others)])
 
     def prevents(self, total: Tensor, norm: Tensor, skips: int) -> Tensor:
         """1.0 where the step may not be applied, else 0.0, on the device. `skips`: in a row before the first of all."""

@@ -142,7 +142,7 @@ class _LinearTokenLosses(torch.autograd.Function):
         wide = torch.promote_types(ctx.dtype, torch.float32)
         losses_N = torch.zeros(len(labels_N), dtype=wide, device=labels_N.device)
         ctx.chunks = _parts(live_rows(labels_N), chunk_tokens)
-        kept = gradients and sum(map(len, ctx.chunks)) * len(weight_VD) <= KEPT_ENTRIES
+        keeps_slopes = gradients and sum(map(len, ctx.chunks)) * len(weight_VD) <= KEPT_ENTRIES
         slopes: list[Tensor] = []
         with torch.autocast(kind, enabled=False):
             weight = weight_VD.to(ctx.dtype)
@@ -150,15 +150,15 @@ class _LinearTokenLosses(torch.autograd.Function):
                 labels = labels_N.index_select(0, rows)
                 logits = hidden_ND.index_select(0, rows).to(ctx.dtype) @ weight.T
                 losses = torch.empty(len(rows), dtype=wide, device=labels.device)
-                _score(logits, labels, wide, ctx.scale if kept else None, losses)
+                _score(logits, labels, wide, ctx.scale if keeps_slopes else None, losses)
                 losses_N.index_copy_(0, rows, losses)
-                slopes += [logits] if kept else []
+                slopes += [logits] if keeps_slopes else []
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, *slopes)
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, labels_N, *slopes_kept = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
         grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
@@ -166,8 +166,8 @@ class _LinearTokenLosses(torch.autograd.Function):
             weight = weight_VD.to(ctx.dtype)
             for number, rows in enumerate(ctx.chunks):
                 hidden = hidden_ND.index_select(0, rows).to(ctx.dtype)
-                if kept:
-                    slopes = kept[number]
+                if slopes_kept:
+                    slopes = slopes_kept[number]
                 else:
                     slopes = hidden @ weight.T
                     _score(slopes, labels_N.index_select(0, rows), wide, ctx.scale)
@@ -195,13 +195,13 @@ def _score(
     tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
     places = range(0, len(logits_CV), tokens)
     tensors = (logits_CV, dead_C1, targets_C1)
-    for place, logits, dead, targets in zip(places, *(_parts(tensor, tokens) for tensor in tensors), strict=True):
+    for start, logits, dead, targets in zip(places, *(_parts(tensor, tokens) for tensor in tensors), strict=True):
         scores = logits.to(wide)
         losses = scores.amax(1, keepdim=True) - scores.gather(1, targets)
         slopes = torch.softmax(scores, 1)
         total += losses.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead, 0).sum()
         if losses_C is not None:
-            losses_C[place : place + len(losses)] = losses[:, 0]
+            losses_C[start : start + len(losses)] = losses[:, 0]
         if scale is not None:
             factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
             logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))

@@ -51,7 +51,7 @@ class Optimizers:
     @property
     def can_be_prevented(self) -> bool:
         """Whether `step_unless` is possible."""
-        return all(isinstance(one, Muon) or one.defaults.get("fused") for one in self.optimizers)
+        return all(isinstance(optimizer, Muon) or optimizer.defaults.get("fused") for optimizer in self.optimizers)
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -238,9 +238,9 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
         directions = [self._momentum(parameter) for parameter in parameters]
         stacks = [direction.view(-1, *direction.shape[-2:]) for direction in directions]
-        made = torch.split(orthogonal(torch.cat(stacks)), [len(stack) for stack in stacks])
+        updates = torch.split(orthogonal(torch.cat(stacks)), [len(stack) for stack in stacks])
         A, B = parameters[0].shape[-2:]
-        for parameter, direction in zip(parameters, made, strict=True):
+        for parameter, direction in zip(parameters, updates, strict=True):
             weights = _local(parameter)
             if parameter.ndim == 2:
                 direction = _local(shard_like(direction[0], parameter))

@@ -241,8 +241,8 @@ class Trainer:
         self._update(step, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
-            for one, read_figures, seconds in deferred.read():
-                self._account(one.step, read_figures, one.live, one.losses, seconds, one.data_seconds)
+            for pending, read_figures, seconds in deferred.read():
+                self._account(pending.step, read_figures, pending.live, pending.losses, seconds, pending.data_seconds)
         return signalled > 0, callback_stop > 0
 
     def _reads(self, done: int) -> bool:

@@ -89,23 +89,23 @@ class Search:
 
     def _walk(self, best: Choice, axis: Axis, values: Sequence[Any]) -> Choice:
         for value in values:
-            other: Choice = replace(best, **{axis.name: value})
-            if other == best:
+            candidate: Choice = replace(best, **{axis.name: value})
+            if candidate == best:
                 continue
-            if self.try_one(other) and self.seconds[best] > LEAST_GAIN * self.seconds[other]:
-                best = other
+            if self.try_one(candidate) and self.seconds[best] > LEAST_GAIN * self.seconds[candidate]:
+                best = candidate
             elif axis.climbs:
                 break
         return best
 
     def _confirmed(self, start: Choice, best: Choice) -> float:
         """Times as fast as the start, measured in turns: a machine that other programs use is slower at times."""
-        taken: dict[Choice, list[float]] = {start: [self.seconds[start]], best: [self.seconds[best]]}
+        seconds: dict[Choice, list[float]] = {start: [self.seconds[start]], best: [self.seconds[best]]}
         for _ in range(FINAL_ROUNDS):
             for choice in (start, best):
                 if self._goes_on():
-                    taken[choice].append(self._measured(choice))
-        return min(taken[start]) / min(taken[best])
+                    seconds[choice].append(self._measured(choice))
+        return min(seconds[start]) / min(seconds[best])
 
     def _measured(self, choice: Choice) -> float:
         """Mean seconds over the ranks; infinite on all of them where any rank cannot compute it."""
@@ -165,19 +165,19 @@ class Subject:
         module.train()
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         reserved = torch.empty(STATES * trained, device=self.ranks.device)
-        taken: list[float] = []
+        seconds: list[float] = []
         devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices):
                 for number in range(WARMUPS + REPEATS):
                     batch = self.rows.batch(self.row_numbers(number, choice.rows_per_device))
-                    with _timed(self.ranks.device, taken):
+                    with _timed(self.ranks.device, seconds):
                         self._pass(called, batch)
         finally:
             module.zero_grad(set_to_none=True)
             del reserved
         parts = -(-self.order.rows_per_step // choice.rows_per_device)
-        return min(taken[WARMUPS:]) * -(-parts // self.ranks.world)
+        return min(seconds[WARMUPS:]) * -(-parts // self.ranks.world)
 
     def row_numbers(self, number: int, count: int) -> Any:
         """The rows of a micro-batch: of the first steps of the run, this rank's share."""
@@ -192,14 +192,14 @@ class Subject:
 
 
 @contextlib.contextmanager
-def _timed(device: torch.device, taken: list[float]) -> Iterator[None]:
+def _timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
     yield
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    taken.append(time.perf_counter() - began)
+    seconds.append(time.perf_counter() - began)
 
 
 def axes_of(start: Choice, *, fixed: frozenset[str], rows: int, row_length: int) -> list[Axis]:
@@ -239,14 +239,14 @@ def tune(
             return choice
         search = Search(subject.seconds_of_a_step, ranks, stop, budget_seconds)
         with cap_at_available_memory(ranks.device, ranks.world):
-            found, gain = search.run(start, _affordable(axes, subject, start, search))
+            tuned, gain = search.run(start, _affordable(axes, subject, start, search))
         if gain < LEAST_GAIN:
-            found, gain = start, 1.0
+            tuned, gain = start, 1.0
         took = format_duration(search.clock() - search.began)
-        log.info("tuning: took %s: %s, %.2f times the speed of the settings", took, found, gain)
+        log.info("tuning: took %s: %s, %.2f times the speed of the settings", took, tuned, gain)
         if ranks.first and home is not None and not search.stopped:
-            tunings.remember(home, described, found, gain)
-        return _agreed(found, ranks) or start
+            tunings.remember(home, described, tuned, gain)
+        return _agreed(tuned, ranks) or start
 
 
 def _affordable(axes: Sequence[Axis], subject: Subject, start: Choice, search: Search) -> list[Axis]:
