@@ -12,7 +12,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.evaluate import perplexity, preferences
+from ttrain.evaluate import perplexity
 from ttrain.evaluate.perplexity import Score
 
 QUESTION = Message("user", "How many?")
@@ -31,9 +31,9 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
     """By hand: the logits of each conversation, summed over the answer's tokens and its end, not divided by them."""
     pairs = [pair("one", "two or three of them"), pair("你好，世界", "x")]
     model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
-    sequences = preferences.sequences(encoder, pairs)
+    sequences = perplexity.pair_sequences(encoder, pairs)
     scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-    for compared, expected in zip(preferences.compare(scores), pairs, strict=True):
+    for compared, expected in zip(perplexity.compare_pairs(scores), pairs, strict=True):
         log_probabilities = []
         for answer in (expected.chosen, expected.rejected):
             ids, live = encode_chat(encoder, (QUESTION, *answer))
@@ -49,16 +49,16 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
 def test_the_likelier_answer_is_preferred_and_equal_ones_count_half(
     chosen: float, rejected: float, preferred: float
 ) -> None:
-    assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
+    assert perplexity.compare_pairs([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
 
 
 def test_swapped_pairs_mirror(encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
     margins = []
     for pairs in ([pair("a b", "c")], [pair("c", "a b")]):
-        sequences = preferences.sequences(encoder, pairs)
+        sequences = perplexity.pair_sequences(encoder, pairs)
         scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-        margins.append(preferences.compare(scores)[0])
+        margins.append(perplexity.compare_pairs(scores)[0])
     assert margins[0].margin == -margins[1].margin
     assert margins[0].preferred == 1 - margins[1].preferred
 
@@ -66,5 +66,5 @@ def test_swapped_pairs_mirror(encoder: Encoder) -> None:
 def test_rated_answers_are_no_pairs_and_the_limit_counts_pairs(tmp_path: Path) -> None:
     rated = Preference((QUESTION,), (Message("assistant", "good"),), ())
     records = [rated.to_json(), *(pair(f"answer {n}", "other").to_json() for n in range(5))]
-    assert preferences.read(records, 3) == [pair(f"answer {n}", "other") for n in range(3)]
-    assert preferences.sequences(Encoder.__new__(Encoder), []) == []
+    assert perplexity.read_pairs(records, 3) == [pair(f"answer {n}", "other") for n in range(3)]
+    assert perplexity.pair_sequences(Encoder.__new__(Encoder), []) == []
