@@ -19,12 +19,13 @@ from typing import IO, Any
 import psutil
 import pytest
 from support.doubles import Watcher, stage_settings
+from support.waiting import wait_until
 
 from ttrain.core.signals import PARENT
 from ttrain.pipeline import fork_server, processes
-from ttrain.pipeline.fork_server import ForkedProcess, ForkServer, ForkServerError
+from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError
 from ttrain.pipeline.stage_worker import SAME_SIGNAL_SECONDS
-from ttrain.stages import PRETRAIN
+from ttrain.stages import PRETRAIN, TOKENIZER, Stage
 
 PACKAGE = Path(fork_server.__file__).parents[1]
 ERRAND = """
@@ -244,11 +245,12 @@ def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path)
             server.start("errand", ["tell"], os.environ, 1)
 
 
-def test_the_libraries_of_training_start_no_thread() -> None:
+@pytest.mark.parametrize("libraries", [BASIC, PRELOADED])
+def test_the_libraries_of_stages_start_no_thread(libraries: tuple[str, ...]) -> None:
     """Else no stage would be forked: all of them must load here."""
     environment = processes.environment_of(stage_settings())
     with tempfile.TemporaryFile() as output:
-        process = processes.fork_server_for(environment).start("platform", [], environment, output.fileno())
+        process = processes.fork_server_for(environment, libraries).start("platform", [], environment, output.fileno())
         assert process is not None
         process.kill()
         process.wait()
@@ -286,12 +288,12 @@ def test_a_fresh_process_keeps_an_early_signal_too(place: Path) -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
-def started(work: Path, observer: Watcher, **runtime: Any) -> tuple[processes.ProcessGroup, str]:
+def started(work: Path, observer: Watcher, stage: Stage = PRETRAIN, **runtime: Any) -> tuple[processes.ProcessGroup, str]:
     """The processes of a stage without a job, which end at once, and what is in their log."""
     group = processes.ProcessGroup()
     with (work / "log.txt").open("w+b") as log:
         try:
-            processes.start(group, PRETRAIN, stage_settings(**runtime), work, log, observer)
+            processes.start(group, stage, stage_settings(**runtime), work, log, observer)
             for process in group.processes:
                 process.wait()
         finally:
@@ -323,6 +325,22 @@ def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path,
     assert isinstance(started(tmp_path, Watcher(), fork_server=False)[0].processes[0], subprocess.Popen)
 
 
+def test_a_stage_without_torch_is_forked_where_a_server_is_loaded_and_waits_for_none(
+    tmp_path: Path, cheap_server: Callable[..., None]
+) -> None:
+    cheap_server("json", "numpy")
+    group, log = started(tmp_path, Watcher(), TOKENIZER)
+    assert isinstance(group.processes[0], subprocess.Popen) and "there is no" in log and not processes.fork_servers
+    processes.warm_up(stage_settings(), [TOKENIZER])
+    [(_, libraries, server)] = processes.fork_servers
+    assert libraries == BASIC
+    wait_until(lambda: server.is_loaded, 60)
+    group, log = started(tmp_path, Watcher(), TOKENIZER)
+    assert isinstance(group.processes[0], ForkedProcess) and "there is no" in log
+    processes.warm_up(stage_settings(), [TOKENIZER, PRETRAIN])
+    assert [libraries for _, libraries, _ in processes.fork_servers] == [BASIC, PRELOADED]
+
+
 @pytest.fixture
 def cheap_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Have stages use servers of their own in this test, which load what it says."""
@@ -330,8 +348,8 @@ def cheap_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
 
     def use(*preloaded: str) -> None:
         monkeypatch.setattr(processes, "fork_servers", servers)
-        monkeypatch.setattr(processes, "ForkServer", lambda environment: ForkServer(environment, preloaded))
+        monkeypatch.setattr(processes, "ForkServer", lambda environment, libraries: ForkServer(environment, preloaded))
 
     yield use
-    for _, server in servers:
+    for *_, server in servers:
         server.close()

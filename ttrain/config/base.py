@@ -30,7 +30,7 @@ RETIRED: Final = frozenset({"muon_momentum", "muon_adjust_lr", "prefetch_steps"}
 class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
     def replaced(self, changes: Mapping[str, Any]) -> Self:
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""

@@ -80,7 +80,7 @@ class PipelineRun(StopRequest):
         self._cached: list[str] = []
         self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
-        self.loads_torch = any(planned.stage.loads_torch for planned in stages)
+        self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
         self._began = time.monotonic()
         self._forced: set[tuple[str, str]] = set()  # (stage, key) of artifacts that --force rebuilt
         self._tracker = (
@@ -341,8 +341,9 @@ class StageWatcher(DisplayObserver):
         self._samples: tracking.SampleFollower | None = None
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        if self._execution.loads_torch:
-            processes.warm_up(self._execution.settings)  # in the background while this stage runs
+        if not stage.loads_torch:  # then its own process is there before the libraries are
+            self._execution.to_start.pop(stage.name, None)
+        processes.warm_up(self._execution.settings, [*self._execution.to_start.values()])
         log_path = self.log_path = work / "output" / "run" / "log.txt"
         self._execution.display.started(stage.name, summary.shortened(planned.why))
         self._execution.log.add(stage.name, f"started: {'; '.join(planned.why)}")

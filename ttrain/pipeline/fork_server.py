@@ -33,10 +33,10 @@ from typing import Any, NoReturn
 
 from ttrain.core.signals import PARENT, POLL_SECONDS, STOP_SIGNALS, end_with_parent
 
+BASIC = ("numpy", "pyarrow", "tokenizers", "pydantic", "yaml", "jinja2", "filelock")  # of stages that do without torch
 PRELOADED = (
-    *("numpy", "torch", "pyarrow", "tokenizers", "safetensors.torch", "pydantic", "yaml", "jinja2"),
+    *(*BASIC, "torch", "safetensors.torch", "torch.distributed.nn", "torch.nn.parallel.distributed"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "peft"),
-    *("torch.distributed.nn", "torch.nn.parallel.distributed", "filelock"),
 )
 # OpenBLAS (of numpy and scipy) and pyarrow's jemalloc start a thread when they are loaded, and asking the CUDA runtime
 # instead of NVML how many GPUs there are makes CUDA unusable in what is forked later.
@@ -47,6 +47,7 @@ ONE_THREAD = {
 }
 ANSWER_SECONDS = 120.0  # to load the libraries from a cold disk, and to fork
 MESSAGE_BYTES = 1 << 20
+LOADED = b"loaded"  # what a server says once its libraries are there
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -86,7 +87,15 @@ class ForkServer:
                 env={**environment, **ONE_THREAD},
                 start_new_session=True,
             )
-        self.pid = self._process.pid
+        self.pid, self._is_loaded = self._process.pid, False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the libraries are loaded, so that it forks at once."""
+        if not self._is_loaded:
+            with contextlib.suppress(OSError):  # nothing is said yet, or another thread has read it
+                self._is_loaded = self._control.recv(len(LOADED), socket.MSG_DONTWAIT) == LOADED
+        return self._is_loaded and self.alive
 
     @property
     def alive(self) -> bool:
@@ -218,6 +227,8 @@ def main() -> NoReturn:
         sys.exit(f"{threads()} threads run after loading {', '.join(sys.argv[3:])}")
     gc.collect()
     gc.freeze()  # so that no collection in a child touches, hence copies, what all of them share
+    with contextlib.suppress(OSError):  # the launcher has ended
+        control.send(LOADED)
     request = _serve(control, launcher)
     _end(_run_request(request))
 

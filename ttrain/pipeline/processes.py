@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ttrain.core.files import read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import stage_worker
-from ttrain.pipeline.fork_server import ForkServer, ForkServerError, available
+from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
@@ -95,6 +96,25 @@ class ProcessGroup:
             self.kill()
         return done
 
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until the next of the processes ends."""
+        descriptors: list[int] = []
+        try:
+            for rank, process in enumerate(self.processes):
+                if rank not in self._ended:
+                    descriptors.append(os.pidfd_open(process.pid))
+            poller = select.poll()
+            for descriptor in descriptors:
+                poller.register(descriptor, select.POLLIN)
+            poller.poll(seconds * 1000)
+        except ProcessLookupError:  # it has just ended, and its exit code is on the way
+            time.sleep(seconds / 10)
+        except (AttributeError, OSError):  # not on this system
+            time.sleep(seconds)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
     def send_signal(self, signum: int) -> None:
         """Send a signal to all that still run."""
         for process in self.processes:
@@ -167,11 +187,11 @@ def environment_of(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def warm_up(settings: Settings) -> None:
-    """Load the libraries of training stages in the background, while other stages run."""
-    if settings.runtime.fork_server and available():
+def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
+    """Load the libraries of these stages, which are still to run, in the background while another stage runs."""
+    if stages and settings.runtime.fork_server and available():
         with contextlib.suppress(ForkServerError):  # reported when the server is needed
-            fork_server_for(environment_of(settings))
+            fork_server_for(environment_of(settings), PRELOADED if any(stage.loads_torch for stage in stages) else BASIC)
 
 
 def start(
@@ -189,8 +209,8 @@ def start(
         )
     for variables in environments:
         process = None
-        if stage.loads_torch and runtime.fork_server and available():
-            process = _fork(module, arguments, variables, log, observer)
+        if runtime.fork_server and available() and (stage.loads_torch or loaded_server_for(variables)):
+            process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
         group.processes.append(process or spawn(module, arguments, variables, log))
 
 
@@ -234,11 +254,12 @@ def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def _fork(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: StageObserver
-) -> StageProcess | None:
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: StageObserver,
+    *, needs_torch: bool,
+) -> StageProcess | None:  # fmt: skip
     """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
-        server = fork_server_for(environment)
+        server = (None if needs_torch else loaded_server_for(environment)) or fork_server_for(environment)
         process = server.start(module, arguments, environment, log.fileno(), lambda: observer.stop_signal() != 0)
     except ForkServerError as error:
         with contextlib.suppress(OSError):  # a full disk costs the line
@@ -249,25 +270,39 @@ def _fork(
     return process
 
 
-fork_servers: list[tuple[dict[str, str], ForkServer]] = []
+fork_servers: list[tuple[dict[str, str], tuple[str, ...], ForkServer]] = []
 _servers_lock = threading.Lock()
 
 
-def fork_server_for(environment: Mapping[str, str]) -> ForkServer:
+def fork_server_for(environment: Mapping[str, str], libraries: tuple[str, ...] = PRELOADED) -> ForkServer:
     """Return the fork server for this environment, started if there is none. Raises ForkServerError."""
-    relevant = {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
     with _servers_lock:
-        for server_environment, server in [*fork_servers]:
-            if server_environment == relevant and server.alive:
+        for loaded, server in _servers_for(environment):
+            if set(loaded) >= set(libraries):
                 return server
-            if not server.alive:
-                fork_servers.remove((server_environment, server))
         try:
-            server = ForkServer(environment)
+            server = ForkServer(environment, libraries)
         except OSError as error:
             raise ForkServerError(f"the fork server cannot be started: {error}") from None
-        fork_servers.append((relevant, server))
+        fork_servers.append((_relevant(environment), libraries, server))
         return server
+
+
+def loaded_server_for(environment: Mapping[str, str]) -> ForkServer | None:
+    """A fork server for this environment that need not be waited for, whatever it has loaded."""
+    with _servers_lock:
+        return next((server for _, server in _servers_for(environment) if server.is_loaded), None)
+
+
+def _servers_for(environment: Mapping[str, str]) -> list[tuple[tuple[str, ...], ForkServer]]:
+    """The servers that live and were started with these values; those that have ended are forgotten."""
+    fork_servers[:] = [entry for entry in fork_servers if entry[-1].alive]
+    relevant = _relevant(environment)
+    return [(libraries, server) for variables, libraries, server in fork_servers if variables == relevant]
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
 
 
 # --- waiting ------------------------------------------------------------------------------------------------------------
@@ -304,7 +339,7 @@ def _wait(
             group.send_signal(signal.SIGTERM)
         if sent_signal and (time.monotonic() > kill_time or observer.at_once()):
             group.kill()
-        time.sleep(POLL_SECONDS)
+        group.wait(POLL_SECONDS)
 
 
 def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *, to_the_end: bool) -> int:
