@@ -25,17 +25,19 @@ from torch import nn
 from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
+from ttrain.train.precision import keeps_compiled
 from ttrain.train.trainer import Cadence, TrainerOptions
 
 FSDP = TrainerOptions(parallel="fsdp")
 
 
 def fit(
-    ranks: Ranks, how: TrainerOptions, directory: Path, *, stop_after: int | None = None, kind: Any = "adamw"
-) -> dict[str, Any]:
+    ranks: Ranks, how: TrainerOptions, directory: Path, *, stop_after: int | None = None, kind: Any = "adamw",
+    layers: int = 2,
+) -> dict[str, Any]:  # fmt: skip
     torch.set_num_threads(1)
     config = settings_of_training(optim=Optim(kind=kind, lr=1e-2))
-    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
+    model, recorder, rows = tiny_model(layers=layers), Recorder(), NumberedRows(13)
     trainer = make_trainer(
         config, model, rows, rows_per_device=2, ranks=ranks, how=how, task=WatchedTask(config, model), callbacks=[recorder],
         cadence=Cadence(log=1, checkpoint=100), directory=directory, stop_after=stop_after,
@@ -90,11 +92,12 @@ def test_a_tree_of_sharded_models_is_refused() -> None:
 def test_sharded_layers_that_are_compiled_train_as_one_whole_model_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without inductor, whose code is another test's: each layer is compiled in place, within what gathers it."""
+    """Without inductor, whose code is another test's: each layer is compiled in place, within what gathers it. One layer,
+    since compiling takes most of the time."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone")
+    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
     compiled = TrainerOptions(parallel="fsdp", compile=True)
-    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded"), seconds=240)
+    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded", layers=1), seconds=240)
     assert first["compiled"] is True and alone["compiled"] is False
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
@@ -102,11 +105,26 @@ def test_sharded_layers_that_are_compiled_train_as_one_whole_model_does(
     assert set(first["weights"]) == set(alone["weights"]), "a compiled layer keeps its names"
 
 
-def test_layers_that_cannot_be_compiled_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_be_compiled_stay_as_they_are_and_train_as_if_nobody_had_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
+    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=fail))
     compiled = TrainerOptions(parallel="fsdp", compile=True)
-    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded"), seconds=240)
-    assert first["compiled"] is False and len(first["losses"]) == 20
+    first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded", layers=1), seconds=240)
+    assert first["compiled"] is False
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+
+
+def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error_and_not_a_training_with_wrong_gradients() -> None:
+    layer = nn.Linear(2, 2)
+
+    def attempt() -> None:
+        raise RuntimeError("in the backward pass")
+
+    with pytest.raises(UsageError, match=r"ended \(RuntimeError: in the backward pass\); set runtime\.compile=false"):
+        keeps_compiled([layer], attempt, ALONE)

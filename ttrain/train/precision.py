@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,22 +162,66 @@ def try_compile(attempt: Callable[[nn.Module], None], module: nn.Module, ranks: 
 
 
 def keeps_compiled(layers: Sequence[nn.Module], attempt: Callable[[], None], ranks: Ranks) -> bool:
-    """Whether layers that compile in place can be; if any rank cannot, they are as they were before."""
-    compiled = _succeeds(attempt, ranks)
-    for layer in layers if not compiled else ():
-        layer._compiled_call_impl = None
+    """Whether layers that compile in place can be; if any rank cannot, they are as they were before.
+
+    They are sharded: a pass that ended within a layer would leave the hooks that gather and free it in the middle, and what
+    is trained then has wrong gradients. So a layer that cannot be compiled computes without. Raises UsageError where the
+    pass ends all the same, as it does where the backward pass cannot be compiled.
+    """
+    failures: list[Exception] = []
+    calls = {layer: layer._compiled_call_impl for layer in layers}
+    for layer, call in calls.items():
+        layer._compiled_call_impl = partial(_call_or_fall_back, layer, call, failures)
+    ended: Exception | None = None
+    try:
+        attempt()
+    except Exception as error:
+        ended = error
+    any_ended, any_failed = ranks.sum([float(ended is not None), float(bool(failures))])
+    if any_ended:
+        raise UsageError(
+            f"runtime.compile is on, but the first pass of the sharded model ended ({_described(ended)}); "
+            f"set runtime.compile=false"
+        )
+    compiled = not any_failed
+    if not compiled:
+        _go_on_without(failures[0] if failures else None)
+    for layer, call in calls.items():
+        layer._compiled_call_impl = call if compiled else None
     return compiled
+
+
+def _call_or_fall_back(
+    layer: nn.Module, call: Callable[..., Any] | None, failures: list[Exception], *arguments: Any, **options: Any
+) -> Any:
+    assert call is not None, "the layer is compiled"
+    try:
+        return call(*arguments, **options)
+    except Exception as error:
+        failures.append(error)
+        return layer._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _succeeds(attempt: Callable[[], None], ranks: Ranks) -> bool:
     """Whether the attempt, which compiles, raises no error on any rank."""
-    failure = ""
+    failure: Exception | None = None
     try:
         attempt()
     except Exception as error:
-        failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if ranks.sum([float(bool(failure))])[0]:
-        log.warning("torch.compile failed (%s); training continues without it", failure or "on another rank")
-        torch._dynamo.reset()
+        failure = error
+    if ranks.sum([float(failure is not None)])[0]:
+        _go_on_without(failure)
         return False
     return True
+
+
+def _go_on_without(failure: Exception | None) -> None:
+    log.warning("torch.compile failed (%s); training continues without it", _described(failure))
+    torch._dynamo.reset()
+
+
+def _described(failure: Exception | None) -> str:
+    """The first line of an error of this rank, if it has one."""
+    if failure is None:
+        return "on another rank"
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
