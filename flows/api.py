@@ -163,7 +163,7 @@ def plan(
 class Run:
     """A recorded run of a pipeline.
 
-    outcome  completed, cached (nothing had to run), failed, interrupted, crashed or running
+    outcome  completed, cached (nothing had to run), nothing-new (of a night), failed, interrupted, crashed or running
     metrics  the figures of its stages by name, such as "eval/bits_per_byte"
     """
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import escaped
-from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
+from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
 from ttrain.flows.run import run_pipeline
@@ -35,6 +35,7 @@ from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
 from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import NOTHING_NEW
 
 NAME = "nightly"
 DOCUMENTS = "pretrain"  # the data set of documents
@@ -110,8 +111,8 @@ class NightRun:
             frozen, reason = night_plan.choose_inputs(self.settings, self.store, self.nights, night)
             if frozen is None:
                 self.say_outcome(reason)
-                night = self._named(self.nights.add_empty(records.NOTHING_NEW, self.slot, reason))
-                return NightResult(records.NOTHING_NEW, reason, night.name)
+                night = self._named(self.nights.add_empty(NOTHING_NEW, self.slot, reason))
+                return NightResult(NOTHING_NEW, reason, night.name)
             self.say(reason)
             if night is None:
                 night = self._named(self.nights.begin(frozen, self.slot))
@@ -121,22 +122,22 @@ class NightRun:
             return self._completed(night, frozen)
         except (Interrupted, KeyboardInterrupt) as stopped:
             return self._stopped(night, stopped)
+        except NothingNew as error:
+            assert night is not None, "a stage found it"
+            night.end_try(NOTHING_NEW, reason := f"nothing new: {error}", closed=True)
+            self.say_outcome(reason)
+            return NightResult(NOTHING_NEW, reason, night.name)
         except Exception as error:
-            if night and is_nothing_new(error):
-                reason = f"nothing new: {str(error).partition(' failed: ')[2] or error}"
-                night.end_try(records.NOTHING_NEW, reason, closed=True)
-                self.say_outcome(f"{night.name}: {reason}")
-                return NightResult(records.NOTHING_NEW, reason, night.name)
             self._failed(night, error)
             raise
 
     def _completed(self, night: NightRecord, frozen: InputSnapshot) -> NightResult:
         try:
             execution, inputs = self._train(night, frozen)
-        except StageFailed as error:
+        except NothingNew as error:
             read = self.nights.read()
             chats = [file for name, files in frozen.files.items() if name != DOCUMENTS for file in files]
-            if not is_nothing_new(error) or read.issuperset(file["sha256"] for file in chats):
+            if read.issuperset(file["sha256"] for file in chats):
                 raise
             self.say(f"{error}; the new chats are learnt")
             frozen = replace(frozen, files={**frozen.files, DOCUMENTS: []}, replay=0.0)
@@ -251,11 +252,6 @@ class NightRun:
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""
         self.console.print(escaped(text), highlight=False, soft_wrap=True, markup=False)  # names of files, from anywhere
-
-
-def is_nothing_new(error: Exception) -> bool:
-    """Whether the stage of the shards has found that no document is new."""
-    return isinstance(error, StageFailed) and error.kind == NothingNew.__name__
 
 
 def _send_pending(settings: Settings, night: NightRecord) -> None:

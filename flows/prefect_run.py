@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from ttrain.config import Auth
-from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.servers import (
@@ -39,6 +39,7 @@ from ttrain.reports import summary
 from ttrain.stages import Stage
 from ttrain.store import server_records
 from ttrain.store.layout import Artifact
+from ttrain.store.runs import NOTHING_NEW
 from ttrain.store.server_records import HOST
 from ttrain.tasks.best_effort import best_effort
 
@@ -122,7 +123,9 @@ def run(
         if execution.signum:
             did = "were ended where they stood" if execution.at_once else "saved their state"
             return Cancelled(message=f"{execution.stop_reason}; the stages {did}")
-        for error in execution.failures.values():
+        for error in _worst_first(execution):
+            if isinstance(error, NothingNew):
+                return Completed(name=flow_runs.NIGHT_STATES[NOTHING_NEW], message=str(error))
             return Failed(message=str(error))
         return None
 
@@ -234,8 +237,13 @@ def rename(name: str) -> None:
 def _raise_failure(execution: PipelineRun, next_step: str = "the same command continues") -> None:
     if execution.signum:
         raise Interrupted(f"{execution.stop_reason}; {next_step}", execution.signum)
-    for error in execution.failures.values():
+    for error in _worst_first(execution):
         raise error
+
+
+def _worst_first(execution: PipelineRun) -> list[BaseException]:
+    """What stages raised; that nothing is new comes last, since it is no failure."""
+    return sorted(execution.failures.values(), key=lambda error: isinstance(error, NothingNew))
 
 
 OWNER: Final = "TTRAIN_SERVER_OWNER"

@@ -25,6 +25,7 @@ from ttrain.pipeline.recipe import Planned, Recipe, planned_part
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.runs import NOTHING_NEW
 
 
 def run_pipeline(
@@ -215,6 +216,8 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         for line in _next_steps(execution):
             say(line)
         say(f"[green]done[/] in {took}; run {execution.record.run}")
+        return
+    if outcome == NOTHING_NEW:  # the night says why
         return
     say(
         f"{outcome} after {took}; finished stages are kept, and the same command continues there "

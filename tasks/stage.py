@@ -19,7 +19,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
-from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.stages import Stage
 from ttrain.store.layout import Artifact
@@ -56,6 +56,8 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
             artifact, state = execution.run_stage(stage, inputs, logger.info)
         except Interrupted as error:
             return Cancelled(message=str(error))
+        except NothingNew as error:
+            return Cancelled(name="NothingNew", message=str(error), data=error)
         except TTrainError as error:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
             logger.error("%s", error)

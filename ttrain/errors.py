@@ -3,8 +3,8 @@
     TTrainError                 a message for the user, without a traceback; exit code 1
     ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
     ├── DataError               bad input data; carries `file:line` where there is one
-    │   ├── TooFewRows          a training has fewer rows than one of its steps takes
-    │   └── NothingNew          all documents are near-duplicates of documents that were learnt before
+    │   └── TooFewRows          a training has fewer rows than one of its steps takes
+    ├── NothingNew              all documents are near-duplicates of documents that were learnt before
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
     ├── TrackingError           MLflow cannot be queried for what only it knows
@@ -64,8 +64,13 @@ class TooFewRows(DataError):
     is_usage_error = True
 
 
-class NothingNew(DataError):
-    """All documents are near-duplicates of documents that were learnt before, so that a night has nothing to learn."""
+class NothingNew(TTrainError):
+    """All documents are near-duplicates of documents that were learnt before, so that a night has nothing to learn.
+
+    It is no failure: run and stage end as `nothing-new`.
+    """
+
+    is_mistake = True  # a second try finds the same
 
 
 class StageFailed(TTrainError):
@@ -113,4 +118,4 @@ class Interrupted(TTrainError):
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
 
 
-MISTAKES = frozenset(error.__name__ for error in (DataError, NothingNew, DamagedFile))  # kinds that no second try mends
+MISTAKES = frozenset(error.__name__ for error in (DataError, DamagedFile))  # kinds that no second try mends

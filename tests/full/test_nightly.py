@@ -268,6 +268,23 @@ def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli])
 
 @pytest.mark.long
 @pytest.mark.soak
+def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_said_once(copy: Callable[[], Cli]) -> None:
+    cli = copy()
+    lines = (cli.data / "docs-3.jsonl").read_bytes().splitlines(keepends=True)
+    (cli.data / "docs-4.jsonl").write_bytes(b"".join(lines[:100]))
+    said = cli("pipeline", "run", "nightly")
+    assert said.count("near-duplicates, most of documents") == 1 and "= shards-pretrain: nothing new" in said
+    assert "failed" not in said and "x shards" not in said and "night-000003: nothing-new" in said
+    [run, *_] = cli.runs()
+    assert (run["outcome"], "error" in run) == ("nothing-new", False) and nights(cli)[0].outcome == "nothing-new"
+    assert "failed" not in cli.in_process("pipeline", "status", "-n1", settings=False)
+    states = dict(cli.rows("prefect", "select name, state_type || ' ' || state_name from flow_run"))
+    assert states["night-000003"] == "COMPLETED NothingNew"
+    assert dict(cli.rows("mlflow", "select name, status from runs"))["night-000003"] == "FINISHED"
+
+
+@pytest.mark.long
+@pytest.mark.soak
 def test_of_a_file_that_grew_a_night_learns_what_is_new_and_of_one_that_shrank_nothing(copy: Callable[[], Cli]) -> None:
     cli = copy()
     newer = (cli.data / "docs-4.jsonl").read_bytes()

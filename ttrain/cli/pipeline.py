@@ -181,7 +181,7 @@ def pipeline_status(
         screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
         for line in summary.labels(run):
             print_escaped(f"  {line}")
-        rows = [summary.status_row(stage) for stage in run["stages"] if run["outcome"] != "cached"]
+        rows = [summary.status_row(stage) for stage in summary.shown_stages(run)]
         if rows:
             table(("stage", "outcome", "time", "figures", "log"), rows)
 

@@ -26,9 +26,9 @@ from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import TTrainError
+from ttrain.store.runs import NOTHING_NEW
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
-NOTHING_NEW = "nothing-new"  # no file was new, or its documents were near-duplicates of what the champion has learnt
 MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
 FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")

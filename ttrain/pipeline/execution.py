@@ -16,7 +16,7 @@ from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
 from ttrain.core.files import read_object, write_json
-from ttrain.errors import Interrupted, TTrainError
+from ttrain.errors import Interrupted, NothingNew, TTrainError
 from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
@@ -29,7 +29,7 @@ from ttrain.reports import facts, summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import RunLog, RunRecord
+from ttrain.store.runs import NOTHING_NEW, RunLog, RunRecord
 
 log = logging.getLogger("ttrain")
 
@@ -60,7 +60,7 @@ class PipelineRun(StopRequest):
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.force, self.extend, self.resume_key = force, extend, resume_key
         self.registers = registers  # whether its models go to the tracker, and become versions there
-        self.outcome = "running"  # then completed, failed or interrupted
+        self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.labels = labels
         self.record = RunRecord(
             store.root,
@@ -124,7 +124,10 @@ class PipelineRun(StopRequest):
         except BaseException as error:
             if not isinstance(error, Interrupted):
                 self.failures[stage.name] = error
-            watcher.failed(error)
+            if isinstance(error, NothingNew):
+                watcher.found_nothing_new(error)
+            else:
+                watcher.failed(error)
             raise
         self.failures.pop(stage.name, None)  # a retry succeeded
         watcher.ended(outcome)
@@ -254,6 +257,9 @@ class PipelineRun(StopRequest):
         try:
             yield
             outcome = "completed"
+        except NothingNew:
+            outcome = NOTHING_NEW
+            raise
         except (Interrupted, KeyboardInterrupt) as raised:
             outcome, error = "interrupted", str(raised)
             raise
@@ -265,7 +271,7 @@ class PipelineRun(StopRequest):
                 self.finish(outcome, error)
 
     def finish(self, outcome: str, error: str | None = None) -> None:
-        """Close the record and the tracked run. `outcome`: completed, failed or interrupted."""
+        """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
         self.outcome = outcome
         metrics = self.metrics()
         if notes := {**({"error": error} if error else {}), **({"stopped": self.stop_reason} if self.signum else {})}:
@@ -410,6 +416,14 @@ class StageWatcher(DisplayObserver):
             self.child.finish("FINISHED")
         else:
             self._execution.link_cached(artifact)
+
+    def found_nothing_new(self, error: NothingNew) -> None:
+        """End the stage without an artifact and without a failure; the night says why."""
+        self._execution.log.add(self._stage.name, f"{NOTHING_NEW}: {error}")
+        self._execution.record.stage(self._stage.name, outcome=NOTHING_NEW, metric=str(error))
+        self._execution.display.ended(self._stage.name, NOTHING_NEW, 0.0, "")
+        if self.child:
+            self.child.finish(tracking.status_of(NOTHING_NEW))
 
     def failed(self, error: BaseException) -> None:
         interrupted = isinstance(error, Interrupted | KeyboardInterrupt)

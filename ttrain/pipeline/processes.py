@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
-from ttrain.errors import Interrupted, StageFailed
+from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
@@ -374,6 +374,8 @@ def _result(
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
         location = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
+        if outcome["kind"] == NothingNew.__name__:
+            raise NothingNew(outcome["error"])
         damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
         raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{location}", outcome["kind"], damaged)
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])

@@ -17,7 +17,8 @@ from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
-MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]"}
+MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]",
+         "nothing-new": "[cyan]=[/]"}  # fmt: skip
 
 
 class StageDisplay(Protocol):
@@ -91,6 +92,7 @@ class Display:
         self._remove_bar(name)
         phrases = {
             "cached": "cached",
+            "nothing-new": "nothing new",
             "equal": "rebuilt, equal to what was stored",
             "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
         }

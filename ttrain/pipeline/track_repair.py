@@ -31,7 +31,7 @@ NOT_RESTORED: Final = (
     "champions (choose one: ttrain models promote), version numbers, descriptions, tags and deletions that were made in "
     "MLflow, runs of models that were evaluated or registered by hand, pages of sweeps"
 )
-ENDED: Final = (*runs.BUILT, "failed", "interrupted")
+ENDED: Final = (*runs.BUILT, runs.NOTHING_NEW, "failed", "interrupted")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.text import counted, format_duration, format_number
+from ttrain.store.runs import NOTHING_NEW
 
 SHOWN_REASONS = 3
 
@@ -142,6 +143,14 @@ def _figure(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def shown_stages(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The stages of a recorded run that tell something: none where all were cached, and after a night that found nothing new
+    those that it came to."""
+    if run["outcome"] == "cached":
+        return []
+    return [stage for stage in run["stages"] if run["outcome"] != NOTHING_NEW or stage["outcome"] != "pending"]
 
 
 def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:

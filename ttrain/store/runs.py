@@ -28,6 +28,8 @@ NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "st
 
 BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
+NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found nothing to learn
+
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 

@@ -140,7 +140,7 @@ FINISHED: Final = "FINISHED"
 
 def status_of(outcome: str) -> str:
     """MLflow's status of a run or a stage that ended with this outcome."""
-    return FINISHED if outcome in runs.BUILT else "FAILED" if outcome == "failed" else "KILLED"
+    return FINISHED if outcome in (*runs.BUILT, runs.NOTHING_NEW) else "FAILED" if outcome == "failed" else "KILLED"
 
 
 FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared

@@ -1,0 +1,85 @@
+"""A run whose documents are all known: no failure, and no model, in its record, its status and its log."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.doubles import Home, planned
+
+from ttrain.config import Settings
+from ttrain.errors import NothingNew, StageFailed
+from ttrain.flows import prefect_run
+from ttrain.flows.run import run_pipeline
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.plan import plan
+from ttrain.pipeline.progress_display import Display
+from ttrain.reports import summary
+from ttrain.stages import SHARDS_PRETRAIN
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
+
+WHY = "data.pretrain: 40 of 40 rows are near-duplicates, most of documents that were learnt before"
+
+
+def settings_of(home: Home, texts: Sequence[str]) -> Settings:
+    path = home.store.root.parent / "docs.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return Settings.model_validate({
+        "tracking": {"enabled": False}, "data": {"pretrain": str(path)}, "reading": {"near_duplicates": 0.8},
+        "runtime": {"workers": 1},
+    })  # fmt: skip
+
+
+def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifact) -> PipelineRun:
+    """Run the stage of the shards, and one that waits for it."""
+    settings = settings_of(home, texts)
+
+    def recipe(stage: Any, settings: Settings) -> None:
+        stage(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
+
+    stages = plan(recipe, settings, home.store)
+    console = Console(file=out, width=200)
+    return run_pipeline("nightly", settings, home.store, stages, console, engine="none", own_recipe=recipe)
+
+
+def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_alone(tmp_path: Path) -> None:
+    home, out = Home.make(tmp_path / "home"), io.StringIO()
+    texts = [" ".join(f"{word}{number}" for word in range(40)) for number in range(40)]
+    learnt = sharded(home, texts, out).artifacts["shards-pretrain"]
+    out.truncate(out.seek(0))
+    with pytest.raises(NothingNew, match=WHY):
+        sharded(home, [f"{text} more" for text in texts], out, **{"learnt-0000": learnt})
+    assert out.getvalue().splitlines()[1:] == ["= shards-pretrain: nothing new"], "the night says why"
+    [night, _] = runs.history(home.store.root)
+    [stage] = night["stages"]
+    assert (night["outcome"], stage["outcome"]) == ("nothing-new", "nothing-new") and "error" not in night
+    name, outcome, _, figures, _ = summary.status_row(stage)
+    assert (name, outcome) == ("shards-pretrain", "nothing-new") and figures.startswith(WHY)
+    log = home.store.root.joinpath("runs", f"{night['run']}.log").read_text()
+    assert log.count("near-duplicates, most of") == 2 and "ERROR" not in log, "the stage's own line, and its end"
+
+
+def test_a_status_leaves_out_the_stages_that_a_night_without_news_did_not_come_to() -> None:
+    stages = [{"name": "shards-pretrain", "outcome": "nothing-new"}, {"name": "pretrain", "outcome": "pending"}]
+    assert summary.shown_stages({"outcome": "nothing-new", "stages": stages}) == stages[:1]
+    assert summary.shown_stages({"outcome": "failed", "stages": stages}) == stages
+    assert summary.shown_stages({"outcome": "cached", "stages": stages}) == []
+
+
+def test_a_failure_of_another_stage_comes_before_that_nothing_is_new(tmp_path: Path) -> None:
+    """Under Prefect independent stages go on."""
+    display = Display(Console(file=io.StringIO()))
+    settings = Settings.model_validate({"tracking": {"enabled": False}})
+    run = PipelineRun("nightly", settings, Home.make(tmp_path).store, display, planned("shards-pretrain", "shards-sft"))
+    run.failures = {"shards-pretrain": NothingNew("x"), "shards-sft": StageFailed("bad rows")}
+    with pytest.raises(StageFailed):
+        prefect_run._raise_failure(run)
+    del run.failures["shards-sft"]
+    with pytest.raises(NothingNew):
+        prefect_run._raise_failure(run)
