@@ -21,7 +21,7 @@ import pytest
 from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
-from ttrain.errors import ArtifactError, TooFewRows, UsageError
+from ttrain.errors import ArtifactError, Interrupted, TooFewRows, UsageError
 from ttrain.evaluate.task_result import record_name
 from ttrain.flows import night_plan
 from ttrain.nightly import heldout, records
@@ -630,6 +630,37 @@ def test_a_night_without_news_asks_nobody_and_leaves_a_record(tmp_path: Path, st
     assert not (store.root / "mlflow").exists() and not (store.root / "runs").exists()
     with known.lock():
         assert run_night(settings, store, Console(file=out), engine="none").outcome == "skipped"
+
+
+def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_same_stages(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same keys, so the same work directories and checkpoints, though a file came and a setting changed meanwhile."""
+    from rich.console import Console
+
+    from ttrain.flows import nightly
+
+    planned: list[Any] = []
+
+    def stops(
+        _: str, settings: Settings, store: ArtifactStore, stages: Any, *__: object, stop_at: float, **___: Any
+    ) -> None:
+        assert stop_at <= time.time()
+        planned.append((settings, {stage.stage.name: stage.key for stage in stages}))
+        raise Interrupted("deadline reached; the stages saved their state")
+
+    monkeypatch.setattr(nightly, "run_pipeline", stops)
+    settings, out = inbox(tmp_path, a="1"), io.StringIO()
+    late = {"deadline_hours": 1e-9}
+    due = datetime.fromtimestamp(time.time() - 1, UTC)
+    for nightly_settings, slot in ((late, due), ({**late, "replay": 0.5, "epochs": 3}, due + timedelta(days=1))):
+        now = Settings.model_validate({**settings.model_dump(), "nightly": nightly_settings})
+        result = nightly.run_night(now, store, Console(file=out), engine="none", slot=slot)
+        assert (result.outcome, result.night) == ("unfinished", "night-000001") and "deadline" in result.reason
+        inbox(tmp_path, a="1", later="2")
+    [night] = Nights(store.root, "quickstart").all()
+    assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
+    assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
 
 
 def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path: Path, store: ArtifactStore) -> None:

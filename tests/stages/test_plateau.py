@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,10 @@ from support.doubles import (
 )
 
 from ttrain.config import PretrainConfig, Schedule, Settings
+from ttrain.core.files import ProgressWriter
+from ttrain.errors import Interrupted
 from ttrain.stages import plateau, pretrain
+from ttrain.stages.job import StageContext
 from ttrain.store.model_files import PLATEAU
 from ttrain.train import checkpoint_format
 from ttrain.train.checkpoint import Snapshot
@@ -37,6 +42,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Trainer, TrainerOptions
 
 STEPS = 12
+DECAY_BEGINS = 9
 INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.25}}  # steps 0 to 8, then 9 to 11
 NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.25}, "seed": 2}
 
@@ -127,6 +133,29 @@ def test_a_night_that_is_killed_has_the_weights_of_one_that_is_not(
     )
     assert kill_at(step, work) == -signal.SIGKILL
     assert work()["resumed_from_step"] == step
+    assert same(weights(whole_night), weights(tmp_path))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
+
+
+def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_weights(
+    first: Any, whole_night: Path, tmp_path: Path
+) -> None:
+    """A deadline is a request to stop, which the trainer reads at each step."""
+    champion, inputs = first
+    settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=2)
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    asked = itertools.count(1)
+    night = StageContext(
+        {**inputs, **with_plateau(champion)}, {}, {}, tmp_path, settings.runtime, ProgressWriter(None),
+        lambda: next(asked) > DECAY_BEGINS + 1,
+    )  # fmt: skip
+    with pytest.raises(Interrupted):
+        pretrain.run(config, night)
+    assert not (tmp_path / "model").exists() and not (tmp_path / PLATEAU).exists(), "neither is published before the end"
+    torch.seed()
+    resumed = pretrain.run(config, replace(night, stop_requested=lambda: False))["resumed_from_step"]
+    assert DECAY_BEGINS < resumed < STEPS
     assert same(weights(whole_night), weights(tmp_path))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
