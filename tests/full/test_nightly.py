@@ -277,7 +277,7 @@ def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_s
     assert "failed" not in said and "x shards" not in said and "night-000003: nothing-new" in said
     [run, *_] = cli.runs()
     assert (run["outcome"], "error" in run) == ("nothing-new", False) and nights(cli)[0].outcome == "nothing-new"
-    assert "failed" not in cli.in_process("pipeline", "status", "-n1", settings=False)
+    assert "failed" not in cli.in_process("pipeline", "status", "--limit", "1", settings=False)
     states = dict(cli.rows("prefect", "select name, state_type || ' ' || state_name from flow_run"))
     assert states["night-000003"] == "COMPLETED NothingNew"
     assert dict(cli.rows("mlflow", "select name, status from runs"))["night-000003"] == "FINISHED"

@@ -8,11 +8,8 @@ twice.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import shutil
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,20 +18,27 @@ from typing import Any
 
 import psutil
 import pytest
+from support.nights import NAME, add_documents, assert_registered_once
 from support.pipeline_home import Cli, write_corpus
 from support.served import Served, flow_runs, processes_of, slot
 from support.waiting import wait_until
 
-from ttrain import tracking
 from ttrain.flows.flow_runs import FINAL_STATES
-from ttrain.nightly.records import COMPLETED, NightRecord, Nights
+from ttrain.nightly.records import COMPLETED, NOTHING_NEW, NightRecord, Nights
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.store import server_records
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
-NAME = "tiny-test"
-TINY = ("pretrain.tokens=10240", "evaluate.new_tokens=0", "nightly.attempts=50")
+TINY = (
+    "pretrain.tokens=10240", "evaluate.new_tokens=0", "nightly.attempts=50", "nightly.replay=0.25",
+    "reading.near_duplicates=0.8",
+)  # fmt: skip
+NEAR = (
+    0.0,
+    0.25,
+    1.0,
+)  # shares of near-duplicates in the files that come, in turn: a night of the last alone learns nothing
 SETTLE_SECONDS = 600  # for the last night to be finished without kills; one takes half a minute on two idle cores
 CRASHED_SECONDS = 180  # the server's automation needs two minutes at most
 
@@ -105,14 +109,6 @@ class Chaos:
         return [psutil.Process(server.pid)] if server else []
 
 
-def add_documents(data: Path, number: int, rng: random.Random) -> None:
-    lines = [json.dumps({"text": f"night {number}: {rng.random()} " + "the water of the hill " * rng.randint(3, 9)})
-             for _ in range(40)]  # fmt: skip
-    path = data / f"docs-night-{number}.jsonl"
-    (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.rename(path)
-
-
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
     """An empty home, and the corpus; whatever the test came to, no process of that home stays."""
@@ -135,7 +131,7 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
             next_strike = time.time() + rng.uniform(5, 90)
         if time.time() > next_documents:
             documents += 1
-            add_documents(cli.data, documents, rng)
+            add_documents(cli.data, documents, rng, near=NEAR[(documents - 1) % len(NEAR)])
             next_documents = time.time() + rng.uniform(40, 200)
         assert_none_overlaps(cli.home)
         chaos.keep_up()
@@ -152,12 +148,20 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     wait_until(lambda: not processes_of(cli.home), 10, lambda: "\n".join(described(cli.home)))
 
     completed = [night for night in nights.all() if night.outcome in COMPLETED]
-    assert documents_of(completed).keys() == files(cli)
+    assert documents_of(read(nights.all())).keys() == files(cli)
     promoted = documents_of([night for night in completed if night.outcome == "promoted"])
     assert max(promoted.values()) == 1, "what the champion has learnt is not new"
     assert_registered_once(cli.home, len(completed))
+    learnt = [night.data["learnt"] for night in completed]
+    assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), "the newest first; the first has none to replay"
+    left_out = sum(figures.get("left_out", 0) for figures in learnt)
+    empty = sum(night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.all())
+    assert left_out or empty or documents < 2, "some of the second file's documents are near-duplicates"
     tries = Counter(one["outcome"] for night in nights.all() for one in night.data["tries"])
-    print(f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, tries {dict(tries)}, slots {dict(states)}")
+    print(
+        f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, tries {dict(tries)}, slots {dict(states)}, "
+        f"{documents} files, {left_out} near-duplicates left out, {empty} nights of near-duplicates alone"
+    )
 
 
 def files(cli: Cli) -> set[str]:
@@ -184,11 +188,15 @@ def assert_none_overlaps(home: Path) -> None:
         assert len(remaining) <= 1, f"stages of {len(remaining)} nights at once: {remaining}"
 
 
+def read(nights: list[NightRecord]) -> list[NightRecord]:
+    """The nights that have done with their files: decided, or found nothing new in them."""
+    return [night for night in nights if night.outcome in (*COMPLETED, NOTHING_NEW)]
+
+
 def is_settled(cli: Cli, since: float) -> bool:
     """Whether all documents are learnt, and a slot after the last kill found that nothing is new."""
     nights = Nights(cli.home, NAME).all()
-    completed = [night for night in nights if night.outcome in COMPLETED]
-    if any(night.is_open for night in nights) or documents_of(completed).keys() < files(cli):
+    if any(night.is_open for night in nights) or documents_of(read(nights)).keys() < files(cli):
         return False
     with contextlib.suppress(OSError, AssertionError):  # the server is being started again
         return any(slot(run) > since for run in flow_runs(cli.home, "NothingNew"))
@@ -198,81 +206,3 @@ def is_settled(cli: Cli, since: float) -> bool:
 def stuck(home: Path) -> list[dict[str, Any]]:
     """Flow runs that Prefect takes to be in progress, other than those whose process is just at it."""
     return [] if flows(home) else flow_runs(home, "Running", "Cancelling")
-
-
-def assert_registered_once(home: Path, completed: int) -> None:
-    sets = tracking.list_sets(home, NAME)
-    assert len(sets) == completed and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == completed
-    assert sum("champion" in one.aliases for one in sets) == 1
-    with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
-        keys = db.execute(
-            "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
-        )
-        assert [row for row in keys if row[2] > 1] == []
-
-
-# --- the same weights and the same decision as never killed ---
-
-AVERAGED = (*TINY, "nightly.average=0.5", "promotion.min_samples=5")
-STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A home whose first night is done, with documents for a second one."""
-    root = tmp_path_factory.mktemp("averaging")
-    write_corpus(root / "data")
-    cli = Cli(root / "home", root / "data")
-    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
-    add_documents(cli.data, 1, random.Random(3))
-    return cli
-
-
-def copied(prepared: Cli, root: Path) -> Cli:
-    shutil.copytree(prepared.data, root / "data")
-    shutil.copytree(prepared.home, root / "home")
-    return Cli(root / "home", root / "data")
-
-
-def outcome_of(cli: Cli) -> dict[str, Any]:
-    """What the second night came to: its decision, its figures by night, the bytes of each model."""
-    night = next(night for night in Nights(cli.home, NAME).all() if night.name == "night-000002")
-    keys = tracking.find_set(cli.home, NAME, night.data["version"]).keys
-    found: dict[str, Any] = {name: night.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
-    for stage in STAGES:
-        manifest = json.loads((cli.home / "store" / stage / keys[stage] / "manifest.json").read_bytes())
-        weights = {name: entry["sha256"] for name, entry in manifest["files"].items() if not name.startswith("run/")}
-        found[stage] = {
-            name: digest for name, digest in weights.items() if name.endswith((".safetensors", ".arrow", ".jsonl"))
-        }
-    return found
-
-
-@pytest.fixture(scope="module")
-def never_killed(prepared: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cli = copied(prepared, tmp_path_factory.mktemp("reference"))
-    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
-    return outcome_of(cli)
-
-
-@pytest.mark.parametrize(
-    "reached",
-    ["work/replay/*", "store/replay/*", "work/average/*", "store/average/*", "work/chosen-base/*", "store/chosen-base/*",
-     "work/evaluate/*"],
-)  # fmt: skip
-def test_a_night_killed_in_replay_or_between_averaging_and_gate_ends_like_one_that_never_was(
-    prepared: Cli, never_killed: dict[str, Any], tmp_path: Path, reached: str
-) -> None:
-    cli = copied(prepared, tmp_path)
-    before = set(cli.home.glob(reached))
-    process = cli.start("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
-    try:
-        wait_until(lambda: bool(set(cli.home.glob(reached)) - before) or process.poll() is not None, 300)
-        assert process.poll() is None, process.communicate()[0]
-    finally:
-        for victim in processes_of(cli.home):
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-        process.wait()
-    cli("pipeline", "run", "nightly", "--engine", "none", *AVERAGED)
-    assert outcome_of(cli) == never_killed

@@ -1,0 +1,177 @@
+"""A whole night killed at each of its steps and run again: the weights, the decision and the record of one never killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.nights import NAME, add_documents, assert_registered_once
+from support.pipeline_home import Cli, write_corpus
+from support.served import processes_of
+from support.waiting import wait_until
+
+from ttrain import tracking
+from ttrain.nightly.records import Nights
+
+pytestmark = pytest.mark.soak
+NIGHT = ("pipeline", "run", "nightly", "--engine", "none")
+STEPS, DECAY_BEGINS = 80, 40
+SETTINGS = (
+    "pretrain.tokens=40960", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0.5",
+    "evaluate.new_tokens=0", "nightly.average=0.5", "promotion.resamples=0", "promotion.forgetting=0.5",
+)  # fmt: skip
+STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
+
+# Kills this process before or after its first call of a function: "module function before|after".
+AT_CALL = """
+import functools, os, signal, sys
+from importlib import import_module
+module, name, when = sys.argv[1:4]
+*owners, name = name.split(".")
+owner = functools.reduce(getattr, owners, import_module(module))
+call = getattr(owner, name)
+def dying(*arguments, **named):
+    if when == "after":
+        call(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(owner, name, dying)
+from ttrain.cli.main import main
+main(sys.argv[4:])
+"""
+
+
+def trained_to(step: int) -> Callable[[Path], bool]:
+    """Whether a checkpoint of this step, or a later one, is whole."""
+    return lambda home: newest_step(home) >= step
+
+
+def newest_step(home: Path) -> int:
+    paths = home.glob("work/pretrain/*/output/checkpoints/step-*")
+    return max((int(path.name.removeprefix("step-")) for path in paths), default=0)
+
+
+def began(stage: str) -> Callable[[Path], bool]:
+    """Whether tonight's stage has a work directory; the first night's is gone."""
+    return lambda home: any(home.glob(f"work/{stage}/*/output"))
+
+
+def stored(stage: str) -> Callable[[Path], bool]:
+    """Whether tonight's stage is in the store; the first night has none of it."""
+    return lambda home: any(home.glob(f"store/{stage}/*"))
+
+
+REACHED: dict[str, Callable[[Path], bool]] = {
+    "the branch": trained_to(DECAY_BEGINS + 5),
+    "replay": began("replay"),
+    "the plateau": trained_to(5),
+    "average": began("average"),
+    "between averaging and gate": stored("average"),
+    "choosing": began("chosen-base"),
+    "chosen": stored("chosen-base"),
+    "evaluation": began("evaluate"),
+}
+CALLS = {
+    "before the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "before"),
+    "after the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "after"),
+    "before the decision is logged": ("ttrain.tracking", "log_decision", "before"),
+    "before the promotion": ("ttrain.tracking", "promote", "before"),
+    "after the promotion": ("ttrain.tracking", "promote", "after"),
+}
+SAMPLE = "the branch"  # the first: `make soak SAMPLE=1` takes one of each file
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """A home whose first night is done, with documents for a second one."""
+    root = tmp_path_factory.mktemp("prepared")
+    write_corpus(root / "data")
+    cli = Cli(root / "home", root / "data")
+    cli(*NIGHT, *SETTINGS)
+    add_documents(cli.data, 1, random.Random(3))
+    return cli
+
+
+def copied(prepared: Cli, root: Path) -> Cli:
+    shutil.copytree(prepared.data, root / "data")
+    shutil.copytree(prepared.home, root / "home")
+    return Cli(root / "home", root / "data")
+
+
+@pytest.fixture(scope="module")
+def never_killed(prepared: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cli = copied(prepared, tmp_path_factory.mktemp("reference"))
+    cli(*NIGHT, *SETTINGS)
+    outcome = outcome_of(cli)
+    assert outcome["outcome"] == "promoted", outcome["decision"]
+    return outcome
+
+
+def outcome_of(cli: Cli) -> dict[str, Any]:
+    """The second night's decision, its figures by night, the bytes of each model; one record and one promotion."""
+    second, first = Nights(cli.home, NAME).all()
+    assert (first.name, second.name, second.is_open) == ("night-000001", "night-000002", False)
+    assert_registered_once(cli.home, 2)
+    champion = tracking.champion(cli.home, NAME)
+    assert champion is not None and champion.version == second.data["version"] == "2"
+    outcome: dict[str, Any] = {name: second.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
+    for stage in STAGES:
+        manifest = json.loads((cli.home / "store" / stage / champion.keys[stage] / "manifest.json").read_bytes())
+        weights = {name: entry["sha256"] for name, entry in manifest["files"].items() if not name.startswith("run/")}
+        outcome[stage] = {
+            name: digest for name, digest in weights.items() if name.endswith((".safetensors", ".arrow", ".jsonl"))
+        }
+    assert any(name.startswith("plateau/") for name in outcome["pretrain"])
+    return outcome
+
+
+def kill_once_reached(cli: Cli, reached: Callable[[Path], bool]) -> None:
+    process = cli.start(*NIGHT, *SETTINGS)
+    try:
+        wait_until(lambda: reached(cli.home) or process.poll() is not None, 600)
+        assert process.poll() is None, process.communicate()[0]
+    finally:
+        for victim in [*psutil.Process(process.pid).children(recursive=True), *processes_of(cli.home)]:
+            with contextlib.suppress(psutil.Error):
+                victim.kill()
+        process.wait()
+
+
+def kill_at_call(cli: Cli, *call: str) -> None:
+    python, *options, _, _, words = [*(command := cli.command(*NIGHT, *SETTINGS))[:4], command[4:]]
+    done = subprocess.run(
+        [python, *options[:1], "-c", AT_CALL, *call, *words], env=cli.environment, cwd=cli.data, capture_output=True,
+        text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+def points() -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name == SAMPLE else [pytest.mark.long], id=name.replace(" ", "-"))
+        for name in (*REACHED, *CALLS)
+    ]
+
+
+@pytest.mark.parametrize("point", points())
+def test_a_night_killed_anywhere_ends_like_one_that_never_was(
+    prepared: Cli, never_killed: dict[str, Any], tmp_path: Path, point: str
+) -> None:
+    cli = copied(prepared, tmp_path)
+    if point in REACHED:
+        kill_once_reached(cli, REACHED[point])
+    else:
+        kill_at_call(cli, *CALLS[point])
+    step = newest_step(cli.home)
+    assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step
+    cli(*NIGHT, *SETTINGS)
+    assert outcome_of(cli) == never_killed
+    assert [one["outcome"] for one in Nights(cli.home, NAME).all()[0].data["tries"]] == ["crashed", "promoted"]

@@ -1,0 +1,46 @@
+"""Nights of a tiny pipeline: documents that come between them, and what must hold however they were killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+from pathlib import Path
+
+from support.pipeline_home import ENGLISH
+
+from ttrain import tracking
+
+NAME = "tiny-test"
+DOCUMENTS = 40  # of a file
+
+
+def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 0.0) -> None:
+    """A new file of documents, of which this share are near-duplicates of those of the file before: a word more."""
+    count = round(near * DOCUMENTS)
+    earlier = _texts(_path(data, number - 1))[:count] if count else []
+    new = (" ".join([f"night {number}:", *rng.choices(ENGLISH, k=rng.randint(20, 60))]) for _ in range(DOCUMENTS - count))
+    lines = [json.dumps({"text": text}) for text in (*new, *(f"{text} again" for text in earlier))]
+    path = _path(data, number)
+    (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+def _path(data: Path, number: int) -> Path:
+    return data / f"docs-night-{number}.jsonl"
+
+
+def _texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def assert_registered_once(home: Path, completed: int) -> None:
+    """One set for each completed night, one champion, and no model twice."""
+    sets = tracking.list_sets(home, NAME)
+    assert len(sets) == completed and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == completed
+    assert sum("champion" in one.aliases for one in sets) == 1
+    with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
+        keys = db.execute(
+            "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
+        )
+        assert [row for row in keys if row[2] > 1] == []
