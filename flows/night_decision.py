@@ -14,8 +14,9 @@ from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout
+from ttrain.nightly.best_figures import best_figures
 from ttrain.nightly.inputs import NightInputs
-from ttrain.nightly.records import NightRecord
+from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.reports import summary
 from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
@@ -41,7 +42,8 @@ def judge(
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
     rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
-    judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name)
+    best = best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
+    judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
     return replace(judged, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else judged
 

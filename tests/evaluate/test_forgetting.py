@@ -12,7 +12,7 @@ import pytest
 
 from ttrain.config import Promotion
 from ttrain.evaluate import forgetting
-from ttrain.evaluate.forgetting import HeldoutText, TextFigure, heldout_texts
+from ttrain.evaluate.forgetting import BestFigure, HeldoutText, TextFigure, heldout_texts
 from ttrain.evaluate.promotion import Decision, baseline_of, decide
 from ttrain.evaluate.scores import Scores
 
@@ -150,7 +150,7 @@ def test_figures_without_a_champion_have_intervals_and_lose_nothing() -> None:
         challenger, None, heldout_texts(challenger.records, nights_of(challenger), {}, "night-2"), Promotion()
     )
     assert first.challenger_interval is not None and first.champion is None and not first.lost and not second.lost
-    assert forgetting.rows([first])[0][3:] == ("", "", "", "")
+    assert forgetting.rows([first])[0][3:] == ("", "", "", "", "")
 
 
 def test_scores_that_cannot_be_compared_have_no_figures_by_night() -> None:
@@ -159,6 +159,79 @@ def test_scores_that_cannot_be_compared_have_no_figures_by_night() -> None:
     assert forgetting.figures(one, other, texts, Promotion()) == []
     broken = Scores("bits_per_byte", math.nan, one.sums, one.sizes, one.records)
     assert forgetting.figures(one, broken, texts, Promotion()) == []
+
+
+# --- many nights ---
+
+LOSS = 1.029  # within the bound of 3 %
+
+
+def drifting(count: int, **best: BestFigure) -> tuple[Decision, dict[str, TextFigure]]:
+    """A challenger that loses 2.9 % on the first night's text and gains elsewhere, against such a champion, after `count`
+    nights that did the same."""
+    champion = model({"night-1": 2.0 * LOSS**count, "night-2": 3.0}, seed=2)
+    challenger = model({"night-1": 2.0 * LOSS ** (count + 1), "night-2": 1.0})
+    texts = heldout_texts(champion.records, nights_of(champion), {}, "night-2")
+    figures = forgetting.figures(challenger, champion, texts, Promotion(), best)
+    return decide(challenger, champion, Promotion(), texts=figures), {figure.name: figure for figure in figures}
+
+
+def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights() -> None:
+    best = {"night-1": BestFigure(2.0, "version 1", COUNT, deviation=0.01)}
+    assert drifting(1)[0].promote, "without a record of the best champion"
+    for count, promote in ((0, True), (1, False), (9, False)):
+        decision, figures = drifting(count, **best)
+        assert decision.promote == promote, decision.reason
+        assert decision.lost == (() if promote else ("night-1",))
+    old = figures["night-1"]
+    assert (old.best, old.best_champion) == (2.0, "version 1") and old.least_loss is not None and old.least_loss > 0.6
+    decision, figures = drifting(1, **best)
+    told = "2.9% worse (interval 2.5% to 3.3%), and 5.9% (at least 5.3%) worse than 2.00000 of version 1; promotion."
+    assert told in decision.reason, decision.reason
+    assert forgetting.rows([old])[0][-2:] == ("2.00000 of version 1", "lost")
+    assert json.loads(json.dumps(old.to_json()))["best_champion"] == "version 1"
+
+
+def test_what_champions_lost_by_chance_refuses_nothing() -> None:
+    """The deviation of what they lost since then widens the interval."""
+    decision, figures = drifting(1, **{"night-1": BestFigure(2.0, "version 1", COUNT, deviation=0.5)})
+    assert decision.promote and figures["night-1"].best == 2.0 and not figures["night-1"].lost
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        BestFigure(2.0, "version 1", COUNT - 1),  # of other records
+        BestFigure(2.0, "version 1", COUNT, deviation=math.inf),  # of too few records for an interval
+        BestFigure(2.5, "version 1", COUNT),  # worse than the champion
+    ],
+)
+def test_a_best_figure_that_tells_nothing_of_this_text_does_not_count(best: BestFigure) -> None:
+    decision, figures = drifting(1, **{"night-1": best})
+    assert decision.promote and figures["night-1"].best is None
+
+
+def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_champion_was() -> None:
+    """Else nothing could be promoted any more after one that forgot was promoted by hand."""
+    champion, challenger = model({"a": 3.0, "b": 3.0}, seed=2), model({"a": 2.9, "b": 1.0})
+    texts = heldout_texts(champion.records, nights_of(champion), {}, "b")
+    [old, _] = forgetting.figures(challenger, champion, texts, Promotion(), {"a": BestFigure(2.0, "version 1", COUNT)})
+    assert old.best == 2.0 and not old.lost
+
+
+def test_the_small_nights_are_bounded_together_each_at_its_best() -> None:
+    names = [f"night-{number}" for number in range(1, 6)]
+    champion = model(dict.fromkeys(names, 2.0), count=12, seed=2)
+    challenger = model({**dict.fromkeys(names, 2.04), "night-5": 1.0}, count=12)
+    texts = heldout_texts(champion.records, nights_of(champion), {}, "night-5")
+    best = {name: BestFigure(1.9, f"version {name[-1]}", 12, deviation=0.01) for name in names[:3]}
+    assert not any(figure.lost for figure in forgetting.figures(challenger, champion, texts, Promotion()))
+    figures = {figure.name: figure for figure in forgetting.figures(challenger, champion, texts, Promotion(), best)}
+    together = figures["all earlier nights"]
+    assert together.lost and together.best == pytest.approx(1.925, abs=0.01) and not figures["night-1"].lost
+    assert "worse than" in together.describe() and "of the best champion of each" in together.describe()
+    rules = Promotion(resamples=0)
+    assert [figure.lost for figure in forgetting.figures(challenger, champion, texts, rules, best)][-1]
 
 
 # --- the first champion ---

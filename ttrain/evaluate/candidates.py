@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES
 from ttrain.evaluate import forgetting, promotion
-from ttrain.evaluate.forgetting import TextFigure
+from ttrain.evaluate.forgetting import BestFigure, TextFigure
 from ttrain.evaluate.promotion import Decision
 from ttrain.evaluate.scores import Evaluation
 
@@ -30,23 +31,31 @@ def judge(
     rules: Promotion,
     nights: Mapping[str, Collection[str]],
     new: str = "",
+    best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> Judged:
     """Decide whether a candidate becomes champion.
 
-    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget.
+    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
+    `best`: the best figures of champions so far, by text.
     What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte.
     Raises UsageError if an evaluation does not have the metric.
     """
     scores = challenger.scores(rules.metric)
     texts: tuple[TextFigure, ...] = ()
-    metric = rules.metric if rules.metric in OF_DOCUMENTS else BITS_PER_BYTE.name
+    metric = metric_of_texts(rules.metric)
     if metric in challenger.metrics:
         ours, theirs = challenger.scores(metric), champion.scores(metric) if champion else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
-        texts = tuple(forgetting.figures(ours, theirs, listed, rules.model_copy(update={"higher_is_better": False})))
+        of_texts = rules.model_copy(update={"higher_is_better": False})
+        texts = tuple(forgetting.figures(ours, theirs, listed, of_texts, best))
     baseline = promotion.baseline_of(challenger.metrics, scores, rules)
     of_champion = champion.scores(rules.metric) if champion else None
     return Judged(promotion.decide(scores, of_champion, rules, baseline=baseline, texts=texts), texts)
+
+
+def metric_of_texts(metric: str) -> str:
+    """The metric by which the gate judges what is forgotten, where it decides by this one."""
+    return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name
 
 
 def choose(candidates: Mapping[str, Judged]) -> str:

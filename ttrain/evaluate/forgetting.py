@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ttrain.config import Promotion
@@ -13,6 +14,7 @@ from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.task_result import Metric, finite
 
 SHOWN = 3  # of the texts that a reason names
+EACH_BEST = "the best champion of each"  # of several texts
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,36 @@ class HeldoutText:
     """Held-out records that are judged together: those of a night, of a source, of several nights or sources.
 
     `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
+    `members`: the texts that are judged as this one.
     """
 
     kind: Literal["night", "source", "several"]
     name: str
     rows: tuple[int, ...]
     new: bool = False
+    members: tuple[HeldoutText, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The text's name in messages and tables."""
+        return _label(self.kind, self.name)
+
+
+def _label(kind: str, name: str) -> str:
+    return f"source {name}" if kind == "source" else name
+
+
+@dataclass(frozen=True)
+class BestFigure:
+    """The best figure that a champion had on a text of this many records, and the name of that champion.
+
+    `deviation`: half the width of the interval of what champions have lost since, in the metric's unit.
+    """
+
+    value: float
+    champion: str
+    records: int
+    deviation: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +59,8 @@ class TextFigure:
     """The figures of challenger and champion on one held-out text.
 
     `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
-    of few records is judged with others like it. `lost`: whether it was exceeded.
+    of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
+    champion, where that was better than the champion; `least_loss`: the lower end of the interval of the loss against it.
     """
 
     kind: str
@@ -47,11 +74,14 @@ class TextFigure:
     interval: tuple[float, float] | None = None
     judged: bool = False
     lost: bool = False
+    best: float | None = None
+    best_champion: str | None = None
+    least_loss: float | None = None
 
     @property
     def label(self) -> str:
         """The text's name in messages and tables."""
-        return f"source {self.name}" if self.kind == "source" else self.name
+        return _label(self.kind, self.name)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON; numbers that are not finite become null."""
@@ -61,8 +91,21 @@ class TextFigure:
         """The loss in a line, for a reason."""
         assert self.champion is not None and self.difference is not None, "a text is lost against a champion"
         interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
-        loss = -self.difference / (abs(self.champion) or 1.0)
-        return f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {loss:.1%} worse{interval}"
+        return (
+            f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
+        )
+
+    @property
+    def loss(self) -> float:
+        """What is lost against the champion, as a share of its figure; below 0: a gain."""
+        return 0.0 if self.difference is None else -self.difference / (abs(self.champion or 0.0) or 1.0)
+
+    def _drift(self) -> str:
+        """What was lost since the best champion."""
+        if self.best is None or self.least_loss is None:
+            return ""
+        whole, least = (loss / (abs(self.best) or 1.0) for loss in (abs(self.challenger - self.best), self.least_loss))
+        return f", and {whole:.1%} (at least {least:.1%}) worse than {self.best:.5f} of {self.best_champion}"
 
 
 def _shares(interval: tuple[float, float], of: float) -> str:
@@ -100,7 +143,11 @@ def heldout_texts(
 
 
 def figures(
-    challenger: Scores, champion: Scores | None, texts: Sequence[HeldoutText], settings: Promotion
+    challenger: Scores,
+    champion: Scores | None,
+    texts: Sequence[HeldoutText],
+    settings: Promotion,
+    best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> list[TextFigure]:
     """The figures of both models on each text, then on texts that are judged together.
 
@@ -108,6 +155,9 @@ def figures(
     So are all earlier nights, since a small loss on each of them is a large one. Where even these are too few for an
     interval, nothing is judged: by the figures alone, 56 of 100 challengers that lost nothing exceeded the bound on one of
     ten nights of 25 records. Empty where the scores cannot be compared.
+
+    `best`: by label, the best figures of champions so far. The bound is one for all nights: a challenger that is worse than
+    the champion must not be worse than the best champion by more, either.
     """
     if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
         return []
@@ -121,7 +171,7 @@ def figures(
 
     alone = [(text, is_judged(text)) for text in texts]
     merged = [(_merged(name, group), True) for name, group in together]
-    return [_figure(challenger, champion, text, settings, judged=judged) for text, judged in alone + merged]
+    return [_figure(challenger, champion, text, settings, best, judged=judged) for text, judged in alone + merged]
 
 
 def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[tuple[str, list[HeldoutText]]]:
@@ -137,11 +187,18 @@ def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[
 
 
 def _merged(name: str, texts: Sequence[HeldoutText]) -> HeldoutText:
-    return HeldoutText("several", name, tuple(sorted({row for text in texts for row in text.rows})))
+    rows = tuple(sorted({row for text in texts for row in text.rows}))
+    return HeldoutText("several", name, rows, members=tuple(texts))
 
 
 def _figure(
-    challenger: Scores, champion: Scores | None, text: HeldoutText, settings: Promotion, *, judged: bool
+    challenger: Scores,
+    champion: Scores | None,
+    text: HeldoutText,
+    settings: Promotion,
+    best: Mapping[str, BestFigure],
+    *,
+    judged: bool,
 ) -> TextFigure:
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
     ours = challenger.figure.restricted(text.rows)
@@ -153,11 +210,53 @@ def _figure(
     difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
     interval = _interval(ours, theirs, sign, rule)
     judged = judged and settings.forgetting is not None and (interval is not None or not settings.resamples)
-    return TextFigure(
+    bound = settings.forgetting or 0.0
+    figure = TextFigure(
         text.kind, text.name, len(text.rows), ours.value, shown.challenger_interval, theirs.value,
         statistics.interval(theirs, rule), difference, interval, judged,
-        judged and _is_lost(theirs.value, difference, interval, settings.forgetting or 0.0),
+        judged and _is_lost(theirs.value, difference, interval, bound),
     )  # fmt: skip
+    earlier = _best_of(champion, text, best, sign, needs_deviation=interval is not None)
+    if earlier is None:
+        return figure
+    since = -_gain_since(earlier, sign * (earlier.value - theirs.value), difference, interval)
+    has_drifted = judged and difference < 0 and since > bound * abs(earlier.value)
+    return replace(
+        figure, lost=figure.lost or has_drifted, best=earlier.value, best_champion=earlier.champion, least_loss=since
+    )
+
+
+def _best_of(
+    champion: Scores, text: HeldoutText, best: Mapping[str, BestFigure], sign: float, *, needs_deviation: bool
+) -> BestFigure | None:
+    """The best figure of an earlier champion on a text, where it is better than the champion's; of several texts that of
+    each at its best, weighted as the figure over all of them weighs."""
+    whole = champion.figure.restricted(text.rows)
+    if not text.members:
+        found = best.get(text.label)
+        if found is None or found.records != len(text.rows) or (needs_deviation and not math.isfinite(found.deviation)):
+            return None
+        return found if sign * (found.value - whole.value) > 0 else None
+    size, value, variance, is_better = math.fsum(whole.sizes), whole.value, 0.0, False
+    for member in text.members:
+        if (found := _best_of(champion, member, best, sign, needs_deviation=needs_deviation)) is not None:
+            part = champion.figure.restricted(member.rows)
+            share = math.fsum(part.sizes) / size
+            value += share * (found.value - part.value)
+            variance += (share * found.deviation) ** 2
+            is_better = True
+    return BestFigure(value, EACH_BEST, len(text.rows), math.sqrt(variance)) if is_better else None
+
+
+def _gain_since(best: BestFigure, gap: float, difference: float, interval: tuple[float, float] | None) -> float:
+    """The upper end of the interval of the gain against the best champion; the gain itself without resampling.
+
+    `gap`: by how much that was better than the champion. The deviations of the champions' losses since and of tonight's add
+    up as those of independent ones do.
+    """
+    if interval is None:
+        return difference - gap
+    return difference - gap + math.hypot(interval[1] - difference, best.deviation)
 
 
 def _interval(ours: Metric, theirs: Metric, sign: float, rule: statistics.Rule) -> tuple[float, float] | None:
@@ -177,13 +276,13 @@ def _is_lost(champion: float, difference: float, interval: tuple[float, float] |
 
 def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     """Which texts were lost, with the figures; the worst first."""
-    worst = sorted(lost, key=lambda figure: (figure.difference or 0.0) / abs(figure.champion or 1.0))
+    worst = sorted(lost, key=lambda figure: -figure.loss)
     rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     texts = "; ".join(figure.describe() for figure in worst[:SHOWN])
     return f"it forgets {texts}{rest_note}; promotion.forgetting allows {bound:.1%}"
 
 
-HEADER = ("held-out text", "records", "challenger", "champion", "better by", "interval", "")
+HEADER = ("held-out text", "records", "challenger", "champion", "better by", "interval", "best champion", "")
 
 
 def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
@@ -196,6 +295,7 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
             "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),
             "" if figure.difference is None else f"{figure.difference:+.5f}",
             "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
+            "" if figure.best is None else f"{figure.best:.5f} of {figure.best_champion}",
             "lost" if figure.lost else "",
         )
         for figure in listed
