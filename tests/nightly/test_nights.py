@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
-from ttrain.errors import ArtifactError, Interrupted, TooFewRows, UsageError
+from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
 from ttrain.evaluate.task_result import record_name
 from ttrain.flows import night_plan
 from ttrain.nightly import heldout, records
@@ -661,6 +662,61 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
     [night] = Nights(store.root, "quickstart").all()
     assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
+
+
+def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothing_new_after_it(
+    tmp_path: Path, store: ArtifactStore
+) -> None:
+    from rich.console import Console
+
+    from ttrain.flows.nightly import run_night
+
+    settings, out, known = inbox(tmp_path), io.StringIO(), Nights(store.root, "quickstart")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no file in that folder ends in"):
+            run_night(settings, store, Console(file=out), engine="none")
+    [night] = known.all()
+    assert (night.outcome, night.is_open) == ("refused", False), "several in a row are one record"
+    settings = inbox(tmp_path, a="1")
+    with known.lock():
+        known.begin(list_of(settings, store), None).end_try("kept", "", closed=True)
+    (tmp_path / "inbox/a.jsonl").unlink()
+    assert run_night(settings, store, Console(file=out), engine="none").outcome == "nothing-new"
+
+
+def test_a_bad_file_of_a_folder_is_named_and_once_replaced_the_same_night_reads_all(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from ttrain.data import streams
+    from ttrain.flows import nightly
+
+    read: list[list[str]] = []
+
+    def shards(_: str, settings: Settings, *__: object, **___: object) -> None:
+        read.append([Path(location).name for location in settings.data.pretrain])  # type: ignore[arg-type]
+        try:
+            for location in settings.data.pretrain:
+                list(streams.chunks(str(location)))
+        except DataError as error:
+            raise StageFailed(f"stage shards-pretrain failed: {error}", DataError.__name__) from None
+        raise Interrupted("the test needs no model")
+
+    monkeypatch.setattr(nightly, "run_pipeline", shards)
+    settings, out = inbox(tmp_path, a="1", c="3"), io.StringIO()
+    bad = tmp_path / "inbox" / "b.jsonl.gz"
+    bad.write_bytes(gzip.compress(b'{"text": "2"}\n')[:-9])
+    with pytest.raises(StageFailed, match=r"b\.jsonl\.gz is truncated"):
+        nightly.run_night(settings, store, Console(file=out), engine="none")
+    [night] = Nights(store.root, "quickstart").all()
+    assert night.is_open and (night.outcome, night.failures) == ("failed", 1) and "b.jsonl.gz" in night.data["reason"]
+    bad.write_bytes(gzip.compress(b'{"text": "2"}\n'))
+    with pytest.raises(Interrupted):
+        nightly.run_night(settings, store, Console(file=out), engine="none")
+    assert read == [["a.jsonl", "b.jsonl.gz", "c.jsonl"]] * 2
+    assert "changed or gone since it began: b.jsonl.gz" in " ".join(out.getvalue().split())
+    assert len(Nights(store.root, "quickstart").all()) == 1
 
 
 def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path: Path, store: ArtifactStore) -> None:
