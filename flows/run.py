@@ -219,8 +219,9 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
+    next_step = "" if execution.pipeline == "nightly" else ", and the same command continues there"  # a night says its own
     say(
-        f"{outcome} after {took}; finished stages are kept, and the same command continues there "
+        f"{outcome} after {took}; finished stages are kept{next_step} "
         f"(`ttrain pipeline status` shows the stages and their logs)"
     )
 
