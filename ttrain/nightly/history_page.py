@@ -14,6 +14,8 @@ from ttrain.reports.drawings import Scatter
 from ttrain.reports.sections import Cell, Table
 
 NAMED_FILES = 3  # of a night
+NAMED_TEXTS = 3  # that a night lost
+SHORT_NAME = 24  # characters that fit into a line of the table
 
 
 def render(name: str, nights: Sequence[NightHistory]) -> str:
@@ -21,7 +23,9 @@ def render(name: str, nights: Sequence[NightHistory]) -> str:
     page = html.Page(f"nights of {name}", runs=[])
     page.section("Challenger and champion", page.charts(_charts(nights)))
     page.section("What each night learnt and lost", _table(nights))
-    page.section("Figures on the held-out text of each night and source", *_texts(nights))
+    page.section(
+        "Figures on the held-out text of each night and source, and their change against the champion", *_texts(nights)
+    )
     return page.render(_head(name, nights))
 
 
@@ -50,7 +54,9 @@ def _charts(nights: Sequence[NightHistory]) -> list[Scatter]:
             for night in decided
         ]
         line = [(_number(night), night.champion_figure) for night in decided if night.champion_figure is not None]
-        charts.append(Scatter(f"{metric} by night; line: the champion before", dots, line=line, is_whole=True))
+        charts.append(
+            Scatter(f"{metric} by night; large dots: promoted; line: the champion before", dots, line=line, is_whole=True)
+        )
     return charts
 
 
@@ -68,14 +74,19 @@ def _table(nights: Sequence[NightHistory]) -> Table:
     for night in nights:
         version = f"version {night.version}" if night.version else ""
         rows.append((
-            Cell(night.night, "short", format_time(night.began)),
+            _stacked(night.night, format_time(night.began)),
             html.joined([html.pill(night.outcome), html.tag("div", html.tag("small", version))]),
             _learnt(night),
-            Cell(_figure(night.figure), "number", _champion(night)),
-            Cell(history.lost_text(night), "lost" if night.lost else ""),
+            _stacked(_figure(night.figure), _champion(night)),
+            _lost(night),
             _reason(night),
         ))  # fmt: skip
     return Table(header, rows, numbers=(3,))
+
+
+def _stacked(text: str, small: str) -> html.Markup:
+    """A text with a small one below it: side by side they take the room of the reasons."""
+    return html.tag("div", text, html.tag("div", html.tag("small", small)), class_="short")
 
 
 def _learnt(night: NightHistory) -> html.Markup:
@@ -88,6 +99,14 @@ def _learnt(night: NightHistory) -> html.Markup:
 
 def _champion(night: NightHistory) -> str:
     return "" if night.champion_figure is None else f"champion {night.champion_figure:.4f}"
+
+
+def _lost(night: NightHistory) -> html.Markup:
+    """The names of texts, each on a line of its own: a name that is broken at its hyphen is hard to read."""
+    names = night.lost[:NAMED_TEXTS] or (history.lost_text(night),)
+    more = [f"and {len(night.lost) - NAMED_TEXTS} more"] if len(night.lost) > NAMED_TEXTS else []
+    lines = [html.tag("div", name, class_="short" if len(name) <= SHORT_NAME else "") for name in (*names, *more)]
+    return html.tag("div", html.joined(lines), class_="lost" if night.lost else "")
 
 
 def _reason(night: NightHistory) -> html.Markup:
