@@ -115,8 +115,10 @@ def _reason(night: NightHistory) -> html.Markup:
 
 
 def _texts(nights: Sequence[NightHistory]) -> list[Table]:
-    """A row for each held-out text, a column for each night that was measured on it: the newest first, since thirty nights are
-    wider than a screen."""
+    """A row for each held-out text, a column for each night that was measured on it.
+
+    The newest is the first: thirty nights are wider than a screen.
+    """
     measured = [night for night in nights if night.texts]
     names = sorted(dict.fromkeys((text.kind, text.name) for night in measured for text in night.texts), key=lambda n: n[0])
     rows = []
