@@ -22,7 +22,7 @@ import pytest
 from ttrain.config import Nightly, Settings
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
-from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
+from ttrain.errors import ArtifactError, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.evaluate.task_result import record_name
 from ttrain.flows import night_plan
 from ttrain.nightly import heldout, records
@@ -717,6 +717,47 @@ def test_a_bad_file_of_a_folder_is_named_and_once_replaced_the_same_night_reads_
     assert read == [["a.jsonl", "b.jsonl.gz", "c.jsonl"]] * 2
     assert "changed or gone since it began: b.jsonl.gz" in " ".join(out.getvalue().split())
     assert len(Nights(store.root, "quickstart").all()) == 1
+
+
+@pytest.mark.parametrize("has_new_chats", [False, True])
+def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_chats(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, monkeypatch: pytest.MonkeyPatch, has_new_chats: bool
+) -> None:
+    from rich.console import Console
+
+    from ttrain.flows import nightly
+
+    runs: list[set[str]] = []
+
+    def names_of(recipe: Any, settings: Settings, _: object) -> list[str]:
+        names: list[str] = []
+        recipe(lambda stage, **inputs: names.append(stage.name) or stage.name, settings)
+        return names
+
+    def finds_nothing(_: str, settings: Settings, __: Any, stages: list[str], *___: object, **____: object) -> None:
+        runs.append(set(stages))
+        if "shards-pretrain" in runs[-1]:
+            raise NothingNew("data.pretrain: 9 of 9 rows are near-duplicates")
+        raise Interrupted("the test needs no model")
+
+    monkeypatch.setattr(nightly, "plan", names_of)
+    monkeypatch.setattr(nightly, "run_pipeline", finds_nothing)
+    monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champion)
+    settings, out, known = inbox(tmp_path, a="1"), io.StringIO(), Nights(store.root, "quickstart")
+    with known.lock():
+        known.begin(list_of(settings, store, champion), None).end_try("kept", "", closed=True)
+    settings = inbox(tmp_path, a="1", copied="1 again", **({"chats": "new"} if has_new_chats else {}))
+    if has_new_chats:
+        with pytest.raises(Interrupted):
+            nightly.run_night(settings, store, Console(file=out, width=200), engine="none")
+        assert len(runs) == 2 and "sft" in runs[1] and "pretrain" not in runs[1]
+        assert out.getvalue().count("near-duplicates; the new chats are learnt") == 1 and known.all()[0].is_open
+        return
+    result = nightly.run_night(settings, store, Console(file=out, width=200), engine="none")
+    assert (result.outcome, result.night) == ("nothing-new", "night-000002") and len(runs) == 1
+    assert out.getvalue().count("nothing new: data.pretrain: 9 of 9 rows are near-duplicates") == 1
+    assert nightly.run_night(settings, store, Console(file=out), engine="none").reason.startswith("nothing new: all")
+    assert len(runs) == 1, "the files count as read"
 
 
 def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path: Path, store: ArtifactStore) -> None:
