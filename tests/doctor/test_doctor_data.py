@@ -254,3 +254,16 @@ def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path) -
     with pytest.raises(DataError, match=r"data\.pretrain"):
         (tmp_path / "bad").mkdir()
         gather("pretrain", with_data(tmp_path, [{"text": 3}] * 9), {}, tmp_path / "bad")
+
+
+def test_pairs_that_no_run_has_sharded_are_read_as_pairs(tmp_path: Path) -> None:
+    pairs = write_lines(
+        tmp_path / "pairs.jsonl", [{"prompt": f"Is {n} even?", "chosen": "yes", "rejected": "no"} for n in range(60)]
+    )
+    settings = with_data(tmp_path, [{"text": f"{number} is a number"} for number in range(300)])
+    tree = settings.model_dump(mode="json")
+    of_dpo = {"row_length": 64, "tokens_per_step": 64}
+    settings = Settings.model_validate(tree | {"data": {**tree["data"], "dpo": str(pairs)}, "dpo": of_dpo})
+    (tmp_path / "made").mkdir()
+    found = gather("dpo", settings, {}, tmp_path / "made")
+    assert open_rows(found.paths["shards"] / "train", Encoder(found.paths["tokenizer"]), settings.dpo).counts()["pairs"] > 50

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.doubles import CPU, make_tokenizer, tiny_model
+from support.evaluated_models import subject_of
 
+from ttrain.config.evaluate import PairsTask
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.evaluate import perplexity
+from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import perplexity, preferences, suites
+from ttrain.evaluate.items import SuiteFiles, comparable
 from ttrain.evaluate.perplexity import Score
+from ttrain.evaluate.run import mark_overlaps
 
 QUESTION = Message("user", "How many?")
 
@@ -31,9 +39,9 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
     """By hand: the logits of each conversation, summed over the answer's tokens and its end, not divided by them."""
     pairs = [pair("one", "two or three of them"), pair("你好，世界", "x")]
     model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
-    sequences = perplexity.pair_sequences(encoder, pairs)
+    sequences = preferences.sequences(encoder, pairs)
     scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-    for compared, expected in zip(perplexity.compare_pairs(scores), pairs, strict=True):
+    for compared, expected in zip(preferences.compare(scores), pairs, strict=True):
         log_probabilities = []
         for answer in (expected.chosen, expected.rejected):
             ids, live = encode_chat(encoder, (QUESTION, *answer))
@@ -49,16 +57,16 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
 def test_the_likelier_answer_is_preferred_and_equal_ones_count_half(
     chosen: float, rejected: float, preferred: float
 ) -> None:
-    assert perplexity.compare_pairs([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
+    assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
 
 
 def test_swapped_pairs_mirror(encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
     margins = []
     for pairs in ([pair("a b", "c")], [pair("c", "a b")]):
-        sequences = perplexity.pair_sequences(encoder, pairs)
+        sequences = preferences.sequences(encoder, pairs)
         scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-        margins.append(perplexity.compare_pairs(scores)[0])
+        margins.append(preferences.compare(scores)[0])
     assert margins[0].margin == -margins[1].margin
     assert margins[0].preferred == 1 - margins[1].preferred
 
@@ -66,5 +74,74 @@ def test_swapped_pairs_mirror(encoder: Encoder) -> None:
 def test_rated_answers_are_no_pairs_and_the_limit_counts_pairs(tmp_path: Path) -> None:
     rated = Preference((QUESTION,), (Message("assistant", "good"),), ())
     records = [rated.to_json(), *(pair(f"answer {n}", "other").to_json() for n in range(5))]
-    assert perplexity.read_pairs(records, 3) == [pair(f"answer {n}", "other") for n in range(3)]
-    assert perplexity.pair_sequences(Encoder.__new__(Encoder), []) == []
+    assert preferences.heldout_pairs(records, 3) == [pair(f"answer {n}", "other") for n in range(3)]
+    assert preferences.sequences(Encoder.__new__(Encoder), []) == []
+
+
+# --- tasks of kind `pairs` ----------------------------------------------------------------------------------------------
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "How many?", "chosen": "one", "rejected": "two or three", "lang": "en"},
+    {"prompt": [{"role": "user", "content": "你好"}], "chosen": "你好！", "rejected": "走开", "lang": "zh"},
+    {"prompt": "Equal?", "chosen": "yes", "rejected": "yes"},
+    {"prompt": "Rated?", "completion": "yes", "label": True},
+]
+
+
+def asked(directory: Path, **settings: Any) -> tuple[PairsTask, SuiteFiles]:
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return PairsTask(file="pairs.jsonl", **settings), SuiteFiles(directory)
+
+
+def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, tmp_path: Path) -> None:
+    items = preferences.read("mine", *asked(tmp_path, by="lang"))
+    model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
+    result = preferences.run(items, subject_of(model, encoder), lambda done, total: None)
+    sequences = preferences.sequences(encoder, items.items)
+    scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
+    expected = preferences.compare(scores)
+    accuracy, margin = result.figures
+    assert (accuracy.name, margin.name) == ("accuracy", "margin") and accuracy.higher_is_better
+    assert accuracy.value == sum(pair.preferred for pair in expected) / 2
+    assert margin.sums == pytest.approx([pair.margin for pair in expected], abs=1e-4)
+    assert [row["preferred"] for row in result.rows] == [pair.preferred for pair in expected]
+    assert result.groups == {"lang=en": (0,), "lang=zh": (1,)}
+    places = {row.location.rpartition("/")[2]: row.reason for row in items.left_out}
+    assert set(places) == {"pairs.jsonl:3", "pairs.jsonl:4"}
+    assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == preferences.RATED
+
+
+def test_a_pair_that_the_template_refuses_does_not_count(
+    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = preferences.read("mine", *asked(tmp_path))
+
+    def encode(encoder: Encoder, messages: Any) -> Any:
+        if messages[-1].content == "走开":
+            raise DataError("no such turn here")
+        return encode_chat(encoder, messages)
+
+    monkeypatch.setattr("ttrain.data.chat.encode_chat", encode)
+    subject = subject_of(tiny_model(vocab=len(encoder), init_std=0.5), encoder)
+    result = preferences.run(items, subject, lambda done, total: None)
+    assert result.rows[1] == {"refused": "no such turn here"} and result.figures[0].sizes == (1.0, 0.0)
+    assert result.figures[0].value == result.rows[0]["preferred"]
+    with pytest.raises(UsageError, match="mine evaluates pairs, but the tokenizer of tiny has no chat template"):
+        preferences.run(items, replace(subject, can_chat=False), lambda done, total: None)
+
+
+def test_held_out_pairs_are_a_part_of_what_a_run_held_out_and_rated_answers_are_not(tmp_path: Path) -> None:
+    held_out = [pair("a", "b").to_json(), Preference((QUESTION,), (), (Message("assistant", "bad"),)).to_json()]
+    loaded = suites.with_parts(suites.load_heldout(), ["pairs"])
+    assert list(loaded.suite.tasks) == ["pairs"]
+    items = preferences.read("pairs", PairsTask(), SuiteFiles(tmp_path, {"pairs": comparable(held_out)}))
+    assert items.items == (pair("a", "b"),)
+
+
+def test_a_pair_that_occurs_in_the_training_documents_is_left_out(tmp_path: Path) -> None:
+    from ttrain.data.contamination import digest_of_text, of_row
+    from ttrain.data.overlap import plain
+
+    items, digest = preferences.read("mine", *asked(tmp_path)), digest_of_text(plain(str(of_row(ROWS[0]))))
+    assert "one" in str(of_row(ROWS[0])) and "three" not in str(of_row(ROWS[0]))
+    assert mark_overlaps(items, [digest], leave_out=True).items == items.items[1:]

@@ -48,7 +48,7 @@ def settings(*overrides: str) -> Settings:
         ({"tasks": [{"kind": "text"}]}, "tasks is a list, not a mapping; under tasks, write a name"),
         ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
         ({"tasks": {"a/b": {"kind": "text"}}}, "a task is called 'a/b'; take letters"),
-        ({"tasks": {"a": {"file": "x"}}}, "a has no kind; choose one of text, chats, choices"),
+        ({"tasks": {"a": {"file": "x"}}}, "a has no kind; choose one of text, chats, pairs, choices"),
         ({"tasks": {"a": {"kind": "chooses"}}}, "a is of kind 'chooses', which does not exist; choose one of text, chats"),
         ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
         ({"tasks": {"a": {"kind": "choices", "file": "x", "shot": 1}}}, "setting of kind choices; did you mean 'shots'?"),

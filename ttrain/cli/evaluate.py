@@ -40,7 +40,7 @@ MODELS_HELP = (
     "compared with the first"
 )
 
-KINDS = ("text", "chats", "choices", "last_word", "generation")
+KINDS = ("text", "chats", "pairs", "choices", "last_word", "generation")
 
 ModelNames = Annotated[list[str], typer.Argument(help=MODELS_HELP, metavar="MODEL...")]
 
@@ -59,6 +59,7 @@ def evaluate(
     suite: Suites = None,
     text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None,
     chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None,
+    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None,
     choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None,
     last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None,
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
@@ -87,7 +88,7 @@ def evaluate(
     from ttrain.pipeline import names as references
     from ttrain.store import artifacts
 
-    files = dict(zip(KINDS, (text, chats, choices, last_word, generation), strict=True))
+    files = dict(zip(KINDS, (text, chats, pairs, choices, last_word, generation), strict=True))
     loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _load_suites(suite or (), files)]
     resolved_models = references.resolve_all(models, base=loading_options.base, from_hub=True, run=loading_options.run)
     home = artifacts.ArtifactStore(layout.home())
@@ -228,14 +229,13 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
     """(the suite without options: all held-out data of the models' runs that every model can be evaluated on; a line
     for each part left out). Raises UsageError if nothing remains."""
-    from ttrain.config.evaluate import HELDOUT
     from ttrain.config.training import BITS_PER_BYTE
     from ttrain.data import existing
     from ttrain.evaluate import suites
 
     names = ", ".join(reference.text for reference in references)
     advice = (
-        "so name tasks: --text, --choices, --last-word, --generation or --chats with a file, or --suite with "
+        "so name tasks: --text, --choices, --last-word, --generation, --chats or --pairs with a file, or --suite with "
         f"{', '.join(suites.names())} or a file of your own"
     )
     if not heldout:
@@ -244,21 +244,22 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     parts = [part for part in heldout if part == BITS_PER_BYTE.records or not without_template]
     why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
     if not parts:
-        raise UsageError(f"all held-out data of {names} are chats, but {why}, {advice}")
-    whole, loaded = (suites.with_parts(suites.load(HELDOUT), some) for some in (heldout, parts))
+        raise UsageError(f"all held-out data of {names} are chats and pairs, but {why}, {advice}")
+    whole, loaded = (suites.with_parts(suites.load_heldout(), some) for some in (heldout, parts))
     left_out = ", ".join(name for name in whole.suite.tasks if name not in loaded.suite.tasks)
     return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
 
 
 def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
-    """Held-out documents, chats and domain records, each from the first model that has them in this store: a base model
-    has no chats, but a model trained on top of it has."""
+    """Held-out records by part, each from the first model that has them in this store: a base model has no chats, but a
+    model trained on top of it has."""
+    from ttrain.evaluate.items import comparable
     from ttrain.stages.shards import heldout_records
 
     records_by_part: dict[str, list[dict[str, Any]]] = {}
     for reference in references:
         for part_name, artifact in _held_out(reference.artifact, store).items():
-            if part_name not in records_by_part and (records := heldout_records(artifact.path)):
+            if part_name not in records_by_part and (records := comparable(heldout_records(artifact.path))):
                 records_by_part[part_name] = records
     return records_by_part
 

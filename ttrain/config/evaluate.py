@@ -117,8 +117,11 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
-# What stands for a file, and which held-out part it is.
-HELDOUT_PARTS = {HELDOUT: "documents", **{row.part: row.part for row in TRAINING_STAGES.values() if row.loss}}
+# By kind of task: what stands for a file, and which held-out part it is.
+HELDOUT_PARTS: dict[str, dict[str, str]] = {"text": {HELDOUT: "documents"}, "chats": {}, "pairs": {}}
+for _row in TRAINING_STAGES.values():
+    if _row.part and _row.rows != "documents":
+        HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
 Limit = Annotated[int | None, Field(None, ge=1, description="items that are scored, drawn by the seed; empty: all")]
 
@@ -181,6 +184,15 @@ class ChatsTask(TaskBase):
     )
 
 
+class PairsTask(TaskBase):
+    """Which of two answers a model gives the higher probability, {"prompt", "chosen", "rejected"}."""
+
+    kind: Literal["pairs"] = "pairs"
+    file: str = Field("pairs", description="JSON Lines with pairs of answers; pairs: those held out from dpo")
+    row_length: int = Field(256, ge=8)
+    stride: int = Field(128, ge=1)
+
+
 class ChoicesTask(Shots):
     """Multiple choice by log-likelihood, {"question", "choices", "answer"}."""
 
@@ -231,11 +243,12 @@ class HarnessTask(TaskBase):
     shots: int | None = Field(None, ge=0, le=64, description="worked examples; empty: as the task says")
 
 
-Task = TextTask | ChatsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
+RecordsTask = TextTask | ChatsTask | PairsTask  # the tokens of records are scored, of a file or of a held-out part
+Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
 KINDS: dict[str, type[Task]] = {
-    "text": TextTask, "chats": ChatsTask, "choices": ChoicesTask, "last_word": LastWordTask, "generation": GenerationTask,
-    "harness": HarnessTask,
+    "text": TextTask, "chats": ChatsTask, "pairs": PairsTask, "choices": ChoicesTask, "last_word": LastWordTask,
+    "generation": GenerationTask, "harness": HarnessTask,
 }  # fmt: skip
 
 

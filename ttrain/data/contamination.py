@@ -23,6 +23,7 @@ from ttrain.core.files import read_object, write_json
 from ttrain.data import locations, overlap, records, shards
 from ttrain.data.chat_templates import Messages
 from ttrain.data.overlap import TextIndex
+from ttrain.data.preferences import Preference, is_preference
 from ttrain.errors import DataError
 
 NGRAM_BYTES, SHARE = 32, 0.5
@@ -235,7 +236,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
 
 NO_TEXT = "no text of an evaluation item"
 
-ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', or a chat"
+ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
 
 
 def of_row(record: Mapping[str, Any]) -> str | None:
@@ -256,6 +257,9 @@ def of_row(record: Mapping[str, Any]) -> str | None:
         return question if answer_text is None else f"{question}\n{answer_text}"
     if isinstance(context, str):
         return f"{context}{record.get('target') or ''}"
+    if is_preference(record):
+        pair = records.parse_preference(dict(record))
+        return of_chat((*pair.prompt, *(pair.chosen or pair.rejected))) if isinstance(pair, Preference) else None
     for parse in (records.parse_conversation, records.document_parser(records.TEXT)):
         parsed = parse(dict(record))
         if isinstance(parsed, records.Conversation):

@@ -18,7 +18,7 @@ from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Trainin
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
 from ttrain.core.machine import processor, usable_cores
-from ttrain.data import chat_shapes, locations
+from ttrain.data import locations
 from ttrain.data import records as sources
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.inspect import TokenDecoder, TokenView, show_row
@@ -121,6 +121,7 @@ class Doctor:
         build = partial(subject, self.stage, config, dict(inputs.paths))
         task_of = getattr(import_module(STAGES[self.stage].module), "task_of", training.task_of)
         next_tokens, learner = (Learner(self.config, runtime, build, task) for task in (training.task_of, task_of))
+        learner.task(self.config, build().model, runtime).check_rows(rows)
         pairs: InMemoryRows | None = None
         if TRAINING_STAGES[self.stage].rows == "pairs":
             rows = pairs = preferences.with_references(learner, rows, device)
@@ -281,9 +282,9 @@ class _Sample:
         if not files:
             files = [str(self._python_docs() / f"{name}.jsonl")]
             reading = reading.model_copy(update={"text_field": "text"})
-        is_chats = stage.arguments.get("kind") == "chats"
-        parse = sources.parse_conversation if is_chats else sources.document_parser(reading.text_field)
-        expected_fields = chat_shapes.CHAT_FIELDS if is_chats else sources.document_fields(reading.text_field)
+        kind = stage.arguments.get("kind", "documents")
+        parse = sources.parser_of(kind, reading.text_field)
+        expected_fields = sources.expected_fields(kind, reading.text_field)
         tally, sampled_files = Tally(), files[:SAMPLE_FILES]
         records = size = 0
         with output.open("w", encoding="utf-8") as file:

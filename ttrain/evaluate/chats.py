@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ttrain.config.evaluate import HELDOUT_PARTS, ChatsTask
+from ttrain.config.evaluate import ChatsTask
 from ttrain.data import chat, chat_shapes, chat_templates, records
 from ttrain.data.chat_templates import Message, Messages, Segment, is_live
 from ttrain.data.encoder import Encoder
@@ -31,8 +31,7 @@ Tokens = tuple[list[int], list[bool]]
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[chat_templates.Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    part = HELDOUT_PARTS.get(spec.file)
-    rows, left_out = reading.read_texts(task, spec, part, files, _messages, chat_shapes.CHAT_FIELDS)
+    rows, left_out = reading.read_texts(task, spec, files, _messages, chat_shapes.CHAT_FIELDS)
     chats = tuple(messages for messages, _ in rows)
     names = reading.digests([[message.identity() for message in messages] for messages in chats])
     return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in rows], spec.by))
@@ -47,17 +46,7 @@ def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress
     """
     spec = items.spec
     assert isinstance(spec, ChatsTask), "each kind of task has its own module"
-    if not subject.can_chat:
-        raise UsageError(
-            f"{items.task} evaluates chats, but the tokenizer of {subject.name} has no chat template whose tokens the "
-            "model knows; remove the task"
-        )
-    encoded = [_encoded(subject, messages) for messages in items.items]
-    refused = [encoding for encoding in encoded if isinstance(encoding, str)]
-    if refused:
-        log.warning(
-            "%s: %d of %d chats are not scored; the first error: %s", items.task, len(refused), len(encoded), refused[0]
-        )
+    encoded = encode(items, subject, items.items)
     whole = bool(spec.new_tokens and spec.answers)  # the loss is half of the work then
     sequences: list[Tokens] = [([], []) if isinstance(encoding, str) else encoding for encoding in encoded]
     scores = perplexity.score_items(spec, subject, sequences, _part(progress, 0, whole))
@@ -76,7 +65,24 @@ def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress
     return items.result(subject.name, figures, rows)
 
 
-def _encoded(subject: EvaluatedModel, messages: chat_templates.Messages) -> Tokens | str:
+def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
+    """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
+    of these is reported in a warning. Raises UsageError for a model without a chat template."""
+    if not subject.can_chat:
+        raise UsageError(
+            f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has no chat template whose "
+            "tokens the model knows; remove the task"
+        )
+    encoded = [_encoded(subject, messages) for messages in conversations]
+    refused = [encoding for encoding in encoded if isinstance(encoding, str)]
+    if refused:
+        log.warning(
+            "%s: %d of %d chats are not scored; the first error: %s", items.task, len(refused), len(encoded), refused[0]
+        )
+    return encoded
+
+
+def _encoded(subject: EvaluatedModel, messages: Messages) -> Tokens | str:
     """Encode a chat as (ids, live); return the error message if the model's template refuses it."""
     try:
         return chat.encode_chat(subject.encoder, messages)

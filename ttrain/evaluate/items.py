@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ttrain.config.evaluate import ChatsTask, ChoicesTask, GenerationTask, LastWordTask, Task, TextTask
+from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted
 from ttrain.data import records
@@ -51,8 +51,8 @@ class LeftOut(NamedTuple):
 @dataclass(frozen=True)
 class SuiteFiles:
     """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "domain"), which tasks name instead of a file; `options` has the command-line option that
-    gave a task's file, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
+    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file; `options` has the command-line
+    option that gave a task's file, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -154,24 +154,33 @@ def read_file(
 
 def read_texts(
     task: str,
-    spec: TextTask | ChatsTask,
-    part: str | None,
+    spec: RecordsTask,
     files: SuiteFiles,
     parse: Callable[[dict[str, Any]], T],
     row_format: str,
 ) -> tuple[Rows[T], list[LeftOut]]:
     """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that `limit` allows.
     Raises DataError where there is none."""
-    setting, left_out = files.setting(task, "file"), list[LeftOut]()
+    setting, left_out, part = files.setting(task, "file"), list[LeftOut](), heldout_part(spec)
     if part:
         rows: Rows[T] = [(parse(dict(record)), record) for record in files.heldout[part]]
     else:
         rows, left_out = read_rows(files.file(spec.file), parse, setting)
     if not rows:
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
-        noun = "chat" if isinstance(spec, ChatsTask) else "document"
+        noun = {"text": "document"}.get(spec.kind, spec.kind.removesuffix("s"))
         raise DataError(f"{setting} {spec.file} has no {noun}; a row needs {row_format}{bad}")
     return sampled(rows, spec.limit, spec.seed), left_out
+
+
+def heldout_part(task: Task) -> str | None:
+    """Held-out part that a task names instead of a file."""
+    return HELDOUT_PARTS[task.kind].get(task.file) if isinstance(task, RecordsTask) else None
+
+
+def comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Held-out records without single rated answers, which have no other one to be compared with."""
+    return [record for record in records if "completion" not in record]
 
 
 def digests(values: Sequence[object]) -> tuple[str, ...]:

@@ -1,5 +1,4 @@
-"""Loss on held-out text and chats, preferred answers of held-out pairs. Every token is scored once, with context; division
-comes last.
+"""Loss on held-out text and chats. Every token is scored once, with context; division comes last.
 
 Letters in names: B windows, T positions.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ttrain.config.evaluate import HELDOUT, ChatsTask, TextTask
+from ttrain.config.evaluate import RecordsTask, TextTask
 from ttrain.data import records as sources
-from ttrain.data.chat import encode_chats
-from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE
-from ttrain.data.preferences import Preference
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -168,11 +164,10 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     `limit` and `max_bytes` both apply, in that order; the first document is used whatever its length. Raises UsageError if
     the file does not exist, DataError if it has no document.
     """
-    part = "documents" if spec.file == HELDOUT else None
-    parser = sources.document_parser(spec.text_field)
+    is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
 
     def parse(row: dict[str, Any]) -> str:
-        if part:
+        if is_heldout:
             return str(row["text"])
         document = parser(row)
         if isinstance(document, sources.Rejected | sources.Skipped):
@@ -181,7 +176,7 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
         return document.text
 
     row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-    rows, left_out = reading.read_texts(task, spec, part, files, parse, row_fields)
+    rows, left_out = reading.read_texts(task, spec, files, parse, row_fields)
     sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
     if spec.max_bytes is not None:
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
@@ -221,7 +216,7 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
 
 
 def score_items(
-    spec: TextTask | ChatsTask, subject: EvaluatedModel, sequences: Sequence[Tokens], progress: ProgressCallback
+    spec: RecordsTask, subject: EvaluatedModel, sequences: Sequence[Tokens], progress: ProgressCallback
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts."""
     length = min(spec.row_length, subject.max_length or spec.row_length)
@@ -249,35 +244,3 @@ def loss_figures(scores: Sequence[Score]) -> list[Metric]:
 def _baselines(texts: tuple[str, ...]) -> dict[str, float]:
     """Compute the baselines once for all models: xz takes a second for a megabyte."""
     return baselines.bits_per_byte("".join(texts).encode("utf-8"))
-
-
-PAIRS = "pairs"  # the held-out records, as the metric over them names them
-
-
-class Comparison(NamedTuple):
-    """One pair: 1 if the model prefers the chosen answer, 0.5 if both are equally likely, else 0; and by how many nats."""
-
-    preferred: float
-    margin: float
-
-
-def read_pairs(records: Iterable[Mapping[str, Any]], limit: int) -> list[Preference]:
-    """The first pairs of held-out records. A single rated answer has none that it could be preferred to."""
-    preferences = map(Preference.from_json, records)
-    return list(itertools.islice((pair for pair in preferences if pair.chosen and pair.rejected), limit))
-
-
-def pair_sequences(encoder: Encoder, pairs: Sequence[Preference]) -> list[Tokens]:
-    """(ids, live) of each chosen answer after its prompt, followed by those of the rejected one."""
-    answers = [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    return [(ids.tolist(), live.tolist()) for ids, live in encode_chats(encoder, answers)] if answers else []
-
-
-def compare_pairs(scores: Sequence[Score]) -> list[Comparison]:
-    """The comparison of each pair, by the log-probability of the whole answers, which is not divided by their length.
-
-    `scores` are those of `pair_sequences`. It is the quantity that preference tuning moves; divided by length, an answer
-    that ends too early would count by its first tokens.
-    """
-    margins = [rejected.nats - chosen.nats for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
-    return [Comparison((margin > 0) + 0.5 * (margin == 0), margin) for margin in margins]

@@ -11,6 +11,7 @@ from ttrain.data import contamination
 from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.overlap import plain
+from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
 from ttrain.evaluate import choices, generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -24,7 +25,7 @@ ReportProgress = Callable[[str, float, int], None]  # (task, number of tasks don
 
 
 def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[Items[Any]]:
-    """Read the items of every task. `heldout` has the records of the held-out "documents", "chats" and "domain", if any.
+    """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.
     """
@@ -103,6 +104,8 @@ def _digest(item: object) -> str | None:
             text = passage.context + passage.target
         case (generation.Problem() as problem, _):
             text = contamination.of_row({"question": problem.question, "answer": problem.answer}) or ""
+        case Preference():
+            text = contamination.of_chat((*item.prompt, *item.chosen))
         case (Message(), *_):
             text = contamination.of_chat(item)  # type: ignore[arg-type]
         case _:
@@ -133,6 +136,10 @@ def _functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Calla
             from ttrain.evaluate import chats
 
             return chats.read, chats.run
+        case evaluate.PairsTask():
+            from ttrain.evaluate import preferences
+
+            return preferences.read, preferences.run
         case evaluate.ChoicesTask():
             return choices.read_choices, choices.score_choices
         case evaluate.LastWordTask():

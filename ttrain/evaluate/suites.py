@@ -12,15 +12,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.evaluate import HELDOUT_PARTS, KINDS, ChatsTask, HarnessTask, Suite, Task, TextTask
+from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
+from ttrain.evaluate.items import heldout_part
 
 SHOWN_ERRORS = 20
 
 ENDINGS = (".yaml", ".yml")
+
+HELDOUT_SUITES = (HELDOUT, "pairs")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,13 @@ def load(name: str) -> LoadedSuite:
     return LoadedSuite(name, checked(tree, str(file)), file, file.parent)
 
 
+def load_heldout() -> LoadedSuite:
+    """Everything that a run may have held out, also by its optional stages."""
+    loaded, *others = map(load, HELDOUT_SUITES)
+    tasks = dict(task for suite in (loaded, *others) for task in suite.suite.tasks.items())
+    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
+
+
 def find(name: str) -> Path:
     """Find the file of a suite by name or path. Raises UsageError if there is none."""
     path = Path(name).expanduser()
@@ -71,9 +81,9 @@ def of_tasks(
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
     """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
-    tasks = {name: task for name, task in loaded.suite.tasks.items() if _part(task) in (None, *parts)}
+    tasks = {name: task for name, task in loaded.suite.tasks.items() if heldout_part(task) in (None, *parts)}
     if not tasks:
-        missing = sorted({str(_part(task)) for task in loaded.suite.tasks.values()})
+        missing = sorted({str(heldout_part(task)) for task in loaded.suite.tasks.values()})
         raise UsageError(
             f"{loaded.name} evaluates only held-out {' and '.join(missing)}, but the run held out "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
@@ -130,10 +140,10 @@ def task_files(loaded: LoadedSuite) -> Iterator[tuple[str, Path]]:
 def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
     """Raise UsageError for a task whose held-out part is not among `parts`."""
     for name, task in loaded.suite.tasks.items():
-        if (heldout_part := _part(task)) not in (None, *parts):
+        if (part := heldout_part(task)) not in (None, *parts):
             raise UsageError(
-                f"{loaded.name}: {name}.file is {getattr(task, 'file', heldout_part)}, but the model's own run held out no "
-                f"{heldout_part}; set it to a file"
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, but the model's own run held out no "
+                f"{part}; set it to a file"
             )
 
 
@@ -151,18 +161,12 @@ def _shipped() -> Path:
     return configs_directory() / "suites"
 
 
-def _part(task: Task) -> str | None:
-    """Held-out part that a task names instead of a file."""
-    return HELDOUT_PARTS.get(task.file) if isinstance(task, TextTask | ChatsTask) else None
-
-
 def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
     """(setting, file) of the files that a task reads."""
     if isinstance(task, HarnessTask):
         return [("task", task.task)] if task.task.endswith(ENDINGS) else []
-    settings = [(name, getattr(task, name, None)) for name in ("file", "shots_file")]
-    held_out = HELDOUT_PARTS if isinstance(task, TextTask | ChatsTask) else ()
-    return [(name, file) for name, file in settings if file is not None and file not in held_out]
+    names = ("shots_file",) if heldout_part(task) else ("file", "shots_file")
+    return [(name, file) for name in names if (file := getattr(task, name, None)) is not None]
 
 
 TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"

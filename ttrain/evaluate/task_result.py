@@ -67,7 +67,7 @@ class TaskResult:
     """The result of one model on one task.
 
     task       its name in the suite
-    kind       text, chats, choices, last_word, generation or harness
+    kind       text, chats, pairs, choices, last_word, generation or harness
     subject    the model's name
     items      digests of the items, the same for every model, for comparisons item by item
     figures    metrics with an entry per item; the first one is primary

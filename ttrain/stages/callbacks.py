@@ -207,15 +207,15 @@ def measure_of(
 def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
     """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
     are not the stage's own are left out."""
-    from ttrain.config.evaluate import HELDOUT
     from ttrain.evaluate import run, suites
+    from ttrain.evaluate.items import comparable
     from ttrain.stages.shards import heldout_records
 
     part_name = TRAINING_STAGES[config.section].part
-    full_suite = suites.load(job.runtime.eval_suite or HELDOUT)
+    full_suite = suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
     suite = suites.at_most(suites.with_parts(full_suite, [part_name]), job.runtime.eval_limit, MOST_BYTES)
     log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)
-    return run.read([suite], {part_name: heldout_records(job.inputs["shards"])})
+    return run.read([suite], {part_name: comparable(heldout_records(job.inputs["shards"]))})
 
 
 def figures_of(results: Results) -> dict[str, float]:

@@ -21,12 +21,12 @@ from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
-from ttrain.evaluate import baselines, perplexity, statistics, suites, task_result
+from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as contaminated
 from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.perplexity import PAIRS
+from ttrain.evaluate.preferences import PAIRS
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
@@ -65,8 +65,8 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
     data: dict[str, Sequence[perplexity.Tokens]] = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
     for part_name in LOSSES:
         data[part_name] = [chat.encode_chat(encoder, messages) for messages in chats.get(part_name, ())]
-    pairs = perplexity.read_pairs(heldout_records(job.inputs[PAIRS]), settings.max_chats) if PAIRS in job.inputs else []
-    data[PAIRS] = perplexity.pair_sequences(encoder, pairs)
+    pairs = preferences.heldout_pairs(heldout_records(job.inputs[PAIRS]), settings.max_chats) if PAIRS in job.inputs else []
+    data[PAIRS] = preferences.sequences(encoder, pairs)
     shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
         return {}
@@ -145,7 +145,7 @@ def _paired(
 
 def _preference_figures(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
     """Share of the pairs whose chosen answer the model prefers, and the mean margin in nats; each with its records."""
-    compared = perplexity.compare_pairs(scores)
+    compared = preferences.compare(scores)
     accuracy, margin = PREFERENCE_ACCURACY.of(model), f"preference_margin/{model}"
     columns = {
         accuracy: [(pair.preferred, 1) for pair in compared],
@@ -159,7 +159,11 @@ def _preference_figures(table: task_result.ScoreTable, model: str, scores: Seque
 
 def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
     """The items of each model's suites; a suite of several models is read once."""
-    heldout = {part_name: heldout_records(job.inputs[part_name]) for part_name in PART_NAMES if part_name in job.inputs}
+    heldout = {
+        part_name: items_of.comparable(heldout_records(job.inputs[part_name]))
+        for part_name in PART_NAMES
+        if part_name in job.inputs
+    }
     overlap_digests = {digest for part_name in heldout for digest in contamination.read_item_shares(job.inputs[part_name])}
     leave_out = settings.overlapping == "leave_out"
     read: dict[str, list[Items[Any]]] = {}
