@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ttrain.config import Dpo
-from ttrain.train.preference_tuning import Answers, count, log_odds, loss_sum
+from ttrain.train.preference_losses import Answers, count, log_odds, loss_sum
 
 PAIRS, LONGEST = 200, 40
 

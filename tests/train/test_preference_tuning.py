@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.doubles import ALONE, CPU, VOCAB, Recorder, copies, distance, in_ranks, make_trainer, same, tiny_model
+from support.tiny_mixtures import spread_routers, tiny_moe
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -225,3 +226,46 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
     resumed, found = train(tmp_path / "resumed", None)
     assert expected.state() == found.state() and expected.state()["reference_point"] > 0
     assert same(straight.state_dict(), resumed.state_dict())
+
+
+# --- mixtures of experts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("mixtral", "dpo"), ("glm4_moe", "kto")])
+def test_routers_keep_their_balance_terms_in_whatever_micro_batches(kind: str, loss: str) -> None:
+    """A row counts by its pairs, as in other trainings by its targets, so that the quotient is the mean over pairs."""
+    model = spread_routers(tiny_moe(kind, balance=0.5, z_loss=0.1))
+    rows, config = referenced(make_pairs(9), model), config_of(loss=loss)
+    task = PreferenceTuning(config, model)
+    module = task.build_model().train()
+
+    def found(batches: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+        parts, sums = dict[str, float](), dict[str, Tensor]()
+        for numbers in batches:
+            step = task.train_step(module, rows.batch(numbers), CPU)  # type: ignore[arg-type]
+            step.total.backward()  # type: ignore[no-untyped-call]
+            values = {name: float(value.detach()) for name, value in step.parts.items()}
+            expected = values["preference"] + 0.5 * values["balance"] + 0.1 * values["z"]
+            assert float(step.total.detach()) == pytest.approx(expected, rel=1e-6)
+            parts = {name: parts.get(name, 0.0) + value for name, value in values.items()}
+            sums = {name: sums.get(name, 0) + value.double() for name, value in step.sums.items()}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return gradients, parts, sums
+
+    together, parts, sums = found([[*range(len(rows))]])
+    apart, parts_apart, sums_apart = found([[number] for number in range(len(rows))])
+    assert distance(together, apart) < 1e-5 and parts == pytest.approx(parts_apart, rel=1e-5)
+    assert same({n: v for n, v in sums.items() if "load" in n}, {n: v for n, v in sums_apart.items() if "load" in n})
+    assert parts["balance"] >= 9 * (2 if loss == "kto" else 1) * 2 * 0.99, "at least 1 for each of two layers and each loss"
+    validated = task.validation_step(module, rows.batch(range(len(rows))), CPU)  # type: ignore[arg-type]
+    assert float(validated.total) == pytest.approx(parts["preference"], rel=1e-5)
+    assert "moe_max_load" in task.figures({name: value.tolist() for name, value in sums.items()})
+
+
+def test_a_step_moves_the_biases_of_routers() -> None:
+    model = spread_routers(tiny_moe("ernie4_5_moe"))
+    rows, config = referenced(make_pairs(40), model), config_of()
+    before = copies({name: tensor for name, tensor in model.state_dict().items() if name.endswith("correction_bias")})
+    make_trainer(config, model, rows, task=PreferenceTuning(config, model)).fit()
+    assert before and all(not torch.equal(before[name], model.state_dict()[name]) for name in before)

@@ -41,6 +41,13 @@ class PairBatch(Batch):
     ratings_A: Array = field(default_factory=NONE.copy)
     references_A: npt.NDArray[np.float64] | None = None
 
+    @property
+    def answers_B(self) -> Array:
+        """Number of answers in each row."""
+        lines, _ = np.nonzero(self.answers_BT >= 0)
+        _, firsts = np.unique(self.answers_BT[self.answers_BT >= 0], return_index=True)
+        return np.bincount(lines[firsts], minlength=len(self.answers_BT)).astype(np.int64)
+
     def without_targets(self) -> Self:
         """The same rows without targets and answers, so that the loss ignores them."""
         return replace(

@@ -13,7 +13,6 @@ from ttrain.config import Dpo, DpoConfig, Lora, Runtime
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
-from ttrain.errors import UsageError
 from ttrain.model import adapters
 from ttrain.stages import lora, new_model, sft, training
 from ttrain.stages.job import StageContext
@@ -32,7 +31,6 @@ def run(config: DpoConfig, job: StageContext) -> dict[str, Any]:
     task = task_of(settings, trained.model, job.runtime)
 
     def batches(part: str, rows: Rows) -> BatchSource:
-        check_answers(settings, rows)
         return ReferencedRows(rows, job.inputs["reference"], part) if settings.has_reference else rows
 
     figures = training.fit(settings, trained, job, ranks, encoder, task=task, batches=batches)
@@ -58,16 +56,6 @@ def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning
         chunk_tokens=runtime.loss_chunk_tokens,
         gradient_checkpointing=runtime.gradient_checkpointing,
     )
-
-
-def check_answers(config: Dpo, rows: Rows) -> None:
-    """Raise UsageError where a loss that compares two answers gets single rated ones."""
-    rated = rows.counts()["rated_answers"]
-    if rated and config.loss != "kto":
-        raise UsageError(
-            f"dpo.loss is {config.loss}, which compares two answers, but {rated} rows of data.dpo have a single rated one; "
-            f"set dpo.loss=kto, or bring pairs"
-        )
 
 
 def adapter_settings(config: Dpo) -> Lora:

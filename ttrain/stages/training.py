@@ -62,6 +62,8 @@ def fit(
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
     learner = task or task_of(config, trained.model, job.runtime)
     language_modeling.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
+    learner.check_rows(rows)
+    learner.check_rows(heldout)
     runtime = job.runtime
     if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
         runtime = tuned(learner, rows, order, job, ranks, computed_in)

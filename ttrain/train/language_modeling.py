@@ -71,6 +71,12 @@ class CausalTask(TrainingTask):
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return token_loss_sum
 
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._model.move_biases(sums)
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        return moe.figures(sums)
+
 
 @final
 class LanguageModeling(CausalTask):
@@ -86,12 +92,6 @@ class LanguageModeling(CausalTask):
             spans = self._model.spans(batch, device)
             total, _, _ = model(*_arrays(batch, device), next_only=True, spans=spans)
         return LossSum(total, batch.live_tokens)
-
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
-        self._model.move_biases(sums)
-
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
-        return moe.figures(sums)
 
     def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
         """The two parts of the loss: cross entropy of the next tokens, and everything added to it."""
@@ -193,31 +193,38 @@ class NextTokenLoss(nn.Module):
         next_only: bool = False,
         spans: Tensor | None = None,
         branches_BT: Tensor | None = None,
+        weights_B: Tensor | None = None,
     ) -> LossTerms:
         """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`. With the branches of records its
-        terms, [B, T].
+        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`. With the branches of records the
+        terms of that cross entropy, [B, T], and apart from it the balance terms, unweighted (see `balance_of`); each row
+        counts `weights_B` times in these.
         """
-        if branches_BT is not None:
-            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, None, branches_BT)[1], {}, {}
+        batch = (input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
         if next_only:
-            return self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, spans)[1], {}, {}
+            return self._first_head(*batch)[1], {}, {}
         with self._routers.watched() as choices:
-            hidden_BTD, loss = self._first_head(input_ids_BT, positions_BT, segments_BT, labels_BT, spans)
-        parts = {"ce1": loss}
+            hidden_BTD, loss = self._first_head(*batch)
+        parts: dict[str, Tensor] = {} if branches_BT is not None else {"ce1": loss}
         sums: dict[str, Tensor] = {}
-        second: Any = self.get_second_head()
+        second: Any = self.get_second_head() if branches_BT is None else None
         if second is not None:
             parts["ce2"] = self._second_head(second, hidden_BTD, labels_after_next(labels_BT, segments_BT))
             loss = loss + second.loss_weight * parts["ce2"]
         if choices:
-            live_B = (labels_BT != IGNORE).sum(1)
+            live_B = (labels_BT != IGNORE).sum(1) if weights_B is None else weights_B
             inside_BT = segments_BT >= 0
             sums = moe.sums(self._routers, choices, inside_BT & (live_B > 0)[:, None])
             if self._routers.trained:
-                loss = loss + self._balance(choices, inside_BT, live_B, parts)
-        return loss, parts if len(parts) > 1 else {}, sums
+                parts |= self._balance(choices, inside_BT, live_B)
+                loss = loss if branches_BT is not None else loss + self.balance_of(parts)
+        return loss, {} if [*parts] == ["ce1"] else parts, sums
+
+    def balance_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """What the balance terms among the parts add to the loss."""
+        balancing = self._balancing
+        return balancing.balance * parts["balance"] + balancing.z_loss * parts.get("z", 0.0)
 
     def move_biases(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Update the routers' balancing biases after a step, if experts are balanced without a loss."""
@@ -268,15 +275,12 @@ class NextTokenLoss(nn.Module):
             loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens)
         return loss
 
-    def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """Balance terms that routers add to the loss; also stored unweighted in `parts`."""
+    def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> dict[str, Tensor]:
+        """Balance terms of the routers, unweighted."""
         balancing = self._balancing
         with torch.set_grad_enabled(torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0):
             even, z = moe.row_losses(self._routers, choices, inside_BT, live_B, z_loss=balancing.z_loss > 0)
-        parts["balance"] = even
-        if balancing.z_loss:
-            parts["z"] = z
-        return balancing.balance * even + balancing.z_loss * z
+        return {"balance": even, "z": z} if balancing.z_loss else {"balance": even}
 
 
 def count(model: nn.Module) -> int:
@@ -392,7 +396,7 @@ def _shift_of_other_answer(objective: nn.Module) -> float:
 
     def loss(ids: Tensor) -> float:
         segments_BT = torch.zeros_like(ids)
-        return float(objective(ids, positions_BT, segments_BT, labels_BT, branches_BT=third[None])[0].sum())
+        return float(objective(ids, positions_BT, segments_BT, labels_BT, next_only=True, branches_BT=third[None])[0].sum())
 
     usual = loss(ids_BT)
     return abs(loss(changed) - usual) / max(abs(usual), 1e-9)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ttrain.config import TaskConfig, Training
+from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.train import optim
 
@@ -60,6 +61,9 @@ class TrainingTask(ABC):
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
         """Forward pass and loss of one validation batch, without gradients."""
+
+    def check_rows(self, rows: Rows) -> None:  # noqa: B027  # most tasks learn from any rows
+        """Raise UsageError where the task cannot learn from rows of this kind."""
 
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:  # noqa: B027  # most tasks have nothing to do
         """Update tensors that the optimizers do not train, after an optimizer step.
