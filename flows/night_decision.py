@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ttrain import tracking
 from ttrain.config import Promotion, Settings
-from ttrain.config.training import BITS_PER_BYTE, CHAT_LOSS, DOMAIN_LOSS
+from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.errors import TrackingError
 from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
@@ -98,13 +98,21 @@ def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
 
 def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> Promotion:
     """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
-    then the first model that differs counts, on the chats that are held out for it."""
+    then the first model counts that both have and that differs, on what is held out for it."""
     rules = settings.promotion
     if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
         return rules
-    same_sft = inputs.champion["sft"].content == execution.artifacts["sft"].content if "sft" in inputs.champion else False
-    metric = DOMAIN_LOSS if same_sft else CHAT_LOSS
+    metrics = [
+        row.metric for name, row in TRAINING_STAGES.items() if row.role != "base" and _differs(name, inputs, execution)
+    ]
+    metric = next(filter(None, metrics), DOMAIN_LOSS)
     return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
+
+
+def _differs(name: str, inputs: NightInputs, execution: PipelineRun) -> bool:
+    """Whether challenger and champion have different models of a stage."""
+    old, new = inputs.champion.get(TRAINING_STAGES[name].model), execution.artifacts.get(name)
+    return old is not None and new is not None and old.content != new.content
 
 
 def heldout_of(evaluation: Artifact) -> str | None:

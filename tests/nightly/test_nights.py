@@ -14,19 +14,22 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 
 from ttrain.config import Nightly, Settings
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import write_json
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.evaluate.task_result import record_name
-from ttrain.flows import night_plan
+from ttrain.flows import night_decision, night_plan
 from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights, StillRunning
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -391,6 +394,27 @@ def test_without_new_documents_the_champion_s_base_stays(tmp_path: Path, store: 
     settings = inbox(tmp_path)
     inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
     assert inputs.keeps_base and inputs.replacements["pretrain"].key == "p"
+
+
+def test_without_new_documents_the_first_model_that_differs_decides(store: ArtifactStore) -> None:
+    def models(**contents: str) -> dict[str, Artifact]:
+        return {name: artifact(store, name, f"{name}-{text}", {"model.txt": text}) for name, text in contents.items()}
+
+    champion = models(pretrain="p", sft="s", dpo="d", lora="l")
+    inputs = NightInputs(
+        Settings(), champion={TRAINING_STAGES[name].model: made for name, made in champion.items()},
+        replacements={"pretrain": champion["pretrain"]},
+    )  # fmt: skip
+    for tonight, metric in (
+        ({"sft": "s2", "dpo": "d2", "lora": "l2"}, "chat_loss_sft"),
+        ({"sft": "s", "dpo": "d2", "lora": "l2"}, "preference_accuracy/dpo"),
+        ({"sft": "s", "dpo": "d", "lora": "l2"}, "domain_loss_lora"),
+    ):
+        rules = night_decision._rules(Settings(), inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
+        assert rules.metric == metric and rules.higher_is_better == metric.startswith("preference")
+    without = replace(inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"})
+    tonight = SimpleNamespace(artifacts=models(sft="s", dpo="d2", lora="l2"))
+    assert night_decision._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
 
 
 def test_a_night_from_scratch_keeps_the_tokenizer_alone(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:

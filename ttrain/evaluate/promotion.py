@@ -18,6 +18,7 @@ from ttrain.evaluate.scores import Scores
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
     "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
+    "pairs": ("accuracy", "margin"),
     "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
