@@ -42,7 +42,7 @@ def full(stage: Callable[..., Any], settings: Settings) -> None:
         training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
         inputs = {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
         inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[row.dataset]}
-        if REFERENCE.name in training.inputs and settings.dpo.has_reference:
+        if getattr(settings, name).has_reference:
             inputs[REFERENCE.name] = stage(REFERENCE, base=inputs["base"], shards=inputs["shards"])
         models[name] = stage(training, **inputs)
         evaluated |= {row.model: models[name], **({row.part: shards[row.dataset]} if row.part else {})}

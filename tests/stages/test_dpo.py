@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import load_file
 from support.doubles import curve, make_tokenizer, run_here
 
-from ttrain.config import DpoConfig, NewModelConfig, ReferenceConfig, Settings, ShardsConfig, flatten
+from ttrain.config import TRAINING_CONFIGS, NewModelConfig, ReferenceConfig, Settings, ShardsConfig, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.sharding import Here
@@ -88,7 +88,7 @@ def of_reference(settings: Settings) -> ReferenceConfig:
 
 def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, Any]:
     settings = settings_of(**changes)
-    figures: dict[str, Any] = run_here(dpo, DpoConfig(dpo=settings.dpo), output, inputs, settings.runtime)
+    figures: dict[str, Any] = run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), output, inputs, settings.runtime)
     return figures
 
 
@@ -185,7 +185,7 @@ def check_kills(kills: int, inputs: Mapping[str, Path], straight: Path, output: 
     """Kill both stages so often, at random places, and compare with those that were left alone."""
     dice, settings = random.Random(), settings_of()
     stages: list[tuple[Any, Any, Path]] = [
-        (reference, of_reference(settings), Path("reference")), (dpo, DpoConfig(dpo=settings.dpo), Path("dpo"))
+        (reference, of_reference(settings), Path("reference")), (dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), Path("dpo"))
     ]  # fmt: skip
     for stage, config, name in stages:
         died = sum(killed(stage, config, output / name, inputs, dice.randint(1, most)) for _ in range(kills))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ttrain.config import Dpo
+from ttrain.config.training import Dpo
 from ttrain.train.preference_losses import Answers, count, log_odds, loss_sum
 
 PAIRS, LONGEST = 200, 40

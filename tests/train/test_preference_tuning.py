@@ -19,7 +19,8 @@ from support.tiny_mixtures import spread_routers, tiny_moe
 from torch import Tensor
 from torch.nn import functional as F
 
-from ttrain.config import Dpo, Optim, Schedule
+from ttrain.config import Optim, Schedule
+from ttrain.config.training import Dpo
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.errors import UsageError

@@ -14,7 +14,7 @@ from ttrain.config.loop import Precision
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
 
 
 def trainings_of(starts: Mapping[str, str], optional: Collection[str] = ()) -> tuple[str, ...]:
@@ -66,8 +66,8 @@ NAMES_CODE = (
 
 
 @with_fields({row.name: (row.settings, row.settings()) for row in TRAINING_STAGES.values()})
-class Settings(Section):
-    """The whole tree."""
+class _UntilTrainings(Section):
+    """The sections up to those of the training stages, which the table of these adds: two are spelled out for their type."""
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="prefix of registered models")
     data: Data = Data()
@@ -78,8 +78,11 @@ class Settings(Section):
     model: Model = Model()
     pretrain: Pretrain = Pretrain()
     sft: Sft = Sft()
-    dpo: Dpo = Dpo()
-    lora: Lora = Lora()
+
+
+class Settings(_UntilTrainings):
+    """The whole tree."""
+
     evaluate: Evaluate = Evaluate()
     runtime: Runtime = Runtime()
     tracking: Tracking = Tracking()
@@ -119,7 +122,8 @@ class Settings(Section):
 
     def virtual_tokens(self, stage: str) -> int:
         """Positions that an adapter takes before every record of the stage's rows."""
-        return self.lora.virtual_tokens if self.lora.kind == "prefix" and stage in ("lora", "evaluate") else 0
+        stages = TRAININGS if stage == "evaluate" else (stage,) if stage in TRAININGS else ()
+        return max((getattr(self, name).positions_before for name in stages), default=0)
 
     @model_validator(mode="after")
     def _optional_stages_have_data(self) -> Settings:
@@ -267,10 +271,6 @@ class SftConfig(Section):
     sft: Sft
 
 
-class DpoConfig(Section):
-    dpo: Dpo
-
-
 class LoraConfig(Section):
     lora: Lora
 
@@ -292,7 +292,6 @@ TRAINING_CONFIGS: dict[str, type[Section]] = {
     **{name: with_fields({name: (row.settings, ...)})(Section) for name, row in TRAINING_STAGES.items()},
     "pretrain": PretrainConfig,
     "sft": SftConfig,
-    "dpo": DpoConfig,
     "lora": LoraConfig,
 }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config import rules
-from ttrain.config.base import Count, Location, as_tuple
+from ttrain.config.base import Count, Location, Section, as_tuple
 from ttrain.config.loop import Loop, Optim, Precision
 
 
@@ -37,6 +37,16 @@ class Training(Loop):
     dropped_fraction: float = Field(
         0.01, ge=0, le=1, description="a larger share of chats without a token to learn ends the stage"
     )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the one that it starts from, by the stage `reference`."""
+        return False
+
+    @property
+    def positions_before(self) -> int:
+        """Positions that an adapter takes before every record."""
+        return 0
 
     def longest_row(self, limit: int) -> int | None:
         """The longest `row_length` within the limit that the other settings allow; None where there is none."""
@@ -173,7 +183,6 @@ class Dpo(Training):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the model with the one that it starts from."""
         return self.loss not in ("simpo", "orpo")
 
     @model_validator(mode="after")
@@ -209,11 +218,25 @@ class Lora(Training):
         "none", description="how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
 
+    @property
+    def positions_before(self) -> int:
+        return self.virtual_tokens if self.kind == "prefix" else 0
+
     @model_validator(mode="after")
     def _int8_goes_with_it(self) -> Lora:
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
         return self
+
+
+T = TypeVar("T", bound=Training)
+
+
+def settings_of(config: Section, kind: type[T]) -> T:
+    """The settings of a training stage among those that its module may see."""
+    settings = getattr(config, kind.__name__.lower())
+    assert isinstance(settings, kind), f"{kind.__name__} has its own section"
+    return settings
 
 
 EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run

@@ -30,7 +30,6 @@ from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
-PARTS_OF_PAIR = 3
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 Lengths = npt.NDArray[np.int64]
 
@@ -198,9 +197,7 @@ def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:
 def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
     """The tokens of a packed row, and the target after the last one. Padding is left out."""
     batch = rows.batch([number])
-    inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.segments_BT[0]
-    if isinstance(batch, PairBatch):
-        of_record = np.where(of_record < 0, -1, PARTS_OF_PAIR * of_record + batch.branches_BT[0])
+    inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.parts_BT[0]
     borders = np.flatnonzero(np.diff(of_record, prepend=-2)).tolist()
     shown = TokenView(number, [], [], [], [])
     segment = 0

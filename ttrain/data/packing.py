@@ -33,6 +33,7 @@ class Batch:
     """Rows as arrays of shape [B, T]."""
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
+    divisible: ClassVar[bool] = True  # whether each target counts by itself, so that a part of a row can be learnt
     input_ids_BT: Array
     labels_BT: Array
     positions_BT: Array
@@ -45,6 +46,11 @@ class Batch:
         arrays = np.empty((len(fills), rows, width), np.int64)  # in one piece, which malloc keeps for the next batch
         arrays[:] = np.reshape(fills, (-1, 1, 1))
         return cls(*arrays)
+
+    @property
+    def parts_BT(self) -> Array:
+        """Which record, or which branch of one, a position belongs to; negative: padding."""
+        return self.segments_BT
 
     @property
     def live_tokens(self) -> int:

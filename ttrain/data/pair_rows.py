@@ -35,11 +35,16 @@ class PairBatch(Batch):
     """
 
     FILLS: ClassVar[tuple[int, ...]] = (0, -1)
+    divisible: ClassVar[bool] = False
     branches_BT: Array
     answers_BT: Array
     answer_ids_A: Array = field(default_factory=NONE.copy)
     ratings_A: Array = field(default_factory=NONE.copy)
     references_A: npt.NDArray[np.float64] | None = None
+
+    @property
+    def parts_BT(self) -> Array:
+        return np.where(self.segments_BT < 0, -1, self.segments_BT * len(PARTS) + self.branches_BT)
 
     @property
     def answers_B(self) -> Array:

@@ -13,7 +13,6 @@ import numpy as np
 
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Rows
-from ttrain.data.pair_rows import PARTS, PairBatch
 from ttrain.doctor.parts import Check, make_check
 
 MOST_ROWS = 64
@@ -97,9 +96,7 @@ def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
     """(row, input ids, labels) of every record, or branch of one, of up to MOST_ROWS rows, padding left out."""
     for number in range(min(MOST_ROWS, len(rows))):
         batch = rows.batch([number * len(rows) // min(MOST_ROWS, len(rows))])
-        of_record, ids, labels = batch.segments_BT[0], batch.input_ids_BT[0], batch.labels_BT[0]
-        if isinstance(batch, PairBatch):
-            of_record = np.where(of_record < 0, of_record, of_record * len(PARTS) + batch.branches_BT[0])
+        of_record, ids, labels = batch.parts_BT[0], batch.input_ids_BT[0], batch.labels_BT[0]
         borders = [*np.flatnonzero(np.diff(of_record, prepend=-2)), len(of_record)]
         for start, end in pairwise(borders):
             if of_record[start] >= 0:

@@ -82,7 +82,7 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
     """
     numbers = [number * len(rows) // count if len(rows) >= count else number % len(rows) for number in range(count)]
     batch = rows.batch(numbers)
-    if isinstance(batch, PairBatch):  # which a cut would spoil
+    if not batch.divisible:
         return InMemoryRows(batch, getattr(rows, "references", None))
     width = batch.input_ids_BT.shape[1]
     length = min(positions or width, width)
@@ -94,7 +94,7 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
     """The rows with all, 1/2, 1/4 and 1/8 of their targets, in turn: so that the mean of means is not the mean."""
-    if isinstance(rows.whole, PairBatch):
+    if not rows.whole.divisible:
         return rows  # whose loss counts pairs, of which rows have different numbers
     labels_BT = rows.whole.labels_BT.copy()
     for row, labels in enumerate(labels_BT):

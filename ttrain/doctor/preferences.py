@@ -6,12 +6,13 @@ Letters in names: B rows, T positions, A answers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import nn
 
-from ttrain.config import Dpo
+from ttrain.config.training import Dpo
 from ttrain.data.packing import Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.doctor.model import LEARNT_STEPS, ROWS_PER_STEP
@@ -49,6 +50,16 @@ def with_references(learner: Learner, rows: Rows, device: torch.device, count: i
             assert isinstance(batch, PairBatch)
             references[batch.answer_ids_A] = score_answers(model, batch, device)[0].cpu().numpy()
     return select_rows(InMemoryRows(sample.whole, references), len(sample))
+
+
+def checks(learner: Learner, rows: InMemoryRows, precision: Precision) -> dict[str, Callable[[], Check | None]]:
+    """What is examined beside, or instead of, the checks of all stages: what pairs teach is no cross entropy of tokens."""
+    device = precision.device
+    return {
+        "loss at the start": lambda: first_loss(learner, rows, device),
+        "swapped pairs mirror": lambda: mirror(learner, rows, device),
+        "one batch is learnt": lambda: learns(learner, rows, precision),
+    }
 
 
 def first_loss(learner: Learner, rows: Rows, device: torch.device) -> Check | None:

@@ -26,7 +26,7 @@ from ttrain.data.packing import Rows
 from ttrain.data.records import Tally
 from ttrain.data.sharding import Here
 from ttrain.doctor import data, machine, model, preferences
-from ttrain.doctor.parts import Check, InMemoryRows, Learner, run_check
+from ttrain.doctor.parts import Check, Learner, run_check
 from ttrain.errors import ArtifactError, DataError, TTrainError, UsageError
 from ttrain.pipeline.input_files import EXISTING, HELDOUT, TRAIN, data_files
 from ttrain.pipeline.plan import no_stage, section_of
@@ -56,6 +56,9 @@ from ttrain.train.resource_limits import available_bytes
 TEXTS = 200  # of the data, through the tokenizer and back
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
+
+
+CHECKS_OF_ROWS = {"pairs": preferences}  # by kind of rows: the module whose checks join those of all stages
 
 
 class Doctor:
@@ -122,31 +125,26 @@ class Doctor:
         task_of = getattr(import_module(STAGES[self.stage].module), "task_of", training.task_of)
         next_tokens, learner = (Learner(self.config, runtime, build, task) for task in (training.task_of, task_of))
         learner.task(self.config, build().model, runtime).check_rows(rows)
-        pairs: InMemoryRows | None = None
-        if TRAINING_STAGES[self.stage].rows == "pairs":
-            rows = pairs = preferences.with_references(learner, rows, device)
+        kind = CHECKS_OF_ROWS.get(TRAINING_STAGES[self.stage].rows)
+        sample = kind.with_references(learner, rows, device) if kind else None
+        rows = rows if sample is None else sample
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
         count, free = row_count, machine.free_bytes(self.home)
-        checks: list[tuple[str, Callable[[], Check | None]]] = [
-            ("memory", lambda: machine.memory(footprint(), runtime, device, available_bytes(device))),
-            ("disk", lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free)),
-            ("no future leak", lambda: model.future(next_tokens, rows, computed_in)),
-            ("records apart", lambda: model.documents(next_tokens, rows, computed_in)),
-            ("loss at the start", lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained)),
-            ("routers balanced", lambda: model.routers(learner, rows, computed_in)),
-            ("accumulation", lambda: model.accumulation(learner, rows, device)),
-            ("two ranks equal one", lambda: model.two_ranks(learner, rows)),
-            ("save and resume", lambda: model.resume(learner, rows, computed_in)),
-            ("one batch is learnt", lambda: model.learns(learner, rows, computed_in)),
-        ]
-        if pairs is not None:  # what they learn is no cross entropy of tokens
-            checks = [
-                *(check for check in checks if check[0] not in ("loss at the start", "one batch is learnt")),
-                ("loss at the start", lambda: preferences.first_loss(learner, pairs, device)),
-                ("swapped pairs mirror", lambda: preferences.mirror(learner, pairs, device)),
-                ("a preference is learnt", lambda: preferences.learns(learner, pairs, computed_in)),
-            ]
-        for name, examine in checks:
+        checks: dict[str, Callable[[], Check | None]] = {
+            "memory": lambda: machine.memory(footprint(), runtime, device, available_bytes(device)),
+            "disk": lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free),
+            "no future leak": lambda: model.future(next_tokens, rows, computed_in),
+            "records apart": lambda: model.documents(next_tokens, rows, computed_in),
+            "loss at the start": lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained),
+            "routers balanced": lambda: model.routers(learner, rows, computed_in),
+            "accumulation": lambda: model.accumulation(learner, rows, device),
+            "two ranks equal one": lambda: model.two_ranks(learner, rows),
+            "save and resume": lambda: model.resume(learner, rows, computed_in),
+            "one batch is learnt": lambda: model.learns(learner, rows, computed_in),
+        }
+        if kind is not None and sample is not None:
+            checks |= kind.checks(learner, sample, computed_in)
+        for name, examine in checks.items():
             check = run_check(name, examine)
             if check is not None:
                 yield check

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ttrain.config import Dpo, DpoConfig, Lora, Runtime
+from ttrain.config import Lora, Runtime, Section
+from ttrain.config.training import Dpo, settings_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
@@ -23,9 +24,9 @@ from ttrain.train.preference_tuning import PreferenceTuning
 ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
 
 
-def run(config: DpoConfig, job: StageContext) -> dict[str, Any]:
+def run(config: Section, job: StageContext) -> dict[str, Any]:
     """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
-    ranks, settings = training.start(job.runtime), config.dpo
+    ranks, settings = training.start(job.runtime), settings_of(config, Dpo)
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
     trained = prepare(config, job.inputs, encoder)
     task = task_of(settings, trained.model, job.runtime)
@@ -41,11 +42,12 @@ def run(config: DpoConfig, job: StageContext) -> dict[str, Any]:
     return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
 
 
-def prepare(config: DpoConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
+def prepare(config: Section, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    if config.dpo.adapter == "none":
+    settings = settings_of(config, Dpo)
+    if settings.adapter == "none":
         return sft.whole_model(inputs["base"] / "model")
-    return replace(lora.with_adapter(inputs["base"] / "model", adapter_settings(config.dpo)), directory=ADAPTER)
+    return replace(lora.with_adapter(inputs["base"] / "model", adapter_settings(settings)), directory=ADAPTER)
 
 
 def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:

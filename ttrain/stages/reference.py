@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from torch import nn
 
-from ttrain.config import Dpo, ReferenceConfig
+from ttrain.config import ReferenceConfig
+from ttrain.config.training import Dpo
 from ttrain.core.files import remove_tree, write_bytes
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import Rows

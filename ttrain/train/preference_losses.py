@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ttrain.config import Dpo
+from ttrain.config.training import Dpo
 from ttrain.data.packing import Array
 
 Count = TypeVar("Count", int, Array)

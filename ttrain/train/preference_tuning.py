@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Dpo
+from ttrain.config.training import Dpo
 from ttrain.data.packing import Array, Rows
 from ttrain.data.pair_rows import PairBatch
 from ttrain.errors import UsageError
