@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ttrain import tracking
-from ttrain.config import Settings
+from ttrain.config import TRAINING_STAGES, Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import table
 from ttrain.core.text import format_duration
@@ -230,8 +230,10 @@ def _next_steps(execution: PipelineRun) -> list[str]:
     if execution.pipeline == "nightly":  # the decision about its models comes after this
         return ["next:", "  all champions and challengers: ttrain models list"]
     lines = ["next:"]
-    if execution.artifacts.get("sft"):
-        lines += ["  talk to the SFT model: ttrain chat", "  its files, for transformers: ttrain artifacts path sft"]
+    chats = [row for row in TRAINING_STAGES.values() if row.role == "chat" and execution.artifacts.get(row.name)]
+    for row in chats[-1:]:
+        lines += [f"  talk to the {row.label} model: ttrain chat {row.name}"]
+        lines += [f"  its files, for transformers: ttrain artifacts path {row.name}"]
     lines += [
         "  curves, models and which run is better, in MLflow and Prefect: ttrain up --open",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -337,3 +338,12 @@ def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) 
 def test_a_run_without_troubles_says_so(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain")])
     assert "Nothing failed" in html.unescape(report_of(tmp_path, read_run(tmp_path, A)))
+
+
+def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no_loss_of_tokens() -> None:
+    names = ["loss", "reward_accuracy", "reward_margin", "log_probability_chosen", "log_probability_rejected", "grad_norm"]
+    view: Any = SimpleNamespace(curves=lambda stage: names, curve=lambda stage, name: [Point(1, 10, 0.0, 0.5)] * 2)
+    main, others = charts.charts_of(view, "dpo")
+    assert [chart.title for chart in main] == ["loss", "chosen answer leads", "lead of the chosen answer", "gradient norm"]
+    assert main[0].unit == "per pair or rated answer" and charts.charts_of(view, "sft")[0][0].unit == "nats per target"
+    assert [len(chart.lines) for chart in others if chart.title == "log-probability of answers"] == [2]

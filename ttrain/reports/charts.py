@@ -16,17 +16,26 @@ TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 
 MAX_RUNS_WITH_ALL_CURVES = 8  # up to so many runs all curves are drawn, above only the main ones
 
+PER_TARGET = "nats per target"
+LOSS_UNITS = {"pairs": "per pair or rated answer"}  # by kind of rows, where the loss is not PER_TARGET
+
 # What a run's page shows at once: title, unit, the metrics of one chart, by pattern.
 GROUPS = (
-    ("loss", "nats per target", r"loss|validation_loss(_quick)?"),
+    ("loss", PER_TARGET, r"loss|validation_loss(_quick)?"),
+    ("chosen answer leads", "share of pairs", r"(validation_)?reward_accuracy"),
+    ("lead of the chosen answer", "reward", r"(validation_)?reward_margin"),
     ("learning rate", "", r"lr(_.+)?"),
     ("gradient norm", "", r"grad_norm"),
     ("speed", "tokens per second", r"tokens_per_second"),
 )
 
 MORE_GROUPS = (
-    ("parts of the loss", "nats per target", r"loss_.+|logits_loss|aux_loss"),
+    ("parts of the loss", PER_TARGET, r"loss_.+|logits_loss|aux_loss"),
     ("perplexity", "", r"perplexity"),
+    ("log-probability of answers", "nats", r"(validation_)?log_probability_(chosen|rejected)"),
+    ("reward of answers", "", r"(validation_)?reward_(chosen|rejected)"),
+    ("KL to the reference", "nats", r"(validation_)?kl_to_reference"),
+    ("length of answers", "tokens", r"(validation_)?answer_tokens_(chosen|rejected)"),
     ("shares of the time", "", r"mfu|data_wait_fraction"),
     ("time of a step", "seconds", r"step_seconds|step_time"),
     ("memory", "bytes", r"memory_bytes"),
@@ -131,7 +140,9 @@ def _over(views: Sequence[RunView], stage: str, metric: str) -> Chart:
 
 
 def _grouped(view: RunView, stage: str, names: Sequence[str], groups: Iterable[tuple[str, str, str]]) -> Iterator[Chart]:
-    for title, unit, pattern in groups:
+    row = TRAINING_STAGES.get(stage)
+    for title, usual_unit, pattern in groups:
+        unit = LOSS_UNITS.get(row.rows, usual_unit) if row and usual_unit == PER_TARGET else usual_unit
         metrics = [name for name in names if re.fullmatch(pattern, name)]
         if len(metrics) > 1:  # "lr" is the rate of the first optimizer, which is there under its own name too
             metrics = [name for name in metrics if name != "lr"]
