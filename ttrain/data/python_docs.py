@@ -18,8 +18,9 @@ held out as a whole, so that the held-out part asks about unseen code, and no do
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,7 @@ from ttrain.data.records import Tally, records
 HELDOUT_FLOOR_BYTES = 100_000
 HELDOUT_FLOOR_ROWS = 100
 MAX_LINE_BYTES = 1 << 20
+OBJECT = re.compile(r"`([^`]+)`")  # the first name in a chat's first question
 Row = dict[str, Any]
 
 
@@ -100,14 +102,29 @@ def _texts(row: Row) -> list[str]:
     return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [turn["content"] for turn in turns]
 
 
-def make_pairs(chats: Sequence[Row]) -> Iterator[Row]:
-    """Pairs of answers to the last question of each chat: the whole one and its first half."""
-    for row in chats:
-        *prompt, answer = row["messages"]
-        words = answer["content"].split(" ")
-        rejected = " ".join(words[: len(words) // 2])
-        if rejected.strip():
-            yield {"prompt": prompt, "chosen": answer["content"], "rejected": rejected, "source": row["source"]}
+def make_pairs(chats: Iterable[Row]) -> Iterator[Row]:
+    """Pairs of answers to each question that has a wrong answer: the right one, and that to another question about the same
+    object, within these chats. Neither is the beginning of the other, and the right one is the longer in half of the pairs.
+    """
+    turns = [turn for row in chats for turn in _turns(row)]
+    answers: dict[str, dict[str, None]] = defaultdict(dict)
+    for subject, _, answer, _ in turns:
+        answers[subject][answer] = None
+    for subject, prompt, answer, source in turns:
+        others = (other for other in answers[subject] if not (other.startswith(answer) or answer.startswith(other)))
+        question = prompt[-1]["content"]
+        rejected = min(others, key=lambda other: sha256(f"{question}{other}".encode()).digest(), default=None)
+        if rejected is not None:
+            yield {"prompt": prompt, "chosen": answer, "rejected": rejected, "source": source}
+
+
+def _turns(row: Row) -> Iterator[tuple[str, list[Row], str, str]]:
+    """(the object that the chat is about, all before the answer, answer, source) of each answer; none without a name."""
+    messages = row["messages"]
+    if named := OBJECT.search(next(turn["content"] for turn in messages if turn["role"] == "user")):
+        for number, turn in enumerate(messages):
+            if turn["role"] == "assistant":
+                yield named[1], messages[:number], turn["content"], row["source"]
 
 
 def _split(rows: Iterable[Row], groups: set[str]) -> tuple[list[Row], list[Row]]:
