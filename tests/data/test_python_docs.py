@@ -206,13 +206,28 @@ def pairs(built: tuple[Path, Any], part: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (built[0] / f"{part}.jsonl").open(encoding="utf-8")]
 
 
-def test_a_pair_has_the_right_answer_and_half_of_it(built: tuple[Path, Any], rows: Rows) -> None:
-    for part, chats in (("dpo", rows["sft"]), ("dpo_heldout", rows["sft_heldout"])):
-        answers = {(texts(row)[-2], texts(row)[-1]) for row in chats}
-        for row in pairs(built, part):
-            assert (row["prompt"][-1]["content"], row["chosen"]) in answers
-            assert row["rejected"].strip() and row["chosen"].startswith(row["rejected"] + " ")
-    assert len(pairs(built, "dpo")) > 1800 and len(pairs(built, "dpo_heldout")) > 200
+def test_a_pair_has_the_right_answer_and_that_to_another_question_about_the_same_object(
+    built: tuple[Path, Any], rows: Rows
+) -> None:
+    turns = [
+        (row["messages"][:number], turn["content"]) for row in rows["sft"] for number, turn in enumerate(row["messages"])
+    ]
+    right = {(json.dumps(before), answer) for before, answer in turns if before}
+    answers = {answer for before, answer in turns if before and before[-1]["role"] == "user"}
+    for row in pairs(built, "dpo"):
+        assert (json.dumps(row["prompt"]), row["chosen"]) in right and row["rejected"] in answers
+        assert not row["chosen"].startswith(row["rejected"]) and not row["rejected"].startswith(row["chosen"])
+
+
+def test_there_are_enough_pairs_and_length_does_not_tell_the_answers_apart(built: tuple[Path, Any]) -> None:
+    for part, fewest in (("dpo", 1500), ("dpo_heldout", 300)):
+        longer = [len(row["chosen"]) > len(row["rejected"]) for row in pairs(built, part)]
+        assert len(longer) >= fewest and 0.45 < np.mean(longer) < 0.55
+
+
+def test_no_answer_of_a_held_out_pair_is_learnt(built: tuple[Path, Any]) -> None:
+    learnt = {row["chosen"] for row in pairs(built, "dpo")}
+    assert not [row for row in pairs(built, "dpo_heldout") if row["chosen"] in learnt]
 
 
 def test_no_prompt_of_a_held_out_pair_is_learnt(built: tuple[Path, Any]) -> None:

@@ -4,8 +4,8 @@ Four data sets, each with a held-out part:
 
     pretrain    docstrings and the language reference; a share of it may be source code
     sft         questions about functions, classes and modules, answered from signatures and docstrings
-    dpo         pairs of answers to half as many of the same questions: the right answer, and its first half. The model after
-                SFT gives the whole one the higher probability in 0.58 of 211 held-out pairs.
+    dpo         pairs of answers to questions of these chats: the right answer, and that to another question about the same
+                object. The right one is the longer in half of the pairs.
     lora        letters of the European alphabets as Unicode describes them: U+00E9, its name, case and UTF-8 bytes.
                 SFT has nothing like it, the form of an answer is learnable in a few hundred rows, and the letters
                 asked for in the held-out rows are others than those of the training rows (and so are their capitals).
@@ -32,6 +32,8 @@ from ttrain.data.records import Tally, records
 
 HELDOUT_FLOOR_BYTES = 100_000
 HELDOUT_FLOOR_ROWS = 100
+PAIRS_SHARE = 0.375  # of as many as there are chats
+HELDOUT_PAIRS = 400
 MAX_LINE_BYTES = 1 << 20
 OBJECT = re.compile(r"`([^`]+)`")  # the first name in a chat's first question
 Row = dict[str, Any]
@@ -62,16 +64,15 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     code = _first_bytes(_split(rows["code"], groups)[0], code_bytes)
     chats, heldout_chats = _split(rows["sft"], groups)
     answers = {answer for row in chats[: settings.chat_rows] for answer in _answers(row)}
-    unseen_chats: Iterable[Row] = (row for row in heldout_chats if answers.isdisjoint(_answers(row)))
+    unseen_chats = [row for row in heldout_chats if answers.isdisjoint(_answers(row))]
     letters, heldout_letters = _split(rows["lora"], {row["group"] for row in rows["lora"][:heldout_letter_rows]})
-    unseen_chats = list(islice(unseen_chats, heldout_chat_rows))
     parts = {
         "pretrain": [*_first_bytes(documents, room - code_bytes), *code],
         "pretrain_heldout": heldout_documents,
         "sft": chats[: settings.chat_rows],
-        "sft_heldout": list(unseen_chats),
-        "dpo": list(make_pairs(chats[: settings.chat_rows // 2])),
-        "dpo_heldout": list(make_pairs(list(unseen_chats))),
+        "sft_heldout": unseen_chats[:heldout_chat_rows],
+        "dpo": list(islice(make_pairs(chats[: settings.chat_rows]), round(PAIRS_SHARE * settings.chat_rows))),
+        "dpo_heldout": list(islice(make_pairs(unseen_chats), HELDOUT_PAIRS)),
         "lora": letters[: settings.domain_rows],
         "lora_heldout": heldout_letters[:heldout_letter_rows],
     }
