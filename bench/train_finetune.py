@@ -1,8 +1,9 @@
 """Fine-tuning: packed chats against padded ones, LoRA steps against full fine-tuning, preference tuning against TRL.
 
-    python bench/train_finetune.py [--path FILE.jsonl]                 about 13 minutes on two cores
+    python bench/train_finetune.py [--path FILE.jsonl]                 about 20 minutes on two cores
     python bench/train_finetune.py --only sft --rounds 1 --steps 4     a quick try, 2 minutes
     python bench/train_finetune.py --only lora --rounds 1 --steps 2 --tokens 1024
+    taskset -c 1 python bench/train_finetune.py --only dpo             with trl, on one core
 
 sft: the model has hidden size 256 and 4 layers, rows have 512 tokens. Chats are cut out of the text, with log-normal
 lengths. A useful token is one of a chat, whether learnt or context; padding is not. Ours is `ttrain

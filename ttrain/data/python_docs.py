@@ -33,7 +33,7 @@ from ttrain.data.records import Tally, records
 HELDOUT_FLOOR_BYTES = 100_000
 HELDOUT_FLOOR_ROWS = 100
 PAIRS_SHARE = 0.375  # of as many as there are chats
-HELDOUT_PAIRS = 400
+HELDOUT_PAIRS = 300
 MAX_LINE_BYTES = 1 << 20
 OBJECT = re.compile(r"`([^`]+)`")  # the first name in a chat's first question
 Row = dict[str, Any]
