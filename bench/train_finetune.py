@@ -265,6 +265,8 @@ def tune_in_turns(
 
 def tune(settings: str, base: str, shards: str, reference: str, output: str) -> list[tuple[float, ...]]:
     """The stage `dpo` in this process; a stamp is (pairs that are learnt, wall time, CPU seconds), of each micro-batch."""
+    import torch
+
     from ttrain.config import DpoConfig
     from ttrain.config.loading import load
     from ttrain.core.files import ProgressWriter
@@ -279,8 +281,9 @@ def tune(settings: str, base: str, shards: str, reference: str, output: str) -> 
         train_step, learnt = task.train_step, [0]
 
         def step(model: Any, batch: Any, device: Any) -> Any:
-            stamps.append((learnt[0], time.time(), time.process_time()))
-            learnt[0] += len(batch.answer_ids_A) // 2
+            if torch.is_grad_enabled():  # no validation
+                stamps.append((learnt[0], time.time(), time.process_time()))
+                learnt[0] += len(batch.answer_ids_A) // 2
             return train_step(model, batch, device)
 
         task.train_step = step
