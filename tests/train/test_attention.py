@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.model import factory
-from ttrain.train import attention
+from ttrain.train import attention, kernels
 from ttrain.train.attention import RecordGroups, group_lengths, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -165,13 +165,13 @@ def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
     calls: list[int] = []
-    inner = attention.RecordAttention.apply
+    inner = attention.mixed
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return inner(*arguments)
 
-    monkeypatch.setattr(attention.RecordAttention, "apply", counted)
+    monkeypatch.setattr(kernels, "mixed", counted)
     found = gradients()
     assert len(calls) == 2, "each of the two layers took its attention from here"
     monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})

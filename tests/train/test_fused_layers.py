@@ -13,7 +13,10 @@ from torch import Tensor
 
 from ttrain.config import Lora
 from ttrain.model import adapters
+from ttrain.train import kernels
 from ttrain.train.kernels import GATED, NORMS, fuse
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.losses import token_loss_sum
 
 BF16 = torch.bfloat16
 
@@ -101,6 +104,39 @@ def test_fused_layers_keep_three_tenths_less_for_the_backward_pass() -> None:
     fuse(model)
     after = bytes_kept(lambda: forward(model))
     assert after < 0.7 * before
+
+
+def packed_loss(model: NextTokenLoss) -> Tensor:
+    """The loss of two rows of two records, in bf16."""
+    ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    segments = torch.arange(24).expand(2, 24) // 15
+    with torch.autocast("cpu", BF16):
+        loss: Tensor = model(ids, torch.arange(24).expand(2, 24) % 15, segments, ids)[0]
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_is_made_again_of_the_input_of_a_norm_has_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NextTokenLoss(tiny_model(kind=kind, kv_heads=1).train(), token_loss_sum)
+
+    def gradients() -> dict[str, Tensor]:
+        packed_loss(model).backward()  # type: ignore[no-untyped-call]
+        found = copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+        return found
+
+    made_again, kept = gradients(), bytes_kept(lambda: packed_loss(model))
+    monkeypatch.setattr(kernels, "source_of", lambda x: None)
+    assert bytes_kept(lambda: packed_loss(model)) > kept
+    assert same(gradients(), made_again)
+
+
+def test_a_norm_whose_output_was_changed_is_not_the_source_of_it() -> None:
+    module = layer("LlamaRMSNorm")
+    fuse(module)
+    out = module(torch.ones(2, 16))
+    assert kernels.source_of(out) is not None
+    assert kernels.source_of(out.mul_(2)) is None
 
 
 # --- low-rank layers ----------------------------------------------------------------------------------------------------

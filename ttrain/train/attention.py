@@ -13,6 +13,7 @@ L positions of its longest record, Q queries of a block, S the keys that they ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, final
 
@@ -110,21 +111,21 @@ class RecordGroups:
         rounded = -(-runs.lengths // step) * step
         self.places: list[Tensor] = []
         self.padding: list[Tensor] = []
-        numbers_by_place = np.empty(segments_BT.numel(), np.int64)
+        where = np.empty(segments_BT.numel(), np.int64)
         copies: list[tuple[Any, Any]] = []  # places of prefixes seen from further branches, and their numbers in the groups
         shortest = first = 0
-        for longest in group_lengths(*(tuple(counts.tolist()) for counts in np.unique(rounded, return_counts=True))):
+        for longest in group_lengths(*(tuple(part.tolist()) for part in np.unique(rounded, return_counts=True))):
             mine = np.flatnonzero((rounded > shortest) & (rounded <= longest))
             N, L = few_counts(len(mine)), min(longest, T)
             places, inside, copied = (np.zeros((N, L), kind) for kind in (np.int64, bool, bool))
             places[: len(mine)], inside[: len(mine)], copied[: len(mine)] = runs.places(mine, L)
-            originals = inside & ~copied
-            numbers_by_place[places[originals]] = first + np.flatnonzero(originals)
+            own = inside & ~copied
+            where[places[own]] = first + np.flatnonzero(own)
             copies.append((places[copied], first + np.flatnonzero(copied)))
             self.places.append(torch.from_numpy(places))
-            self.padding.append(torch.from_numpy(np.flatnonzero(~originals)))
+            self.padding.append(torch.from_numpy(np.flatnonzero(~own)))
             shortest, first = longest, first + places.size
-        self._where = torch.from_numpy(numbers_by_place)
+        self._where = torch.from_numpy(where)
         self._copies = tuple(torch.from_numpy(np.concatenate(numbers)) for numbers in zip(*copies, strict=True))
         self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]] = {}
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines of the positions, by the number of heads
@@ -170,13 +171,13 @@ class _Runs:
         self._copied = np.zeros(len(starts), bool)
         if branches is not None:
             branch, segment, row = branches.ravel()[starts], segments.ravel()[starts], starts // T
-            prefixes = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
-            has_prefix = (branch > 0) & (branch[prefixes] == 0) & (segment[prefixes] == segment) & (row[prefixes] == row)
-            self._prefixes = starts[prefixes]
-            self._prefix_lengths = np.where(has_prefix, lengths[prefixes], 0)
-            self._copied[1:] = has_prefix[1:] & (prefixes[1:] == prefixes[:-1]) & (branch[:-1] > 0)
+            before = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
+            has_prefix = (branch > 0) & (branch[before] == 0) & (segment[before] == segment) & (row[before] == row)
+            self._prefixes = starts[before]
+            self._prefix_lengths = np.where(has_prefix, lengths[before], 0)
+            self._copied[1:] = has_prefix[1:] & (before[1:] == before[:-1]) & (branch[:-1] > 0)
             alone = np.ones(len(starts), bool)
-            alone[prefixes[has_prefix]] = False
+            alone[before[has_prefix]] = False
             starts, lengths = starts[alone], lengths[alone]
             self._prefixes, self._prefix_lengths = self._prefixes[alone], self._prefix_lengths[alone]
             self._copied = self._copied[alone]
@@ -292,71 +293,89 @@ class RecordAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float, dtype: Any
     ) -> Tensor:
-        B, T, H, K = query_BTHK.shape
-        G = key_BTGK.shape[2]
+        query, key, value = (tensor.to(dtype) for tensor in (query_BTHK, key_BTGK, value_BTGK))
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
-        (queries, _, back, _), (keys, _, _, _) = groups.indices(H), groups.indices(G)
-        q, k, v = (states.to(dtype).reshape(-1, K) for states in (query_BTHK, key_BTGK, value_BTGK))
-        saved, outs = [], []
-        with torch.autocast(query_BTHK.device.type, enabled=False):
-            for places_NL, of_queries, of_keys in zip(groups.places, queries, keys, strict=True):
-                N, L = places_NL.shape
-                q_XRLK = q.index_select(0, of_queries).view(N * G, H // G, L, K)
-                k_XLK, v_XLK = (states.index_select(0, of_keys).view(N * G, L, K) for states in (k, v))
-                parts = []
-                for rows, end in _blocks(L):
-                    weights = _weights(q_XRLK[:, :, rows], k_XLK[:, :end], scale)
-                    parts.append(torch.bmm(weights, v_XLK[:, :end]).view(N * G, H // G, -1, K))
-                saved += [q_XRLK, k_XLK, v_XLK]
-                outs.append(_joined(parts).view(-1, K))
-            out = torch.cat(outs).index_select(0, back)
-        ctx.save_for_backward(out, *saved)  # the output, which the next product keeps too, is not kept in groups
-        return out.view(B, T, H, K)
+        out = mixed(query, key, value, groups, scale)
+        ctx.save_for_backward(out, query, key, value)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
-        B, T, H, K = grad_BTHK.shape
-        (out, *saved), groups = ctx.saved_tensors, ctx.groups
-        G = saved[1].shape[0] // groups.places[0].shape[0]
-        dtype = saved[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
-        grad = grad_BTHK.to(dtype).reshape(-1, K)
-        gradients: tuple[list[Tensor], ...] = ([], [], [])
-        delta_M = (grad * out).sum(-1)
-        for number in range(len(groups.places)):
-            q_XRLK, k_XLK, v_XLK = saved[3 * number : 3 * number + 3]
-            X, R, L, _ = q_XRLK.shape
-            do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
-            delta_XRL1 = delta_M.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, 1)
-            dq_parts: list[Tensor] = []
-            dk_XLK = dv_XLK = torch.empty(0)
-            for rows, end in reversed(_blocks(L)):  # the last block sees all keys
-                q_XSK, do_XSK = (states[:, :, rows].reshape(X, -1, K) for states in (q_XRLK, do_XRLK))
-                k_XSK, v_XSK = k_XLK[:, :end], v_XLK[:, :end]
-                weights = _weights(q_XRLK[:, :, rows], k_XSK, ctx.scale)
-                delta_XS1 = delta_XRL1[:, :, rows].reshape(X, -1, 1).expand(-1, -1, end)
-                slopes = torch.baddbmm(delta_XS1, do_XSK, v_XSK.transpose(1, 2), beta=-1).mul_(weights)
-                dq_parts.append(torch.bmm(slopes, k_XSK).view(X, R, -1, K))
-                dk, dv = torch.bmm(slopes.transpose(1, 2), q_XSK), torch.bmm(weights.transpose(1, 2), do_XSK)
-                if end == L:
-                    dk_XLK, dv_XLK = (dk, dv) if end <= BLOCK else (dk.to(wide), dv.to(wide))
-                else:
-                    dk_XLK[:, :end] += dk
-                    dv_XLK[:, :end] += dv
-            for list_of, gradient in zip(gradients, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
-                list_of.append(gradient.view(-1, K).to(dtype))
-        dq = torch.cat(gradients[0]).index_select(0, query_back).view(B, T, -1, K)
-        dk, dv = (_collected(torch.cat(parts), key_back, copies).view(B, T, -1, K) for parts in gradients[1:])
-        types = ctx.types
-        return dq.mul_(ctx.scale).to(types[0]), dk.mul_(ctx.scale).to(types[1]), dv.to(types[2]), None, None, None
+        out, query, key, value = ctx.saved_tensors
+        slopes = mixed_slopes(grad_BTHK, out, query, key, value, ctx.groups, ctx.scale)
+        return *(slope.to(dtype) for slope, dtype in zip(slopes, ctx.types, strict=True)), None, None, None
+
+
+def mixed(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float) -> Tensor:
+    """Values [B, T, H, K], mixed by the attention within records."""
+    outs = []
+    with torch.autocast(query_BTHK.device.type, enabled=False):
+        for q_XRLK, k_XLK, v_XLK in _grouped(query_BTHK, key_BTGK, value_BTGK, groups):
+            X, R, L, K = q_XRLK.shape
+            parts = []
+            for rows, end in _blocks(L):
+                weights = _weights(q_XRLK[:, :, rows], k_XLK[:, :end], scale)
+                parts.append(torch.bmm(weights, v_XLK[:, :end]).view(X, R, -1, K))
+            outs.append(_joined(parts).view(-1, K))
+    _, _, back, _ = groups.indices(query_BTHK.shape[2])
+    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape)
+
+
+def mixed_slopes(
+    grad_BTHK: Tensor, out_BTHK: Tensor, query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, in their type, from that of what `mixed` made of them."""
+    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
+    dtype = query_BTHK.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
+    grad = grad_BTHK.to(dtype).reshape(-1, K)
+    found: tuple[list[Tensor], ...] = ([], [], [])
+    delta_M = (grad * out_BTHK.view(-1, K)).sum(-1)
+    for number, (q_XRLK, k_XLK, v_XLK) in enumerate(_grouped(query_BTHK, key_BTGK, value_BTGK, groups)):
+        X, R, L, _ = q_XRLK.shape
+        do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
+        delta_XRL1 = delta_M.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, 1)
+        dq_parts: list[Tensor] = []
+        dk_XLK = dv_XLK = torch.empty(0)
+        for rows, end in reversed(_blocks(L)):  # the last block sees all keys
+            q_XSK, do_XSK = (states[:, :, rows].reshape(X, -1, K) for states in (q_XRLK, do_XRLK))
+            k_XSK, v_XSK = k_XLK[:, :end], v_XLK[:, :end]
+            weights = _weights(q_XRLK[:, :, rows], k_XSK, scale)
+            delta_XS1 = delta_XRL1[:, :, rows].reshape(X, -1, 1).expand(-1, -1, end)
+            slopes = torch.baddbmm(delta_XS1, do_XSK, v_XSK.transpose(1, 2), beta=-1).mul_(weights)
+            dq_parts.append(torch.bmm(slopes, k_XSK).view(X, R, -1, K))
+            dk, dv = torch.bmm(slopes.transpose(1, 2), q_XSK), torch.bmm(weights.transpose(1, 2), do_XSK)
+            if end == L:
+                dk_XLK, dv_XLK = (dk, dv) if end <= BLOCK else (dk.to(wide), dv.to(wide))
+            else:
+                dk_XLK[:, :end] += dk
+                dv_XLK[:, :end] += dv
+        for list_of, part in zip(found, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
+            list_of.append(part.view(-1, K).to(dtype))
+    dq = torch.cat(found[0]).index_select(0, query_back)
+    dk, dv = (_collected(torch.cat(parts), key_back, copies) for parts in found[1:])
+    return dq.mul_(scale).view(query_BTHK.shape), dk.mul_(scale).view(key_BTGK.shape), dv.view(value_BTGK.shape)
+
+
+def _grouped(
+    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Queries [N*G, R, L, K], keys and values [N*G, L, K] of each group. They are copies, made again for the gradients."""
+    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
+    q, k, v = (states.reshape(-1, K) for states in (query_BTHK, key_BTGK, value_BTGK))
+    for places_NL, of_queries, of_keys in zip(groups.places, groups.indices(H)[0], groups.indices(G)[0], strict=True):
+        X, L = places_NL.shape[0] * G, places_NL.shape[1]
+        keys, values = (states.index_select(0, of_keys).view(X, L, K) for states in (k, v))
+        yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values
 
 
 def _collected(groups: Tensor, back: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
     """The gradients of all states, from those in the groups, where a state of a prefix is in several."""
     states, numbers = copies
-    gradients = groups.index_select(0, back)
-    return gradients.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else gradients
+    found = groups.index_select(0, back)
+    return found.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else found
 
 
 def _blocks(L: int) -> list[tuple[slice, int]]:

@@ -5,14 +5,15 @@ Letters in names: B rows, T positions, H heads, K width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ttrain.train.attention import RecordGroups, autocast_dtype, record_attention
+from ttrain.train.attention import RecordGroups, autocast_dtype, mixed, mixed_slopes
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
 
@@ -48,7 +49,9 @@ def _norm(self: Any, hidden: Tensor) -> Tensor:
         output = type(self).forward(self, hidden)
     else:
         dtype = autocast_dtype(hidden.device, hidden.dtype)
-        output = _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
+        output, scale = _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
+        source = hidden.detach(), scale, self.weight.detach()
+        cast(Any, output).ttrain_source = output._version, source  # for `source_of`
     return output
 
 
@@ -59,57 +62,111 @@ def _gated(self: Any, hidden: Tensor) -> Tensor:
     else:
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         if all(type(projection) is nn.Linear and projection.bias is None for projection in projections):
-            dtype = autocast_dtype(hidden.device, hidden.dtype)
-            output = _GatedLayer.apply(hidden.to(dtype), *(projection.weight for projection in projections))  # type: ignore[no-untyped-call]  # torch's
+            x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
+            output = _GatedLayer.apply(x, *(projection.weight for projection in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
         else:  # some are an adapter's
             output = self.down_proj(_SwiGLU.apply(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-untyped-call]  # torch's
     return output
 
 
+Source = tuple[Tensor, Tensor, Tensor]  # what a norm makes its output of: hidden states, inverse RMS, weight
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines for each number of all heads, [B, T, H, K]
+
+
+def source_of(x: Tensor) -> Source | None:
+    """Of what a norm made this tensor, where it is the output of one and was not changed since."""
+    version, source = getattr(x, "ttrain_source", (None, None))
+    return source if version == x._version else None
+
+
+def _scaled(x: Tensor, scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * scale).mul_(weight).to(dtype)
+
+
+def _kept(x: Tensor, source: Source | None) -> tuple[Tensor, ...]:
+    """What a layer keeps of its input: what the norm before it keeps anyway, and makes the same bits of, or itself."""
+    return source or (x,)
+
+
+def _restored(kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The input of which `_kept` is left."""
+    x, *others = kept
+    return _scaled(x, others[0], others[1], dtype) if others else x
+
+
 class _RMSNorm(torch.autograd.Function):
-    """y = weight x / rms(x) (arXiv:1910.07467), computed in fp32, returned in `dtype`."""
+    """y = weight x / rms(x) (arXiv:1910.07467), computed in fp32, returned in `dtype`; and 1 / rms(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scale = _inverse_rms(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        output: Tensor = (x * scale).mul_(weight).to(dtype)
-        return output
+        ctx.mark_non_differentiable(scale)
+        return _scaled(x, scale, weight, dtype), scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         return *_rms_slopes(grad, *ctx.saved_tensors), None, None
 
 
 class _GatedLayer(torch.autograd.Function):
     """y = (silu(x G) (x U)) D (arXiv:2002.05202), in the type of x.
 
-    What D multiplies is computed again for its gradient, from silu(x G), which is needed there anyway, and weights are cast
-    again: of 811 MB that a step keeps at a width of 512 with 8 layers and 4,096 tokens, 687 are left.
+    What D multiplies is computed again for its gradient, from silu(x G), which is needed there anyway, weights are cast
+    again, and x is made again of what the norm before it keeps.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, source: Source | None
+    ) -> Tensor:
         gate, up = F.linear(x, gate_weight.to(x.dtype)), F.linear(x, up_weight.to(x.dtype))
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *_kept(x, source))
         return F.linear(F.silu(gate).mul_(up), down_weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, *weights = ctx.saved_tensors
-        gate_weight, up_weight, down_weight = weights
+        gate, up, gate_weight, up_weight, down_weight, *kept = ctx.saved_tensors
         activated = F.silu(gate)
-        inner = grad.flatten(0, -2).mm(down_weight.to(x.dtype)).view_as(gate)
-        of_weights = [_weight_slopes(grad, activated * up, down_weight) if ctx.needs_input_grad[3] else None]
+        inner = grad.flatten(0, -2).mm(down_weight.to(gate.dtype)).view_as(gate)
+        of_down = _weight_slopes(grad, activated * up, down_weight) if ctx.needs_input_grad[3] else None
         of_up = activated.mul_(inner)
         of_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        for number, slopes in ((2, of_up), (1, of_gate)):
-            of_weights.insert(0, _weight_slopes(slopes, x, weights[number - 1]) if ctx.needs_input_grad[number] else None)
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = of_up.flatten(0, -2).mm(up_weight.to(x.dtype))
-            of_x = of_x.add_(of_gate.flatten(0, -2).mm(gate_weight.to(x.dtype))).view_as(x)
-        return of_x, *of_weights
+        slopes, weights = (of_gate, of_up), (gate_weight, up_weight)
+        return *_product_slopes(slopes, weights, tuple(kept), ctx.needs_input_grad), of_down, None
+
+
+class _Projections(torch.autograd.Function):
+    """Queries, keys and values of x, in its type; weights are cast again, and x is made again, for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, query: Tensor, key: Tensor, value: Tensor, source: Source | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(query, key, value, *_kept(x, source))
+        return tuple(F.linear(x, weight.to(x.dtype)) for weight in (query, key, value))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weights, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        return *_product_slopes(grads, weights, kept, ctx.needs_input_grad), None
+
+
+def _product_slopes(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], kept: tuple[Tensor, ...], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the input of several products, of which `kept` is left, and of their weights, as far as they are needed.
+
+    The last product comes first, as in autograd's own sums.
+    """
+    dtype = grads[0].dtype
+    pairs = [*zip(grads, weights, needed[1:], strict=False)]
+    x = _restored(kept, dtype) if any(need for _, _, need in pairs) else None
+    of_weights = [_weight_slopes(grad, x, weight) if x is not None and need else None for grad, weight, need in pairs]
+    of_x = None
+    for grad, weight, _ in reversed(pairs) if needed[0] else ():
+        slopes = grad.flatten(0, -2).mm(weight.to(dtype)).view(*grad.shape[:-1], -1)
+        of_x = slopes if of_x is None else of_x.add_(slopes)
+    return [of_x, *of_weights]
 
 
 def _weight_slopes(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -141,60 +198,102 @@ def _rotary_attention(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if "groups" not in others or past_key_values is not None:
+    groups, dtype = others.get("groups"), autocast_dtype(hidden_states.device, hidden_states.dtype)
+    dropout = self.attention_dropout if self.training else 0.0
+    if groups is None or past_key_values is not None or dropout or dtype == torch.float16:
         output: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
         )
         return output
     B, T, _ = hidden_states.shape
+    states = [made.to(dtype).view(B, T, -1, self.head_dim) for made in _projected(self, hidden_states)]
+    rotations = []
+    for name, heads in (("q_norm", states[0].shape[2]), ("k_norm", states[1].shape[2])):
+        norm = getattr(self, name, None)
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        rotations += [weight, epsilon, _turn(heads, position_embeddings, groups)]
+    mixed_BTHK = _RotaryAttention.apply(*states, *rotations, groups, self.scaling)  # type: ignore[no-untyped-call]  # torch's
+    return self.o_proj(mixed_BTHK.view(B, T, -1)), None
+
+
+def _projected(self: Any, hidden: Tensor) -> Sequence[Tensor]:
+    """Queries, keys and values."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
-    query, key, value = (projection(hidden_states).view(B, T, -1, self.head_dim) for projection in projections)
-    query = _rotated(query, getattr(self, "q_norm", None), position_embeddings, others["groups"])
-    key = _rotated(key, getattr(self, "k_norm", None), position_embeddings, others["groups"])
-    dropout = self.attention_dropout if self.training else 0.0
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    mixed, _ = record_attention(
-        self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, groups=others["groups"]
-    )
-    return self.o_proj(mixed.reshape(B, T, -1)), None
+    if not torch.is_grad_enabled() or not all(type(one) is nn.Linear and one.bias is None for one in projections):
+        return [projection(hidden) for projection in projections]
+    x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
+    made: tuple[Tensor, ...] = _Projections.apply(x, *(one.weight for one in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
+    return made
 
 
-def _rotated(states_BTHK: Tensor, norm: Any, angles: tuple[Tensor, Tensor], groups: RecordGroups) -> Tensor:
-    """Queries or keys after their norm, if there is one, and the rotation of their positions."""
-    heads = states_BTHK.shape[2]
-    if heads not in groups.angles:  # the same in all layers
+def _turn(heads: int, angles: Turn, groups: RecordGroups) -> Turn:
+    """The rotation of so many heads; the same in all layers. The sine is negative in the first half of a head."""
+    if heads not in groups.angles:
         cos_BTHK, sin_BTHK = (angle[:, :, None].expand(-1, -1, heads, -1).contiguous() for angle in angles)
         sin_BTHK[..., : sin_BTHK.shape[-1] // 2].neg_()
         groups.angles[heads] = cos_BTHK, sin_BTHK
-    weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    rotated: Tensor = _Rotation.apply(states_BTHK, weight, epsilon, *groups.angles[heads])  # type: ignore[no-untyped-call]  # torch's
-    return rotated
+    return groups.angles[heads]
 
 
-class _Rotation(torch.autograd.Function):
-    """y = R(positions) weight x / rms(x), without a weight R x (arXiv:2104.09864, arXiv:2302.05442), computed in fp32.
+class _RotaryAttention(torch.autograd.Function):
+    """Attention within records of queries and keys after their norm, if there is one, and the rotation of their positions.
 
-    The pairs are half a head apart: y = x cos + roll(x) sin, where `sin` is negative in the first half.
+    The gradients need both rotated: they are rotated again, of what the norm needs anyway. So of 651 MB that a step keeps
+    at a width of 512 with 8 layers and 4,096 tokens, 481 are left, with what `_kept` saves.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, cos: Tensor, sin: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = None
-        if weight is not None:
-            scale = _inverse_rms(wide, epsilon)
-            wide = (wide * scale).mul_(weight)
-        ctx.save_for_backward(x, weight, scale, cos, sin)
-        return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, query_epsilon: float,
+        query_turn: Turn, key_weight: Tensor | None, key_epsilon: float, key_turn: Turn, groups: RecordGroups, scale: float,
+    ) -> Tensor:  # fmt: skip
+        query_scale, key_scale = (
+            None if weight is None else _inverse_rms(_wide(x), epsilon)
+            for x, weight, epsilon in ((query, query_weight, query_epsilon), (key, key_weight, key_epsilon))
+        )
+        turned_query = _rotated(query, query_weight, query_scale, query_turn)
+        turned_key = _rotated(key, key_weight, key_scale, key_turn)
+        out = mixed(turned_query, turned_key, value, groups, scale)
+        ctx.save_for_backward(query, query_weight, query_scale, key, key_weight, key_scale, value, out)
+        ctx.turns, ctx.groups, ctx.scale = (query_turn, key_turn), groups, scale
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale, cos, sin = ctx.saved_tensors
-        grad = grad.to(torch.promote_types(x.dtype, torch.float32))
-        grad_x, grad_weight = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1)), None
-        if weight is not None:
-            grad_x, grad_weight = _rms_slopes(grad_x, x, weight, scale)
-        return grad_x.to(x.dtype), grad_weight, None, None, None
+        query, query_weight, query_scale, key, key_weight, key_scale, value, out = ctx.saved_tensors
+        query_turn, key_turn = ctx.turns
+        turned_query = _rotated(query, query_weight, query_scale, query_turn)
+        turned_key = _rotated(key, key_weight, key_scale, key_turn)
+        of_query, of_key, of_value = mixed_slopes(grad, out, turned_query, turned_key, value, ctx.groups, ctx.scale)
+        of_query, of_query_weight = _rotation_slopes(of_query, query, query_weight, query_scale, query_turn)
+        of_key, of_key_weight = _rotation_slopes(of_key, key, key_weight, key_scale, key_turn)
+        return of_query, of_key, of_value, of_query_weight, None, None, of_key_weight, None, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rotated(x: Tensor, weight: Tensor | None, scale: Tensor | None, turn: Turn) -> Tensor:
+    """y = R weight x scale, without a weight R x (arXiv:2104.09864, arXiv:2302.05442), computed in fp32.
+
+    The pairs are half a head apart: y = x cos + roll(x) sin.
+    """
+    cos, sin = turn
+    wide = _wide(x) if weight is None or scale is None else (_wide(x) * scale).mul_(weight)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def _rotation_slopes(
+    grad: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor | None, turn: Turn
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weight from that of what `_rotated` made of them."""
+    cos, sin = turn
+    grad = _wide(grad)
+    grad_x, grad_weight = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1)), None
+    if weight is not None and scale is not None:
+        grad_x, grad_weight = _rms_slopes(grad_x, x, weight, scale)
+    return grad_x.to(x.dtype), grad_weight
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
