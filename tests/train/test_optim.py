@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.doubles import NumberedRows, copies, make_trainer, same, settings_of_training, tiny_model
+from support.doubles import ALONE, NumberedRows, copies, in_ranks, make_trainer, same, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.tracking.outboxes import group_params
 from ttrain.train import optim
+from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -222,6 +224,26 @@ def test_state_that_is_put_back_gives_the_same_steps(kind: Any) -> None:
             optimizers.step()
     assert same(first.state_dict(), second.state_dict())
     assert same(ours.state(), theirs.state())
+
+
+def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each shape a rank makes half of the matrices orthogonal, and one more where their number is odd."""
+    made: list[int] = []
+    inner = optim.orthogonal
+    monkeypatch.setattr(optim, "orthogonal", lambda matrices: made.append(len(matrices)) or inner(matrices))
+
+    def step(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
+        model = nn.ModuleList([tiny_model(kv_heads=1), stacked(), nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)])
+        optimizers = optim.build(model, Optim(kind="muon"))
+        optimizers.share_work(ranks)
+        give_gradients(model, 0)
+        made.clear()
+        optimizers.step()
+        return copies(model.state_dict()), sum(made)
+
+    (alone, every), found = step(ALONE), in_ranks(2, tmp_path, step)
+    assert all(same(weights, alone) for weights, _ in found), "the bits do not depend on who computes a matrix"
+    assert all(count < 0.7 * every for _, count in found), [every, *(count for _, count in found)]
 
 
 def test_the_state_names_the_parameters() -> None:

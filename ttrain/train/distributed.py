@@ -71,6 +71,13 @@ class Ranks:
                 dist.all_reduce(figures)
         return figures
 
+    def gather(self, numbers_N: Tensor) -> Tensor:
+        """The numbers of all ranks, [W, N], on their device; each has as many."""
+        gathered_WN = numbers_N.new_empty((self.world, len(numbers_N)))
+        with self._naming_lost_ranks():  # as bytes: not every backend knows bf16
+            dist.all_gather([*gathered_WN.view(torch.uint8)], numbers_N.view(torch.uint8))
+        return gathered_WN
+
     def union(self, names: Iterable[str]) -> list[str]:
         """All names that any rank has, sorted; the same list on all of them."""
         if self.world == 1:

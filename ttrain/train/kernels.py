@@ -147,8 +147,8 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-        return *_product_slopes(grads, weights, kept, ctx.needs_input_grad), None
+        query, key, value, *kept = ctx.saved_tensors
+        return *_product_slopes(grads, (query, key, value), tuple(kept), ctx.needs_input_grad), None
 
 
 def _product_slopes(

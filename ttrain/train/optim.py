@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.train.distributed import full_tensor, shard_like
+from ttrain.train.distributed import Ranks, full_tensor, shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 
@@ -52,6 +52,12 @@ class Optimizers:
     def can_be_prevented(self) -> bool:
         """Whether `step_unless` is possible."""
         return all(isinstance(optimizer, Muon) or optimizer.defaults.get("fused") for optimizer in self.optimizers)
+
+    def share_work(self, ranks: Ranks) -> None:
+        """Let the ranks divide among them what each of them would compute; all of them must then step together."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.ranks = ranks
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -218,30 +224,57 @@ class Muon(torch.optim.Optimizer):
 
     For matrices [A, B] and stacks of them [E, A, B], the experts of a layer. All matrices of one shape are one batch of
     products: 12 ms a step of the quickstart, where torch.optim.Muon, one matrix after the other, takes 22. An expert that no
-    token visited is updated by its momentum only. A sharded matrix is gathered, and every rank computes it.
+    token visited is updated by its momentum only. A sharded matrix is gathered. With `ranks` each makes its share of all
+    matrices orthogonal, and has the others' from them.
     """
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
+        self.ranks: Ranks | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
         for group in self.param_groups:
-            alike: dict[torch.Size, list[Tensor]] = {}
+            alike: dict[tuple[bool, torch.Size], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike.setdefault(parameter.shape[-2:], []).append(parameter)
-            for parameters in alike.values():
-                self._update(parameters, group["lr"], group["weight_decay"])
+                    key = parameter.ndim == 3 and hasattr(parameter, "to_local"), parameter.shape[-2:]
+                    alike.setdefault(key, []).append(parameter)
+            made = [self._own_share(parameters, shared=not local) for (local, _), parameters in alike.items()]
+            parts = [number for number, (local, _) in enumerate(alike) if not local]
+            for number, whole in zip(parts, self._exchanged([made[number] for number in parts]), strict=True):
+                made[number] = whole
+            for parameters, directions_EAB in zip(alike.values(), made, strict=True):
+                self._update(parameters, directions_EAB, group["lr"], group["weight_decay"])
 
-    def _update(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+    def _own_share(self, parameters: list[Tensor], *, shared: bool) -> Tensor:
+        """Orthogonal directions of matrices of one shape: all of them, or where they are shared, of this rank's of them."""
         directions = [self._momentum(parameter) for parameter in parameters]
-        stacks = [direction.view(-1, *direction.shape[-2:]) for direction in directions]
-        updates = torch.split(orthogonal(torch.cat(stacks)), [len(stack) for stack in stacks])
+        matrices = [matrix for direction in directions for matrix in direction.view(-1, *direction.shape[-2:])]
+        if not shared or self.ranks is None or self.ranks.world == 1:
+            return orthogonal(torch.stack(matrices))
+        count = -(-len(matrices) // self.ranks.world)
+        mine = matrices[self.ranks.rank * count : (self.ranks.rank + 1) * count]
+        absent = [torch.zeros_like(matrices[0])] * (count - len(mine))
+        return orthogonal(torch.stack([*mine, *absent]))
+
+    def _exchanged(self, shares: list[Tensor]) -> list[Tensor]:
+        """The shares of all ranks, one after the other, in one message."""
+        if self.ranks is None or self.ranks.world == 1 or not shares:
+            return shares
+        gathered = self.ranks.gather(torch.cat([share.flatten() for share in shares]))
+        parts = torch.split(gathered, [share.numel() for share in shares], 1)
+        return [part.reshape(-1, *share.shape[1:]) for part, share in zip(parts, shares, strict=True)]
+
+    def _update(self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float) -> None:
+        start = 0
         A, B = parameters[0].shape[-2:]
-        for parameter, direction in zip(parameters, updates, strict=True):
+        for parameter in parameters:
             weights = _local(parameter)
+            count = 1 if parameter.ndim == 2 else len(weights)
+            direction = directions_EAB[start : start + count]
+            start += count
             if parameter.ndim == 2:
                 direction = _local(shard_like(direction[0], parameter))
             rate = lr * math.sqrt(max(1, A / B))

@@ -86,6 +86,8 @@ class Trainer:
             self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
+        if options.reduction != "tree":  # whose bits no number of ranks changes, whatever the device computes a batch by
+            self.optimizers.share_work(ranks)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         self._totals = ReducedSums(ranks)
