@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent import futures
@@ -21,8 +20,7 @@ import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core.files import read_json, read_object, write_json
-from ttrain.core.signals import end_with_parent
-from ttrain.data import blocks, contamination, locations, near_duplicate_sets
+from ttrain.data import blocks, contamination, locations, near_duplicate_sets, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile
@@ -265,11 +263,13 @@ class Processes:
         """Start the workers, if they do not run yet."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start, initargs=(os.getpid(),))
+            self._pool = ProcessPoolExecutor(
+                self.workers, mp_context=context, initializer=shard_worker.start, initargs=(os.getpid(),)
+            )
             old = {name: os.environ.get(name) for name in ENVIRONMENT}
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start; each task starts one
             for _ in range(self.workers):
-                self._pool.submit(_start_with)
+                self._pool.submit(shard_worker.begin)
             for name, value in old.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         return self._pool
@@ -297,14 +297,3 @@ class Processes:
             ) from None
         finally:  # none may still write when the caller goes on
             futures.wait([future for future in waiting if not future.cancel()])
-
-
-def _start(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    end_with_parent(parent)
-    _start_with()
-
-
-def _start_with() -> None:
-    """Import what the work needs."""
-    import ttrain.data.blocks  # noqa: F401
