@@ -32,7 +32,7 @@ WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 BLOCK = 128  # queries; rows of 256 in blocks of 128: 7.1 ms, of 192: 7.7, of 256: 7.9
 
-LENGTH_STEP = 16  # lengths of groups are multiples of it
+LENGTH_STEP = 16  # lengths of groups are multiples of it, of which there are few
 
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
 
@@ -108,7 +108,8 @@ class RecordGroups:
         runs = _Runs(segments_BT.numpy(), None if branches_BT is None else branches_BT.numpy())
         T = segments_BT.shape[1]
         step = max(LENGTH_STEP, T // 32)
-        rounded = -(-runs.lengths // step) * step
+        few = np.array([few_counts(count) for count in range(-(-T // step) + 1)])
+        rounded = few[-(-runs.lengths // step)] * step
         self.places: list[Tensor] = []
         self.padding: list[Tensor] = []
         where = np.empty(segments_BT.numel(), np.int64)
@@ -196,8 +197,9 @@ class _Runs:
 def few_counts(count: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
-    oneDNN compiles the products of a shape when it meets the first one, about 0.3 ms each, and keeps 1,024 of them: with
-    all counts and lengths of groups a step of the quickstart took 130 ms instead of 100.
+    oneDNN compiles the products of a shape when it meets the first one, about 0.3 ms each, and keeps 1,024 of them, 0.5 MB
+    each: with all counts and lengths of groups a step of the quickstart took 130 ms instead of 100. With few counts, but
+    all lengths, 21 steps of 16 rows of 256 took 1,093 MB instead of 952.
     """
     unit = 1 << max(0, count.bit_length() - 2)
     return -(-count // unit) * unit
