@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import ALONE, NumberedRows, copies, in_ranks, make_trainer, same, settings_of_training, tiny_model
+from support.doubles import ALONE, CPU, NumberedRows, copies, in_ranks, make_trainer, same, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
@@ -244,6 +244,16 @@ def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(tmp_path: Pa
     (alone, every), found = step(ALONE), in_ranks(2, tmp_path, step)
     assert all(same(weights, alone) for weights, _ in found), "the bits do not depend on who computes a matrix"
     assert all(count < 0.7 * every for _, count in found), [every, *(count for _, count in found)]
+
+
+def test_ranks_of_several_machines_share_no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizers = optim.build(Small(), Optim(kind="muon"))
+    muon = next(one for one in optimizers.optimizers if isinstance(one, optim.Muon))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    optimizers.share_work(Ranks(0, 4, CPU))
+    assert muon.ranks is None
+    optimizers.share_work(Ranks(0, 2, CPU))
+    assert muon.ranks is not None
 
 
 def test_the_state_names_the_parameters() -> None:

@@ -54,6 +54,11 @@ class Ranks:
         """Rank 0 logs and saves."""
         return self.rank == 0
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether no network lies between the ranks."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
+
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
         no rank waits for its GPU."""

@@ -54,8 +54,11 @@ class Optimizers:
         return all(isinstance(optimizer, Muon) or optimizer.defaults.get("fused") for optimizer in self.optimizers)
 
     def share_work(self, ranks: Ranks) -> None:
-        """Let the ranks divide among them what each of them would compute; all of them must then step together."""
-        for optimizer in self.optimizers:
+        """Let the ranks divide among them what each of them would compute; all of them must then step together.
+
+        Through a network the results would take longer than computing them does on a GPU.
+        """
+        for optimizer in self.optimizers if ranks.on_one_machine else ():
             if isinstance(optimizer, Muon):
                 optimizer.ranks = ranks
 
