@@ -7,8 +7,9 @@ A night brings the documents of one domain: modules of Python's standard library
 sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
 pretraining from the champion), called one after the other, and each night's model becomes champion. The sides:
 
-ours: pretrain.schedule.kind=infinite with replay, as docs/nightly.md recommends. rewarm: the default schedule with the same
-replay. new: new documents alone, at the full rate. all: each night continues on all documents, at the full rate.
+ours: pretrain.schedule.kind=infinite with replay and averaged weights, as docs/nightly.md recommends. rewarm: the default
+schedule with the same replay. new: new documents alone, at the full rate. all: each night continues on all documents, at
+the full rate.
 
 All are compared with a new model that learns everything at once, in bits per byte of the held-out text of all nights. Its
 tokens are those of retraining so every night: of the first night, of the first two, and so on. The tokenizer is that of the
@@ -50,11 +51,14 @@ SUBJECTS = {
 PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
 HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain; of it that is scored
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
+TOKENS_PER_STEP = 2048  # the default of pretrain
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
-OURS = ["pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0.2", "nightly.replay=0.25"]
+NIGHT = ["nightly.epochs=0.68", "nightly.replay=0.5"]  # as many tokens of old documents as of new ones, 1.36 of what is new
+OURS = [*NIGHT, "nightly.rate=1", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0"]
+AVERAGE = 0.5  # the half-life of our average of weights, of the steps of a night
 SIDES = {
     "ours": OURS,
-    "rewarm": ["nightly.replay=0.25"],
+    "rewarm": NIGHT,
     "new": ["nightly.replay=0", "nightly.rate=1"],
     "all": ["nightly.data=all", "nightly.rate=1"],
 }
@@ -76,14 +80,15 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Every size, seed and side; then the table of nights and domains of our side, and the figures."""
     from ttrain.config.base import as_count
 
-    names = write_domains(options.path, options.nights, int(str(as_count(options.tokens))), directory)
+    tokens = int(str(as_count(options.tokens)))
+    names = write_domains(options.path, options.nights, tokens, directory)
     sides = options.sides.split(",")
     for size in options.sizes.split(","):
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ("everything", *sides)}
         for seed in range(1, options.seeds + 1):
             for side, results in runs.items():
                 threads = [f"runtime.threads={options.threads}"] if options.threads else []
-                own = [*SIDES.get(side, []), *(options.set if side == "ours" else [])]
+                own = [*SIDES.get(side, []), *([average(tokens), *options.set] if side == "ours" else [])]
                 settings = [*SIZES[size], *threads, *own, f"pretrain.seed={seed}"]
                 learn = at_once if side == "everything" else by_night
                 cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings))
@@ -93,6 +98,12 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
         show(runs[sides[0]], names, size, sides[0])
         for side in sides:
             report(table, f"{size}, {side}", runs[side], runs["everything"], names, limited=side == "ours")
+
+
+def average(tokens: int) -> str:
+    """The setting of our average of weights for nights of so many tokens of new documents."""
+    steps = 1.36 * tokens / TOKENS_PER_STEP
+    return f"pretrain.schedule.average={max(1, round(AVERAGE * steps))}"
 
 
 def report(

@@ -33,7 +33,7 @@ class Schedule(Section):
     linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. infinite: as wsd, and the
     state before the decay is kept, with which the next night continues. cosine: decays from the
     hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
-    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay.
+    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay. An `average` can stand for the decay.
     """
 
     kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = Field(
@@ -49,6 +49,12 @@ class Schedule(Section):
     decay_rate: float = Field(0.5, gt=0, le=1, description="of `exponential`: what remains after `decay_steps`")
     decay_steps: int = Field(1000, ge=1, description="of `exponential`")
     floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak; of `minimind` it is 0.1")
+    average: int | None = Field(
+        None,
+        ge=1,
+        description="half-life, in steps, of a moving average of the weights (EMA), which is the model; at most 7 % of the "
+        "steps so far; empty: no average",
+    )
 
     @model_validator(mode="after")
     def _one_floor(self) -> Schedule:

@@ -143,6 +143,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def local_part(tensor: Any) -> Tensor:
+    """This rank's part of a sharded tensor; experts are split between experts, so each is complete on one rank."""
+    local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local_tensor
+
+
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Move a full tensor to the device of `like`; where `like` is sharded, return this rank's shard."""
     tensor = tensor.to(like.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.train.distributed import Ranks, full_tensor, shard_like
+from ttrain.train.distributed import Ranks, full_tensor, local_part, shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 
@@ -274,12 +274,12 @@ class Muon(torch.optim.Optimizer):
         start = 0
         A, B = parameters[0].shape[-2:]
         for parameter in parameters:
-            weights = _local(parameter)
+            weights = local_part(parameter)
             count = 1 if parameter.ndim == 2 else len(weights)
             direction = directions_EAB[start : start + count]
             start += count
             if parameter.ndim == 2:
-                direction = _local(shard_like(direction[0], parameter))
+                direction = local_part(shard_like(direction[0], parameter))
             rate = lr * math.sqrt(max(1, A / B))
             if self.found_inf is None:
                 weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-rate)
@@ -301,14 +301,8 @@ class Muon(torch.optim.Optimizer):
         if parameter.ndim == 2:
             mean.lerp_(gradient, share)
             return full_tensor(gradient.lerp(mean, MOMENTUM))
-        mean, gradient = _local(mean), _local(gradient)
+        mean, gradient = local_part(mean), local_part(gradient)
         return gradient.lerp(mean.lerp_(gradient, share), MOMENTUM)
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a sharded tensor; experts are split between experts, so each is complete on one rank."""
-    local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local_tensor
 
 
 def orthogonal(matrices_EAB: Tensor) -> Tensor:

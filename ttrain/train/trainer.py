@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError
 from ttrain.train import resume
+from ttrain.train.averaging import MovingAverage
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.deferred import MOST_STEPS, DeferredStep, DeferredSteps
@@ -88,6 +89,7 @@ class Trainer:
         self.optimizers = task.build_optimizer(self.bare)
         if options.reduction != "tree":  # whose bits no number of ranks changes, whatever the device computes a batch by
             self.optimizers.share_work(ranks)
+        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         self._totals = ReducedSums(ranks)
@@ -102,7 +104,7 @@ class Trainer:
         if snapshot:
             self._restore(snapshot)
         elif plateau:
-            self.optimizers.load_state(dict(plateau.optimizer))
+            self.optimizers.load_state(self.average.load_state(plateau.optimizer))
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if snapshot and snapshot is not start else -1
         self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
@@ -121,6 +123,7 @@ class Trainer:
             with contextlib.closing(self.loader):
                 reason = INTERRUPTED if signalled else STOPPED if callback_stop else self._loop()
             final_step = self.step
+            self.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 final_step = self._restore_best()
             if self.checkpoints and self.ranks.first:
@@ -146,13 +149,14 @@ class Trainer:
         self.bare.eval()
         total, count, world = 0.0, 0, self.ranks.world
         sums: dict[str, Tensor] = {}
-        for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
-            filler = number >= len(batches)  # sharded models must be called equally often on all ranks
-            batch = batches[0].without_targets() if filler else batches[number]
-            with self.precision.autocast():
-                loss = self.task.validation_step(self.bare, batch, self.ranks.device)
-            total, count = total + float(loss.total), count + loss.count
-            sums = {name: vector.detach().flatten() + sums.get(name, 0) for name, vector in loss.sums.items()}
+        with self.average.as_weights():
+            for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
+                filler = number >= len(batches)  # sharded models must be called equally often on all ranks
+                batch = batches[0].without_targets() if filler else batches[number]
+                with self.precision.autocast():
+                    loss = self.task.validation_step(self.bare, batch, self.ranks.device)
+                total, count = total + float(loss.total), count + loss.count
+                sums = {name: vector.detach().flatten() + sums.get(name, 0) for name, vector in loss.sums.items()}
         self.bare.train(was_training)
         names, lengths = [*sums], [len(vector) for vector in sums.values()]  # the same on all ranks: each has a batch
         total, live, *values = self.ranks.sum([total, float(count), *(torch.cat([*sums.values()]).tolist() if sums else ())])
@@ -226,6 +230,7 @@ class Trainer:
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
             self._update(step, norm)
+        self.average.update()
         self.optimizers.zero_grad()
         seconds = time.monotonic() - began
         self._account(step, (total_sum, whole_norm, *summed[5:]), live_sum, losses, seconds, data_seconds)
@@ -241,6 +246,7 @@ class Trainer:
         figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
         norm = self._scaled_norm(live_sum)
         self._update(step, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
+        self.average.update()
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
             for pending, read_figures, seconds in deferred.read():
@@ -390,14 +396,16 @@ class Trainer:
     def _save(self, step: int) -> None:
         if self.checkpoints is None:
             return
-        weights, optimizer = self.parallel.whole(self.weights.state()), self.parallel.whole(self.optimizers.state())
-        self._saved = step
-        if not self.ranks.first:
-            return
-        metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
-        state = resume.state_of(self, step)
-        with self.ranks.busy("saving"):
-            self.checkpoints.save(self._buffers.take(step, weights, optimizer, state), metric=metric)
+        with self.average.as_weights():
+            tensors = {**self.optimizers.state(), **self.average.state()}
+            weights, optimizer = self.parallel.whole(self.weights.state()), self.parallel.whole(tensors)
+            self._saved = step
+            if not self.ranks.first:
+                return
+            metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
+            with self.ranks.busy("saving"):
+                snapshot = self._buffers.take(step, weights, optimizer, resume.state_of(self, step))
+                self.checkpoints.save(snapshot, metric=metric)
         self.callback_list.dispatch("saved", step)
 
     def _validated_at(self, step: int) -> bool:
@@ -406,7 +414,7 @@ class Trainer:
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore everything but the weights from a snapshot."""
         resume.check_optimizers(self, snapshot)
-        self.optimizers.load_state(dict(snapshot.optimizer))
+        self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
             self.loss_scale = LossScale(**snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])

@@ -1,0 +1,80 @@
+"""An exponential moving average of the weights, which is the model; what the optimizer moves is part of its state.
+
+A training at a constant rate ends as low as one that decays, where its weights are averaged (arXiv:2405.18392), and a model
+that learns one kind of text after the other forgets less (arXiv:2203.05482).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ttrain.train.distributed import local_part, shard_like
+
+ITERATE, COUNT = "iterate", "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
+FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest: none of a new model's noise
+
+
+class MovingAverage:
+    """The average over all steps, also those of a plateau that is continued; the parameters hold the newest weights."""
+
+    def __init__(self, names: Mapping[Tensor, str], half_life: int | None) -> None:
+        """`names`: of the trained parameters. `half_life`, in steps; None: there is no average, nothing has an effect."""
+        self._names = dict(names) if half_life else {}
+        self._decay = 0.5 ** (1 / half_life) if half_life else 0.0
+        self._count = 0
+        self._averages: list[Tensor] = []
+
+    def update(self) -> None:
+        """Count in the weights of a step."""
+        if not self._names:
+            return
+        newest = self._parts(self._names)
+        if not self._averages:
+            self._averages = [tensor.detach().clone() for tensor in self._names]
+        decay = min(self._decay, (1 + self._count) / (1 + FIRST_STEPS + self._count))
+        torch._foreach_lerp_(self._parts(self._averages), newest, 1 - decay)
+        self._count += 1
+
+    @contextlib.contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """The parameters hold the average."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def end(self) -> None:
+        """The parameters hold the average from now on."""
+        self._swap()
+        self._averages = []
+
+    def state(self) -> dict[str, Tensor]:
+        """Named tensors beside those of the optimizer; to be called where the parameters hold the average."""
+        newest = {f"{ITERATE}|{name}": tensor for name, tensor in zip(self._names.values(), self._averages, strict=False)}
+        return {**newest, **{key.replace(ITERATE, COUNT, 1): torch.tensor(self._count) for key in newest}}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
+        own = {name: value for name, value in tensors.items() if name.partition("|")[0] in (ITERATE, COUNT)}
+        found = {name: own.get(f"{ITERATE}|{name}") for name in self._names.values()}
+        if self._names and None not in found.values():
+            self._averages = [shard_like(own[f"{ITERATE}|{name}"], tensor) for tensor, name in self._names.items()]
+            self._count = int(own[f"{COUNT}|{next(iter(found))}"])
+            self._swap()
+        return {name: value for name, value in tensors.items() if name not in own}
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if self._averages:
+            weights, averages = self._parts(self._names), self._parts(self._averages)
+            held = [tensor.clone() for tensor in weights]
+            torch._foreach_copy_(weights, averages)
+            torch._foreach_copy_(averages, held)
+
+    def _parts(self, tensors: Mapping[Tensor, str] | list[Tensor]) -> list[Tensor]:
+        return [local_part(tensor).detach() for tensor in tensors]
