@@ -102,6 +102,16 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tm
     assert (tmp_path / "night" / PLATEAU).is_dir()
 
 
+def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
+    averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 4}}
+    train(stage_settings(STEPS, averaged), tmp_path / "first", first[1])
+    kept = plateau.read(tmp_path / "first", "model.safetensors")
+    assert same(dict(kept.weights), weights(tmp_path / "first"))
+    train(stage_settings(STEPS, averaged), tmp_path / "night", {**first[1], **with_plateau(tmp_path / "first")})
+    counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
+    assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * STEPS}
+
+
 def kill_at(step: int, work: Callable[[], object]) -> int:
     """Do the work in a fork that kills itself with signal 9 once the checkpoint of this step is whole; its exit code."""
     save = Trainer._save
