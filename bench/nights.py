@@ -49,13 +49,13 @@ SUBJECTS = {
     "ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py importlib zipimport.py fileinput.py filecmp.py",
 }
 PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
-HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain; of it that is scored
+HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it that is scored, more where there is less text
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 TOKENS_PER_STEP = 2048  # the default of pretrain
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
 NIGHT = ["nightly.epochs=0.68", "nightly.replay=0.5"]  # as many tokens of old documents as of new ones, 1.36 of what is new
 OURS = [*NIGHT, "nightly.rate=1", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0"]
-AVERAGE = 0.5  # the half-life of our average of weights, of the steps of a night
+AVERAGE = 0.75  # the half-life of our average of weights, of the steps of a night
 SIDES = {
     "ours": OURS,
     "rewarm": NIGHT,
@@ -89,7 +89,13 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
             for side, results in runs.items():
                 threads = [f"runtime.threads={options.threads}"] if options.threads else []
                 own = [*SIDES.get(side, []), *([average(tokens), *options.set] if side == "ours" else [])]
-                settings = [*SIZES[size], *threads, *own, f"pretrain.seed={seed}"]
+                settings = [
+                    *SIZES[size],
+                    *threads,
+                    *own,
+                    f"pretrain.seed={seed}",
+                    f"reading.heldout_fraction={heldout_fraction(tokens)}",
+                ]
                 learn = at_once if side == "everything" else by_night
                 cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings))
                 results.append({**cost.result, "cpu": cost.cpu})
@@ -98,6 +104,11 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
         show(runs[sides[0]], names, size, sides[0])
         for side in sides:
             report(table, f"{size}, {side}", runs[side], runs["everything"], names, limited=side == "ours")
+
+
+def heldout_fraction(tokens: int) -> float:
+    """The share of a domain's text that is held out, where so many tokens are learnt."""
+    return max(HELDOUT_FRACTION, HELDOUT_BYTES / (HELDOUT_BYTES + tokens * BYTES_PER_TOKEN))
 
 
 def average(tokens: int) -> str:
@@ -156,7 +167,7 @@ def write_domains(path: str | None, nights: int, tokens: int, directory: Path) -
     """Write the documents of each night as NAME.jsonl; returns the names, in the order of the nights."""
     import orjson
 
-    limit = int(tokens * BYTES_PER_TOKEN / (1 - HELDOUT_FRACTION))
+    limit = int(tokens * BYTES_PER_TOKEN / (1 - heldout_fraction(tokens)))
     texts = dict(list((sources(path, nights) if path else modules()).items())[:nights])
     for name, documents in texts.items():
         size = 0
@@ -283,10 +294,9 @@ class Learner:
             )
         output = self.root / "shards" / "-".join(domains)
         if not output.exists():
-            reading = self.settings.reading.model_copy(update={"heldout_fraction": HELDOUT_FRACTION})
             files = {"train": [str(self.root / f"{name}.jsonl") for name in domains]}
             job = self.job(output, {"tokenizer": tokens}, files, kind="documents", dataset="pretrain")
-            shards.run(ShardsConfig(reading=reading, shards=self.settings.shards), job)
+            shards.run(ShardsConfig(reading=self.settings.reading, shards=self.settings.shards), job)
         return output
 
     def night(self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None) -> tuple[Path, dict[str, Any]]:
