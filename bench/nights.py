@@ -53,7 +53,7 @@ HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it t
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 TOKENS_PER_STEP = 2048  # the default of pretrain
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
-NIGHT = ["nightly.epochs=0.68", "nightly.replay=0.5"]  # as many tokens of old documents as of new ones, 1.36 of what is new
+NIGHT = ["nightly.epochs=0.55", "nightly.replay=0.6"]  # 0.55 of the new documents, 0.83 as much of old ones
 OURS = [*NIGHT, "nightly.rate=1", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0"]
 AVERAGE = 0.75  # the half-life of our average of weights, of the steps of a night
 SIDES = {
@@ -113,7 +113,7 @@ def heldout_fraction(tokens: int) -> float:
 
 def average(tokens: int) -> str:
     """The setting of our average of weights for nights of so many tokens of new documents."""
-    steps = 1.36 * tokens / TOKENS_PER_STEP
+    steps = 1.375 * tokens / TOKENS_PER_STEP
     return f"pretrain.schedule.average={max(1, round(AVERAGE * steps))}"
 
 

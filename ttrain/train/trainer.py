@@ -87,7 +87,7 @@ class Trainer:
             self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
-        if options.reduction != "tree":  # whose bits no number of ranks changes, whatever the device computes a batch by
+        if options.reduction != "tree":  # whose bits no number of ranks changes
             self.optimizers.share_work(ranks)
         self.average = MovingAverage(self.optimizers.names, task.config.schedule.average)
         self.factor = task.build_scheduler(self.steps)
