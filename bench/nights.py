@@ -1,7 +1,7 @@
 """Ten nights over ten domains: what a model that learns them one after the other knows, against one that learns all at once.
 
-    python bench/nights.py [--path FILE.jsonl]                          hours on two cores
-    python bench/nights.py --nights 4 --sizes 1M --seeds 1 --tokens 60k  eight minutes of one core
+    python bench/nights.py [--path FILE.jsonl]                         hours on two cores
+    python bench/nights.py --sizes 1M --seeds 1 --tokens 20k --sides ours  two minutes of one core
 
 A night brings the documents of one domain: modules of Python's standard library by subject, or with --path the largest
 sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
@@ -70,7 +70,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nights", type=int, default=10)
     parser.add_argument("--sizes", default="1M,5M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", default="400k", help="of a night, about")
+    parser.add_argument("--tokens", default="60k", help="of a night, about; Python's own source has up to 170k")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--threads", type=int, help="of each training; default: all cores")
     parser.add_argument("--set", action="append", default=[], help="a setting of our side, such as nightly.replay=0.1")
