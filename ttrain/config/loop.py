@@ -52,7 +52,7 @@ class Schedule(Section):
     average: int | None = Field(
         None,
         ge=1,
-        description="half-life, in steps, of a moving average of the weights (EMA), which is the model; at most 7 % of the "
+        description="half-life, in steps, of a moving average of the weights (EMA), which is the model; at most 8 % of the "
         "steps so far; empty: no average",
     )
 
