@@ -56,7 +56,7 @@ class Runtime(Section):
     rank_timeout_seconds: float = Field(
         20.0, gt=0, description="ranks that do not answer, or all wait, for so long (or five of their steps) are ended"
     )
-    fork_server: bool = Field(True, description="stages that train start from a process that has their libraries loaded")
+    fork_server: bool = Field(True, description="stages start from a process that has their libraries loaded")
     threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
     rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
     memory_limit_gb: float | None = Field(
