@@ -233,17 +233,21 @@ def _best_of(
     each at its best, weighted as the figure over all of them weighs."""
     whole = champion.figure.restricted(text.rows)
     if not text.members:
-        found = best.get(text.label)
-        if found is None or found.records != len(text.rows) or (needs_deviation and not math.isfinite(found.deviation)):
+        candidate = best.get(text.label)
+        if (
+            candidate is None
+            or candidate.records != len(text.rows)
+            or (needs_deviation and not math.isfinite(candidate.deviation))
+        ):
             return None
-        return found if sign * (found.value - whole.value) > 0 else None
+        return candidate if sign * (candidate.value - whole.value) > 0 else None
     size, value, variance, is_better = math.fsum(whole.sizes), whole.value, 0.0, False
     for member in text.members:
-        if (found := _best_of(champion, member, best, sign, needs_deviation=needs_deviation)) is not None:
+        if (candidate := _best_of(champion, member, best, sign, needs_deviation=needs_deviation)) is not None:
             part = champion.figure.restricted(member.rows)
             share = math.fsum(part.sizes) / size
-            value += share * (found.value - part.value)
-            variance += (share * found.deviation) ** 2
+            value += share * (candidate.value - part.value)
+            variance += (share * candidate.deviation) ** 2
             is_better = True
     return BestFigure(value, EACH_BEST, len(text.rows), math.sqrt(variance)) if is_better else None
 

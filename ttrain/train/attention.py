@@ -112,21 +112,21 @@ class RecordGroups:
         rounded = few[-(-runs.lengths // step)] * step
         self.places: list[Tensor] = []
         self.padding: list[Tensor] = []
-        where = np.empty(segments_BT.numel(), np.int64)
+        numbers_by_place = np.empty(segments_BT.numel(), np.int64)
         copies: list[tuple[Any, Any]] = []  # places of prefixes seen from further branches, and their numbers in the groups
         shortest = first = 0
-        for longest in group_lengths(*(tuple(part.tolist()) for part in np.unique(rounded, return_counts=True))):
+        for longest in group_lengths(*(tuple(counts.tolist()) for counts in np.unique(rounded, return_counts=True))):
             mine = np.flatnonzero((rounded > shortest) & (rounded <= longest))
             N, L = few_counts(len(mine)), min(longest, T)
             places, inside, copied = (np.zeros((N, L), kind) for kind in (np.int64, bool, bool))
             places[: len(mine)], inside[: len(mine)], copied[: len(mine)] = runs.places(mine, L)
-            own = inside & ~copied
-            where[places[own]] = first + np.flatnonzero(own)
+            originals = inside & ~copied
+            numbers_by_place[places[originals]] = first + np.flatnonzero(originals)
             copies.append((places[copied], first + np.flatnonzero(copied)))
             self.places.append(torch.from_numpy(places))
-            self.padding.append(torch.from_numpy(np.flatnonzero(~own)))
+            self.padding.append(torch.from_numpy(np.flatnonzero(~originals)))
             shortest, first = longest, first + places.size
-        self._where = torch.from_numpy(where)
+        self._where = torch.from_numpy(numbers_by_place)
         self._copies = tuple(torch.from_numpy(np.concatenate(numbers)) for numbers in zip(*copies, strict=True))
         self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]] = {}
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines of the positions, by the number of heads
@@ -172,13 +172,13 @@ class _Runs:
         self._copied = np.zeros(len(starts), bool)
         if branches is not None:
             branch, segment, row = branches.ravel()[starts], segments.ravel()[starts], starts // T
-            before = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
-            has_prefix = (branch > 0) & (branch[before] == 0) & (segment[before] == segment) & (row[before] == row)
-            self._prefixes = starts[before]
-            self._prefix_lengths = np.where(has_prefix, lengths[before], 0)
-            self._copied[1:] = has_prefix[1:] & (before[1:] == before[:-1]) & (branch[:-1] > 0)
+            prefixes = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
+            has_prefix = (branch > 0) & (branch[prefixes] == 0) & (segment[prefixes] == segment) & (row[prefixes] == row)
+            self._prefixes = starts[prefixes]
+            self._prefix_lengths = np.where(has_prefix, lengths[prefixes], 0)
+            self._copied[1:] = has_prefix[1:] & (prefixes[1:] == prefixes[:-1]) & (branch[:-1] > 0)
             alone = np.ones(len(starts), bool)
-            alone[before[has_prefix]] = False
+            alone[prefixes[has_prefix]] = False
             starts, lengths = starts[alone], lengths[alone]
             self._prefixes, self._prefix_lengths = self._prefixes[alone], self._prefix_lengths[alone]
             self._copied = self._copied[alone]
@@ -376,8 +376,8 @@ def _grouped(
 def _collected(groups: Tensor, back: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
     """The gradients of all states, from those in the groups, where a state of a prefix is in several."""
     states, numbers = copies
-    found = groups.index_select(0, back)
-    return found.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else found
+    gradients = groups.index_select(0, back)
+    return gradients.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else gradients
 
 
 def _blocks(L: int) -> list[tuple[slice, int]]:

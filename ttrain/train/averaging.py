@@ -61,10 +61,10 @@ class MovingAverage:
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
         own = {name: value for name, value in tensors.items() if name.partition("|")[0] in (ITERATE, COUNT)}
-        found = {name: own.get(f"{ITERATE}|{name}") for name in self._names.values()}
-        if self._names and None not in found.values():
+        averages = {name: own.get(f"{ITERATE}|{name}") for name in self._names.values()}
+        if self._names and None not in averages.values():
             self._averages = [shard_like(own[f"{ITERATE}|{name}"], tensor) for tensor, name in self._names.items()]
-            self._count = int(own[f"{COUNT}|{next(iter(found))}"])
+            self._count = int(own[f"{COUNT}|{next(iter(averages))}"])
             self._swap()
         return {name: value for name, value in tensors.items() if name not in own}
 

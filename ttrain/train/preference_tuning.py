@@ -105,21 +105,21 @@ class PreferenceTuning(CausalTask):
 
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         """Means over answers and pairs: log-probabilities, rewards, tokens, share of pairs in which the chosen one leads."""
-        found = dict(super().figures(sums))
+        means = dict(super().figures(sums))
         for name in (CHOSEN, REJECTED):
             number, *totals = sums[name]
             if number:
                 figures = zip(("log_probability", "reward", "answer_tokens"), totals, strict=True)
-                found |= {f"{figure}_{name}": total / number for figure, total in figures}
+                means |= {f"{figure}_{name}": total / number for figure, total in figures}
         pairs, leading, lead = sums[LEADS]
         if pairs:
-            found |= {"reward_accuracy": leading / pairs, "reward_margin": lead / pairs}
+            means |= {"reward_accuracy": leading / pairs, "reward_margin": lead / pairs}
         answers, ratio, _ = sums[RATIOS]
         if answers and self.config.has_reference:
-            found["kl_to_reference"] = ratio / answers
+            means["kl_to_reference"] = ratio / answers
         if self.config.loss == "kto":
-            found["reference_point"] = self._reference_point
-        return found
+            means["reference_point"] = self._reference_point
+        return means
 
     def _loss(self, scores: tuple[Tensor, Tensor], batch: PairBatch, device: torch.device) -> LossSum:
         answers = self._answers(*scores, batch, device)

@@ -223,8 +223,8 @@ class Trainer:
                 {name: float(value) for name, value in parts.items()},
                 {name: vector.tolist() for name, vector in sums.items()},
             )
-        summed = self.ranks.sum([total, float(live), *self._asks(), *others])
-        total_sum, live_sum, signalled, callback_stop, self._night_due = summed[:5]
+        reduced = self.ranks.sum([total, float(live), *self._asks(), *others])
+        total_sum, live_sum, signalled, callback_stop, self._night_due, *further = reduced
         self._check_targets(step, live_sum)
         norm = self._scaled_norm(live_sum)
         whole_norm = float(full_tensor(norm))
@@ -232,8 +232,7 @@ class Trainer:
             self._update(step, norm)
         self.average.update()
         self.optimizers.zero_grad()
-        seconds = time.monotonic() - began
-        self._account(step, (total_sum, whole_norm, *summed[5:]), live_sum, losses, seconds, data_seconds)
+        self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
         return signalled > 0, callback_stop > 0
 
     def _defer_step(
