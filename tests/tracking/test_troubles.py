@@ -20,11 +20,9 @@ from support.kill_points import killed_everywhere
 from support.waiting import stopwatch, wait_until
 
 from ttrain import tracking
-from ttrain.config import Settings
 from ttrain.pipeline import run_summary
-from ttrain.pipeline.execution import StageWatcher
 from ttrain.store import artifacts as artifact_store
-from ttrain.tracking import MlflowStore, TrackedRun, delivery, open_store, outbox, outboxes
+from ttrain.tracking import MlflowStore, SampleFollower, TrackedRun, delivery, open_store, outbox, outboxes
 from ttrain.tracking.outboxes import deliver_orphaned_outbox
 
 
@@ -277,27 +275,21 @@ def test_a_file_that_went_costs_a_warning(hasty_home: Path, caplog: pytest.LogCa
 def test_samples_and_curves_that_cannot_be_read_end_no_pipeline(hasty_home: Path, tmp_path: Path) -> None:
     store = opened(hasty_home)
     run = started(store)
-    stage: Any = SimpleNamespace(name="pretrain")
-    watcher: Any = StageWatcher(
-        SimpleNamespace(display=SimpleNamespace(progressed=lambda *_: None), settings=Settings()),  # type: ignore[arg-type]
-        stage,
-        lambda line: None,
-    )
-    watcher.log_path, watcher.child = tmp_path / "run" / "log.txt", run
     samples = tmp_path / "run" / "samples"
-    watcher.progressed(stage, {})  # there are none yet
+    follower = SampleFollower(samples, run, "pretrain/run/samples")
+    follower.log_changes()  # there are none yet
     samples.mkdir(parents=True)
     (samples / "step-00000001.txt").symlink_to(tmp_path / "gone")
     (samples / "step-00000002.txt").write_bytes(b"caf\xe9")
-    watcher.progressed(stage, {})
+    follower.log_changes()
     kept = hasty_home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "pretrain" / "run" / "samples"
     assert [path.name for path in kept.iterdir()] == ["step-00000002.txt"]
     before = samples.stat()
     (samples / "step-00000003.txt").write_text("seen at the next change")
     os.utime(samples, ns=(before.st_atime_ns, before.st_mtime_ns))
-    watcher.progressed(stage, {})
+    follower.log_changes()
     assert len(list(kept.iterdir())) == 1, "what did not change is not looked at again"
-    watcher.process_ended(stage)
+    follower.log_new()
     assert len(list(kept.iterdir())) == 2
 
     (tmp_path / "artifact" / "run" / "metrics.jsonl").mkdir(parents=True)

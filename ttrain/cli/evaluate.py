@@ -244,7 +244,7 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     parts = [part for part in heldout if part == BITS_PER_BYTE.records or not without_template]
     why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
     if not parts:
-        raise UsageError(f"all held-out data of {names} are chats and pairs, but {why}, {advice}")
+        raise UsageError(f"all held-out data of {names} are {' and '.join(heldout)}, but {why}, {advice}")
     whole, loaded = (suites.with_parts(suites.load_heldout(), some) for some in (heldout, parts))
     left_out = ", ".join(name for name in whole.suite.tasks if name not in loaded.suite.tasks)
     return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []

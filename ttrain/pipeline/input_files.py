@@ -8,12 +8,13 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.data import dataset_read
-from ttrain.config.evaluate import HELDOUT_PARTS, HarnessTask
+from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.data import existing, locations, python_docs
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
+from ttrain.evaluate.items import heldout_part
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 
@@ -77,8 +78,8 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
                 f"{setting} names the suite {name}, but the data of its task {harness[0]} are those of "
                 f"lm-evaluation-harness; name a file with its items, as JSON Lines"
             )
-        files = [spec.file for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
-        paths += [str(loaded.base / Path(file).expanduser()) for file in files if file not in HELDOUT_PARTS]
+        tasks = [spec for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
+        paths += [str(loaded.base / Path(spec.file).expanduser()) for spec in tasks if not heldout_part(spec)]
     return list(dict.fromkeys(paths))
 
 

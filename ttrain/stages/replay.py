@@ -26,7 +26,8 @@ TEMPLATE = "template"  # in the index of chats: the digest of the template that 
 
 
 def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
-    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night and by source.
+    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night, and by source where
+    sources have weights.
 
     It has as many tokens as the night reads again, or all of them. A record that the held-out part of tonight or of one of
     these nights has is left out. Seed and new records determine the sample.
