@@ -7,9 +7,8 @@ A night brings the documents of one domain: modules of Python's standard library
 sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
 pretraining from the champion), called one after the other, and each night's model becomes champion. The sides:
 
-ours: pretrain.schedule.kind=infinite with replay and averaged weights, as docs/nightly.md recommends. rewarm: the default
-schedule with the same replay. new: new documents alone, at the full rate. all: each night continues on all documents, at
-the full rate.
+ours: the profile `continual`, averaged weights with replay. rewarm: the default schedule with the same replay. new: new
+documents alone, at the full rate. all: each night continues on all documents, at the full rate.
 
 All are compared with a new model that learns everything at once, in bits per byte of the held-out text of all nights. Its
 tokens are those of retraining so every night: of the first night, of the first two, and so on. The tokenizer is that of the
@@ -51,13 +50,10 @@ SUBJECTS = {
 PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
 HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it that is scored, more where there is less text
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
-TOKENS_PER_STEP = 2048  # the default of pretrain
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
 NIGHT = ["nightly.epochs=0.55", "nightly.replay=0.6"]  # 0.55 of the new documents, 0.83 as much of old ones
-OURS = [*NIGHT, "nightly.rate=1", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0"]
-AVERAGE = 0.75  # the half-life of our average of weights, of the steps of a night
 SIDES = {
-    "ours": OURS,
+    "ours": [],  # the profile `continual`
     "rewarm": NIGHT,
     "new": ["nightly.replay=0", "nightly.rate=1"],
     "all": ["nightly.data=all", "nightly.rate=1"],
@@ -88,7 +84,7 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
         for seed in range(1, options.seeds + 1):
             for side, results in runs.items():
                 threads = [f"runtime.threads={options.threads}"] if options.threads else []
-                own = [*SIDES.get(side, []), *([average(tokens), *options.set] if side == "ours" else [])]
+                own = [*SIDES.get(side, []), *(options.set if side == "ours" else [])]
                 settings = [
                     *SIZES[size],
                     *threads,
@@ -97,7 +93,8 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
                     f"reading.heldout_fraction={heldout_fraction(tokens)}",
                 ]
                 learn = at_once if side == "everything" else by_night
-                cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings))
+                profile = "continual" if side == "ours" else ""
+                cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), profile)
                 results.append({**cost.result, "cpu": cost.cpu})
                 print(f"  {size}, seed {seed}, {side}: {whole(results[-1]['nights'][-1], names):.4f} bits per byte after "
                       f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
@@ -109,12 +106,6 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
 def heldout_fraction(tokens: int) -> float:
     """The share of a domain's text that is held out, where so many tokens are learnt."""
     return max(HELDOUT_FRACTION, HELDOUT_BYTES / (HELDOUT_BYTES + tokens * BYTES_PER_TOKEN))
-
-
-def average(tokens: int) -> str:
-    """The setting of our average of weights for nights of so many tokens of new documents."""
-    steps = 1.375 * tokens / TOKENS_PER_STEP
-    return f"pretrain.schedule.average={max(1, round(AVERAGE * steps))}"
 
 
 def report(
@@ -231,13 +222,18 @@ def shuffled(texts: Sequence[str]) -> list[str]:
 # --- sides: processes of their own
 
 
-def by_night(directory: str, names: str, settings: str) -> dict[str, Any]:
-    """Learn one domain after the other; returns the score of each domain after each night, and the tokens of all nights."""
-    from ttrain.config import Settings
+def settings_of(settings: str, profile: str) -> Any:
+    """The settings of a side, on top of a profile where one is named."""
     from ttrain.config.loading import load
 
+    profiles = [profile] if profile else []
+    return load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles).settings
+
+
+def by_night(directory: str, names: str, settings: str, profile: str) -> dict[str, Any]:
+    """Learn one domain after the other; returns the score of each domain after each night, and the tokens of all nights."""
     root, domains = Path(directory), json.loads(names)
-    config: Settings = load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"]).settings
+    config = settings_of(settings, profile)
     learner = Learner(root, config)
     nights, tokens, champion = [], 0, None
     for number in range(len(domains)):
@@ -250,12 +246,10 @@ def by_night(directory: str, names: str, settings: str) -> dict[str, Any]:
     return {"nights": nights, "tokens": tokens}
 
 
-def at_once(directory: str, names: str, settings: str) -> dict[str, Any]:
+def at_once(directory: str, names: str, settings: str, profile: str) -> dict[str, Any]:
     """Learn all domains at once, from nothing."""
-    from ttrain.config.loading import load
-
     root, domains = Path(directory), json.loads(names)
-    learner = Learner(root, load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"]).settings)
+    learner = Learner(root, settings_of(settings, profile))
     model, figures = learner.night(domains, [], None)
     scores = learner.scores(model, domains)
     shutil.rmtree(root / "models")

@@ -103,7 +103,7 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tm
 
 
 def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
-    averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 4}}
+    averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 0.3}}
     train(stage_settings(STEPS, averaged), tmp_path / "first", first[1])
     kept = plateau.read(tmp_path / "first", "model.safetensors")
     assert same(dict(kept.weights), weights(tmp_path / "first"))

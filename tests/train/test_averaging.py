@@ -27,8 +27,8 @@ from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Trainer, TrainerOptions
 from ttrain.train.training_options import Cadence
 
-HALF_LIFE = 2
-AVERAGED = Schedule(kind="constant", warmup_steps=1, average=HALF_LIFE)
+SHARE = 0.4
+AVERAGED = Schedule(kind="constant", warmup_steps=1, average=SHARE)
 CONFIG = settings_of_training(schedule=AVERAGED)
 ROWS = NumberedRows(60)
 
@@ -60,7 +60,7 @@ def test_the_model_is_the_average_over_all_steps_with_few_first_ones(newest: lis
     trainer.fit()
     expected = newest[0]
     for number, tensors in enumerate(newest):
-        kept = min(0.5 ** (1 / HALF_LIFE), (1 + number) / (10 + number))
+        kept = min(0.5 ** (1 / round(SHARE * trainer.steps)), (1 + number) / (10 + number))
         expected = {name: kept * expected[name] + (1 - kept) * tensors[name] for name in expected}
     found = {trainer.optimizers.names[p]: p.detach() for p in trainer.optimizers.parameters}
     assert distance(expected, found) < 1e-6 < 1e-3 < distance(newest[-1], found)

@@ -49,11 +49,11 @@ class Schedule(Section):
     decay_rate: float = Field(0.5, gt=0, le=1, description="of `exponential`: what remains after `decay_steps`")
     decay_steps: int = Field(1000, ge=1, description="of `exponential`")
     floor: float = Field(0.0, ge=0, le=1, description="final learning rate as a share of the peak; of `minimind` it is 0.1")
-    average: int | None = Field(
+    average: float | None = Field(
         None,
-        ge=1,
-        description="half-life, in steps, of a moving average of the weights (EMA), which is the model; at most 8 % of the "
-        "steps so far; empty: no average",
+        ge=0.25,
+        description="half-life of a moving average of the weights (EMA), which is the model, as a share of the steps, at "
+        "most 8 % of all steps so far, those of earlier nights too; empty: no average",
     )
 
     @model_validator(mode="after")

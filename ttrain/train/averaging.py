@@ -15,16 +15,18 @@ from torch import Tensor
 from ttrain.train.distributed import local_part, shard_like
 
 ITERATE, COUNT = "iterate", "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
-FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest: none of a new model's noise
+FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights stay;
+# a training from the start is bound by it alone, and ends as one that was extended
 
 
 class MovingAverage:
     """The average over all steps, also those of a plateau that is continued; the parameters hold the newest weights."""
 
-    def __init__(self, names: Mapping[Tensor, str], half_life: int | None) -> None:
-        """`names`: of the trained parameters. `half_life`, in steps; None: there is no average, nothing has an effect."""
-        self._names = dict(names) if half_life else {}
-        self._decay = 0.5 ** (1 / half_life) if half_life else 0.0
+    def __init__(self, names: Mapping[Tensor, str], share: float | None, steps: int) -> None:
+        """`names`: of the trained parameters. `share`: the half-life, of the steps; None: there is no average, and nothing
+        has an effect."""
+        self._names = dict(names) if share else {}
+        self._decay = 0.5 ** (1 / max(1, round(share * steps))) if share else 0.0
         self._count = 0
         self._averages: list[Tensor] = []
 

@@ -89,7 +89,7 @@ class Trainer:
         self.optimizers = task.build_optimizer(self.bare)
         if options.reduction != "tree":  # whose bits no number of ranks changes
             self.optimizers.share_work(ranks)
-        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average)
+        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, self.steps)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         self._totals = ReducedSums(ranks)
