@@ -267,7 +267,7 @@ def tune(settings: str, base: str, shards: str, reference: str, output: str) -> 
     """The stage `dpo` in this process; a stamp is (pairs that are learnt, wall time, CPU seconds), of each micro-batch."""
     import torch
 
-    from ttrain.config import DpoConfig
+    from ttrain.config import TRAINING_CONFIGS
     from ttrain.config.loading import load
     from ttrain.core.files import ProgressWriter
     from ttrain.stages import dpo
@@ -294,7 +294,7 @@ def tune(settings: str, base: str, shards: str, reference: str, output: str) -> 
     job = StageContext(inputs, {}, {}, Path(output), loaded.runtime, ProgressWriter(None), lambda: False)
     dpo.task_of = stamped
     try:
-        dpo.run(DpoConfig(dpo=loaded.dpo), job)
+        dpo.run(TRAINING_CONFIGS["dpo"](dpo=loaded.dpo), job)
     finally:
         dpo.task_of = task_of
     return stamps
