@@ -151,7 +151,8 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     assert documents_of(read(nights.all())).keys() == files(cli)
     promoted = documents_of([night for night in completed if night.outcome == "promoted"])
     assert max(promoted.values()) == 1, "what the champion has learnt is not new"
-    assert_registered_once(cli.home, len(completed))
+    versions = {night.data["version"] for night in completed}  # where a night learns what one before it did, that one's
+    assert_registered_once(cli.home, len(versions))
     learnt = [night.data["learnt"] for night in completed]
     assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), "the newest first; the first has none to replay"
     left_out = sum(figures.get("left_out", 0) for figures in learnt)
