@@ -7,7 +7,7 @@ that learns one kind of text after the other forgets less (arXiv:2203.05482).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ class MovingAverage:
         """Count in the weights of a step."""
         if not self._names:
             return
-        newest = self._parts(self._names)
+        newest = _parts(self._names)
         if not self._averages:
             self._averages = [tensor.detach().clone() for tensor in self._names]
         decay = min(self._decay, (1 + self._count) / (1 + FIRST_STEPS + self._count))
-        torch._foreach_lerp_(self._parts(self._averages), newest, 1 - decay)
+        torch._foreach_lerp_(_parts(self._averages), newest, 1 - decay)
         self._count += 1
 
     @contextlib.contextmanager
@@ -57,8 +57,10 @@ class MovingAverage:
 
     def state(self) -> dict[str, Tensor]:
         """Named tensors beside those of the optimizer; to be called where the parameters hold the average."""
-        newest = {f"{ITERATE}|{name}": tensor for name, tensor in zip(self._names.values(), self._averages, strict=False)}
-        return {**newest, **{key.replace(ITERATE, COUNT, 1): torch.tensor(self._count) for key in newest}}
+        if not self._averages:
+            return {}
+        newest = {f"{ITERATE}|{name}": held for name, held in zip(self._names.values(), self._averages, strict=True)}
+        return {**newest, **{f"{COUNT}|{name}": torch.tensor(self._count) for name in self._names.values()}}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
@@ -73,10 +75,11 @@ class MovingAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         if self._averages:
-            weights, averages = self._parts(self._names), self._parts(self._averages)
+            weights, averages = _parts(self._names), _parts(self._averages)
             held = [tensor.clone() for tensor in weights]
             torch._foreach_copy_(weights, averages)
             torch._foreach_copy_(averages, held)
 
-    def _parts(self, tensors: Mapping[Tensor, str] | list[Tensor]) -> list[Tensor]:
-        return [local_part(tensor).detach() for tensor in tensors]
+
+def _parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [local_part(tensor).detach() for tensor in tensors]
