@@ -51,10 +51,13 @@ PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
 HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it that is scored, more where there is less text
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
-NIGHT = ["nightly.epochs=0.53", "nightly.replay=0.6"]  # 0.53 of the new documents, 0.8 as much of old ones
+PROFILE = "continual"
+# The default schedule and rate; budget and replay stay those of the profile.
+REWARM = ["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.5", "pretrain.schedule.average=null",
+          "nightly.rate=0.5"]  # fmt: skip
 SIDES = {
-    "ours": [],  # the profile `continual`
-    "rewarm": NIGHT,
+    "ours": [],
+    "rewarm": REWARM,
     "new": ["nightly.replay=0", "nightly.rate=1"],
     "all": ["nightly.data=all", "nightly.rate=1"],
 }
@@ -93,7 +96,7 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
                     f"reading.heldout_fraction={heldout_fraction(tokens)}",
                 ]
                 learn = at_once if side == "everything" else by_night
-                profile = "continual" if side == "ours" else ""
+                profile = PROFILE if side in ("ours", "rewarm") else ""
                 cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), profile)
                 results.append({**cost.result, "cpu": cost.cpu})
                 print(f"  {size}, seed {seed}, {side}: {whole(results[-1]['nights'][-1], names):.4f} bits per byte after "
