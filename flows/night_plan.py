@@ -186,14 +186,17 @@ def choose_inputs(
     """The inputs of a night, or None, and the reason: those of an unfinished night, else what is new."""
     if night is not None:
         return _resumed_inputs(settings, store, night)
-    watched = night_inputs.watched_files(settings, store, may_be_gone=True)
+    watched, left_out = night_inputs.without_damaged(
+        night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
+    )
     nothing = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
+    nothing = "; ".join(filter(None, (nothing, left_out)))
     read = nights.read()
     if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
         return None, nothing  # most nights: MLflow, 2 s of a core, is not even asked
     champion = current_champion(settings, store)
     if champion is None:
-        watched = night_inputs.watched_files(settings, store, may_be_gone=False)
+        night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
     learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
     chosen = night_inputs.select_files(
         settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
@@ -215,7 +218,8 @@ def choose_inputs(
         heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
-    return frozen, f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
+    reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
+    return frozen, "; ".join(filter(None, (reason, left_out)))
 
 
 def _average(settings: Settings, champion: Champion | None, files: Mapping[str, Any]) -> float | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import escaped
-from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError
+from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
 from ttrain.flows.run import run_pipeline
@@ -38,7 +38,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import NOTHING_NEW
 
 NAME = "nightly"
-DOCUMENTS = "pretrain"  # the data set of documents
+MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass over the new ones
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,16 @@ class NightRun:
             self.say_outcome(reason)
             return NightResult(NOTHING_NEW, reason, night.name)
         except Exception as error:
+            if newest and self._was_refused_before(newest, error):
+                if night:
+                    night.end_try(records.REFUSED, str(error), closed=isinstance(error, TooFewRows))
+                name = (night or newest).name
+                return NightResult("skipped", f"{name} is still refused: {error}", name)
             self._failed(night, error)
             raise
 
     def _completed(self, night: NightRecord, frozen: InputSnapshot) -> NightResult:
-        try:
-            execution, inputs = self._train(night, frozen)
-        except NothingNew as error:
-            read = self.nights.read()
-            chats = [file for name, files in frozen.files.items() if name != DOCUMENTS for file in files]
-            if read.issuperset(file["sha256"] for file in chats):
-                raise
-            self.say(f"{error}; the new chats are learnt")
-            frozen = replace(frozen, files={**frozen.files, DOCUMENTS: []}, replay=0.0)
-            night.freeze(frozen)
-            execution, inputs = self._train(night, frozen)
+        execution, inputs = self._train(night, frozen)
         decision = self._decide(night, execution, inputs)
         shards, evaluation = execution.artifacts.get(SHARDS_PRETRAIN.name), execution.artifacts[EVALUATE.name]
         chat_shards = None if "sft" in inputs.replacements else execution.artifacts.get(SHARDS["sft"].name)
@@ -153,10 +148,11 @@ class NightRun:
             chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
             learnt=history.learnt_of(execution.artifacts),
         )
-        night.end_try(decision.word, decision.reason, closed=True, event=decision.word)
-        self.say_outcome(f"{decision.word}: {decision.reason}")
+        reason = "; ".join(filter(None, (decision.reason, night_inputs.describe_left_out(night.left_out))))
+        night.end_try(decision.word, reason, closed=True, event=decision.word)
+        self.say_outcome(f"{decision.word}: {reason}")
         _send_pending(self.settings, night)
-        return NightResult(decision.word, decision.reason, night.name, decision.to_json())
+        return NightResult(decision.word, reason, night.name, decision.to_json())
 
     def _stopped(self, night: NightRecord | None, stopped: BaseException) -> NightResult:
         """Record the stop; the stages have saved their state. Raises what stopped them, unless it was the deadline."""
@@ -168,13 +164,19 @@ class NightRun:
             raise stopped
         return NightResult("unfinished", f"the deadline was reached; the next night goes on with {night.name}", night.name)
 
+    def _was_refused_before(self, newest: NightRecord, error: Exception) -> bool:
+        """Whether this slot is refused in the same words as the one before it, which were told then."""
+        ended = newest.ended or {}
+        before = (ended.get("outcome"), ended.get("reason"))
+        return self.slot is not None and _is_refusal(error) and before == (records.REFUSED, str(error))
+
     def _failed(self, night: NightRecord | None, error: Exception) -> None:
         """Record the failure. A list that failed too often is given up, so that it does not block later data.
 
-        A wrong setting is not a failure of the list, however often nobody corrects it. A list with too few rows has trained
-        nothing: it is given up at once, since the next one may have more files.
+        A wrong setting is not a failure of the list, however often nobody corrects it. A list with too few rows, or with
+        nothing new but damaged files, has trained nothing: it is given up at once, since the next one may have more files.
         """
-        refused = isinstance(error, TTrainError) and error.is_usage_error
+        refused = _is_refusal(error)
         outcome = records.REFUSED if refused else records.FAILED
         if night is None:
             night = self._named(self.nights.add_empty(outcome, self.slot, str(error), "failed"))
@@ -187,7 +189,7 @@ class NightRun:
             self.say(f"{night.name} was refused, which does not count as a failed attempt; {fix}")
         else:
             failures, attempts = night.failures + 1, self.settings.nightly.attempts
-            gives_up = failures >= attempts
+            gives_up = failures >= attempts or _is_damage(error)
             night.end_try(outcome, str(error), closed=gives_up, event="failed")
             next_step = (
                 "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
@@ -196,7 +198,24 @@ class NightRun:
         _send_pending(self.settings, night)
 
     def _train(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
-        """Run the stages."""
+        """Run the stages on what is new and whole: again without documents that are known, and without damaged files."""
+        while True:
+            try:
+                return self._run_stages(night, frozen)
+            except (NothingNew, StageFailed) as error:
+                damaged = error.files if isinstance(error, StageFailed) else ()
+                if damaged:
+                    night.leave_out(night_inputs.entries_of(frozen, damaged), str(error), self.settings)
+                elif isinstance(error, StageFailed):
+                    raise
+                smaller = night_inputs.smaller_snapshot(frozen, damaged, self.nights.read())
+                if smaller is None or len(night.left_out) > MOST_LEFT_OUT:
+                    raise
+                frozen = smaller
+                self.say(f"{error}; {'the night goes on without it' if damaged else 'the new chats are learnt'}")
+                night.freeze(frozen)
+
+    def _run_stages(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
         inputs = night_inputs.inputs_of(frozen, self.settings, self.store)
         if inputs.note:
             self.say(inputs.note)
@@ -252,6 +271,16 @@ class NightRun:
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""
         self.console.print(escaped(text), highlight=False, soft_wrap=True, markup=False)  # names of files, from anywhere
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a setting is wrong, which is no failed try of the night."""
+    return isinstance(error, TTrainError) and error.is_usage_error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether data files are damaged, which the night has noted to leave out."""
+    return isinstance(error, StageFailed) and bool(error.files)
 
 
 def _send_pending(settings: Settings, night: NightRecord) -> None:

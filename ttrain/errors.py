@@ -3,6 +3,7 @@
     TTrainError                 a message for the user, without a traceback; exit code 1
     ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
     ├── DataError               bad input data; carries `file:line` where there is one
+    │   ├── CannotRead          a file that is gone, closed to us or changing, whose bytes may be good
     │   └── TooFewRows          a training has fewer rows than one of its steps takes
     ├── NothingNew              all documents are near-duplicates of documents that were learnt before
     ├── StageFailed             a stage's process ended without a result, or with an error
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from ttrain.core import redact
@@ -56,6 +58,11 @@ class DataError(TTrainError):
     """The input data cannot be used; the message names file, line and cure."""
 
     is_mistake = True
+    files: tuple[str, ...] = ()  # locations of those whose bytes are at fault, so that a night can leave them out
+
+
+class CannotRead(DataError):
+    """A file cannot be read now: it is gone, closed to us, changing, or its server does not answer."""
 
 
 class TooFewRows(DataError):
@@ -76,12 +83,12 @@ class NothingNew(TTrainError):
 class StageFailed(TTrainError):
     """A stage did not end with a result; the message names its log. `kind`: the name of what its process raised.
 
-    `damaged`: the file that the process found damaged.
+    `damaged`: the file of the store that the process found damaged. `files`: locations of data files at fault.
     """
 
-    def __init__(self, message: str, kind: str = "", damaged: Path | None = None) -> None:
+    def __init__(self, message: str, kind: str = "", damaged: Path | None = None, files: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.kind, self.damaged = kind, damaged
+        self.kind, self.damaged, self.files = kind, damaged, tuple(files)
         self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
         self.is_mistake = self.is_usage_error or kind in MISTAKES
 
@@ -118,4 +125,4 @@ class Interrupted(TTrainError):
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
 
 
-MISTAKES = frozenset(error.__name__ for error in (DataError, DamagedFile))  # kinds that no second try mends
+MISTAKES = frozenset(error.__name__ for error in (DataError, CannotRead, DamagedFile))  # kinds that no second try mends

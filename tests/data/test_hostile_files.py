@@ -18,12 +18,16 @@ import pytest
 from support.hostile_rows import FIRST, LAST, READING, build, outcome
 from support.packed_files import gzip_bomb, zstd_bomb
 
+from ttrain.config import Reading, Runtime, Shards, ShardsConfig
+from ttrain.core.files import ProgressWriter
 from ttrain.core.sandbox import Sandbox
 from ttrain.data import parquet
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.sharding import Here
 from ttrain.data.validate import validate
-from ttrain.errors import DataError
+from ttrain.errors import CannotRead, DataError
+from ttrain.stages import shards
+from ttrain.stages.job import StageContext
 
 # --- whole files
 
@@ -73,9 +77,25 @@ def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_
         with pytest.raises(DataError, match=says) as raised:
             build(path, recipe)
         assert str(path) in str(raised.value)
+        assert raised.value.files == (() if isinstance(raised.value, CannotRead) else (str(path),))
+        assert isinstance(raised.value, CannotRead) == (says == "cannot read")
         assert not list(tmp_path.glob("shards-*/*/index.json"))
         (report,) = validate([str(path)], READING, pool=Here(), kind=kind)
         assert report.error == str(raised.value)
+
+
+def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not(tmp_path: Path, tokenizer: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_bytes(GOOD_FILE)
+    bad.write_bytes(b'{"text": 1}\n' * 500)
+    files = {"train": [str(good), str(bad)]}
+    job = StageContext(
+        {"tokenizer": tokenizer}, files, {"kind": "documents", "dataset": "pretrain"}, tmp_path / "out",
+        Runtime(workers=1), ProgressWriter(None), lambda: False, versions={"train": ["", ""]}, groups={"train": [0, 0]},
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"500 of \d+ rows are bad") as raised:
+        shards.run(ShardsConfig(reading=Reading(), shards=Shards()), job)
+    assert raised.value.files == (str(bad),)
 
 
 @contextmanager
@@ -105,7 +125,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_and_not_fewer_
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LARGE)
-    with pytest.raises(DataError, match="shorter while it was read") as raised:
+    with pytest.raises(CannotRead, match="shorter while it was read") as raised:
         build(path, recipes["documents"], 1 << 16, Shrinking(path))
     assert str(path) in str(raised.value)
 

@@ -708,7 +708,7 @@ def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothin
     assert run_night(settings, store, Console(file=out), engine="none").outcome == "nothing-new"
 
 
-def test_a_bad_file_of_a_folder_is_named_and_once_replaced_the_same_night_reads_all(
+def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_the_others(
     tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rich.console import Console
@@ -716,31 +716,74 @@ def test_a_bad_file_of_a_folder_is_named_and_once_replaced_the_same_night_reads_
     from ttrain.data import streams
     from ttrain.flows import nightly
 
-    read: list[list[str]] = []
+    read: list[str] = []
 
     def shards(_: str, settings: Settings, *__: object, **___: object) -> None:
-        read.append([Path(location).name for location in settings.data.pretrain])  # type: ignore[arg-type]
+        read.append(", ".join(Path(location).stem for location in settings.data.pretrain))  # type: ignore[arg-type]
         try:
             for location in settings.data.pretrain:
-                list(streams.chunks(str(location)))
+                with streams.noting_faults(str(location)):
+                    list(streams.chunks(str(location)))
         except DataError as error:
-            raise StageFailed(f"stage shards-pretrain failed: {error}", DataError.__name__) from None
+            raise StageFailed(f"stage shards-pretrain failed: {error}", DataError.__name__, files=error.files) from None
         raise Interrupted("the test needs no model")
 
+    def night(expected: type[Exception], *, slot: datetime | None = None) -> str:
+        out.seek(out.truncate(0))
+        with pytest.raises(expected):
+            nightly.run_night(settings, store, Console(file=out, width=200), engine="none", slot=slot)
+        return out.getvalue()
+
     monkeypatch.setattr(nightly, "run_pipeline", shards)
-    settings, out = inbox(tmp_path, a="1", c="3"), io.StringIO()
-    bad = tmp_path / "inbox" / "b.jsonl.gz"
-    bad.write_bytes(gzip.compress(b'{"text": "2"}\n')[:-9])
-    with pytest.raises(StageFailed, match=r"b\.jsonl\.gz is truncated"):
-        nightly.run_night(settings, store, Console(file=out), engine="none")
-    [night] = Nights(store.root, "quickstart").all()
-    assert night.is_open and (night.outcome, night.failures) == ("failed", 1) and "b.jsonl.gz" in night.data["reason"]
-    bad.write_bytes(gzip.compress(b'{"text": "2"}\n'))
-    with pytest.raises(Interrupted):
-        nightly.run_night(settings, store, Console(file=out), engine="none")
-    assert read == [["a.jsonl", "b.jsonl.gz", "c.jsonl"]] * 2
-    assert "changed or gone since it began: b.jsonl.gz" in " ".join(out.getvalue().split())
-    assert len(Nights(store.root, "quickstart").all()) == 1
+    settings, out, nights = inbox(tmp_path, a="1", c="3"), io.StringIO(), Nights(store.root, "quickstart")
+    packed = gzip.compress(b'{"text": "2"}\n')
+    bad = {name: tmp_path / "inbox" / f"{name}.gz" for name in ("b.jsonl", "d.jsonl")}
+    for path in bad.values():
+        path.write_bytes(packed[:-9])
+    bad["d.jsonl"].write_bytes(b"\0" * 600)
+    said = night(Interrupted)
+    assert said.count("the night goes on without it") == 2 and "b.jsonl.gz is truncated" in said
+    assert read == ["a, b.jsonl, c, d.jsonl", "a, c, d.jsonl", "a, c"]
+    [first] = nights.all()
+    assert [Path(file["location"]).name for file in first.left_out] == ["b.jsonl.gz", "d.jsonl.gz"]
+    with nights.lock():
+        first.end_try("kept", "", closed=True)
+    nothing = nightly.run_night(settings, store, Console(file=out), engine="none")
+    assert nothing.outcome == "nothing-new" and nothing.reason.endswith(
+        "all 4 files have been read by a night before; left out, damaged until replaced: b.jsonl.gz, d.jsonl.gz"
+    )
+    assert len(read) == 3
+    frozen, _ = night_plan.choose_inputs(
+        settings.model_copy(update={"reading": settings.reading.model_copy(update={"max_line_bytes": 9999})}),
+        store, nights, None,
+    )  # fmt: skip
+    assert frozen is not None and len(frozen.files["pretrain"]) == 4, "other settings may read them"
+    bad["b.jsonl"].write_bytes(packed)
+    assert "1 new: b.jsonl.gz" in night(Interrupted) and read[3:] == ["a, b.jsonl, c"], "without a champion it reads all"
+
+
+def test_a_night_whose_only_new_file_is_damaged_fails_once(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from ttrain.flows import nightly
+
+    settings, nights = inbox(tmp_path, a="1"), Nights(store.root, "quickstart")
+    with nights.lock():
+        nights.begin(list_of(settings, store), None).end_try("kept", "", closed=True)
+    settings = inbox(tmp_path, a="1", b="2")
+    path = str(tmp_path / "inbox/b.jsonl")
+
+    def fails(*_: object, **__: object) -> None:
+        raise StageFailed(f"stage shards-pretrain failed: {path} is binary", DataError.__name__, files=[path])
+
+    monkeypatch.setattr(nightly, "run_pipeline", fails)
+    with pytest.raises(StageFailed, match="is binary"):
+        nightly.run_night(settings, store, Console(file=io.StringIO()), engine="none")
+    assert (nights.all()[0].outcome, nights.all()[0].is_open) == ("failed", False)
+    result = nightly.run_night(settings, store, Console(file=io.StringIO()), engine="none")
+    assert result.outcome == "nothing-new" and "left out, damaged until replaced: b.jsonl" in result.reason
 
 
 @pytest.mark.parametrize("has_new_chats", [False, True])
@@ -792,9 +835,12 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path:
     settings, out = inbox(tmp_path, a="1"), io.StringIO()
     wrong = settings.model_copy(update={"model": settings.model.model_copy(update={"kind": "lama"})})
     due = datetime.fromtimestamp(time.time() - 1, UTC)
-    for slot in (due, due, None):
+    for slot in (due, None):
         with pytest.raises(UsageError, match=r"model\.kind is 'lama'.*did you mean llama"):
             run_night(wrong, store, Console(file=out), engine="none", slot=slot)
+    again = run_night(wrong, store, Console(file=out), engine="none", slot=due + timedelta(days=1))
+    assert (again.outcome, again.night) == ("skipped", "night-000001")
+    assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
     [night] = Nights(store.root, "quickstart").all()
     assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in " ".join(
@@ -818,9 +864,11 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     settings, out = inbox(tmp_path, a="1"), io.StringIO()
     monkeypatch.setattr(nightly, "run_pipeline", refuse)  # the stages before it take half a minute
     due = datetime.fromtimestamp(time.time() - 1, UTC)
-    for slot in (due, due, None):
+    for slot in (due, None):
         with pytest.raises(TooFewRows):
             nightly.run_night(settings, store, Console(file=out), engine="none", slot=slot)
+    again = nightly.run_night(settings, store, Console(file=out), engine="none", slot=due + timedelta(days=1))
+    assert again.outcome == "skipped" and "is still refused: pretrain.tokens_per_step is 64000" in again.reason
     for night in Nights(store.root, "quickstart").all():
         assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
     assert "was refused, which does not count as a failed attempt; the next night takes these files" in " ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,22 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
     ]  # fmt: skip
     everything, all_found = run(nights, tmp_path / "all", 0.9)
     assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
+
+
+def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_other(tmp_path: Path) -> None:
+    """Ten sources of 100 documents; a draw over the whole night would give 5 of each give or take 2.2."""
+    sources = [[[200 + source, *number] for number in documents(1000 * source, 100)] for source in range(10)]
+    equal = [[document[:4] for document in documents] for documents in sources]
+    night = {"learnt-0000": write(tmp_path / "a", [list(chain.from_iterable(equal))], documents(50_000, 1))}
+    counts = []
+    for number in range(20):
+        night["documents"] = write(tmp_path / f"new-{number}", [documents(60_000 + 100 * number, 100)], documents(7, 1))
+        new = sum(map(len, documents(60_000 + 100 * number, 100)))
+        _, found = run(night, tmp_path / f"out-{number}", 200 / (200 + new))
+        assert len(found) == 50
+        counts.append([sum(document[0] == 200 + source for document in found) for source in range(10)])
+    assert np.std(counts) < 1.2 and np.mean(counts, axis=0) == pytest.approx([5] * 10, abs=0.8)
+    assert len({tuple(line) for line in counts}) > 10, "and it is another sample each night"
 
 
 def test_the_sample_follows_seed_and_new_documents_alone(nights: dict[str, Path], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Table, row_key
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.records import Tally
-from ttrain.errors import ArtifactError, DataError
+from ttrain.errors import ArtifactError, CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
 SHARD_FILE_NAME = re.compile(
@@ -299,7 +299,7 @@ def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: 
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
-        raise DataError(f"{location} changed while it was read; run the same command again")
+        raise CannotRead(f"{location} changed while it was read; run the same command again")
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
     name = f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest"
     entry = shards.write_shard(output / "heldout" / f"{name}.arrow", column, recipe.vocab_size)

@@ -28,7 +28,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import BadRows, Tally
 from ttrain.data.shards import Column
-from ttrain.errors import DataError
+from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
@@ -94,12 +94,13 @@ class BlockRecipe:
 
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
     """The blocks of a file: each ends with the first line that reaches `block_bytes`; the bytes alone decide."""
-    if streams.is_parquet(location):
-        yield from _cut_parquet(location, file, block_bytes)
-    elif streams.is_plain(location):
-        yield from _cut_plain(Path(location), file, block_bytes)
-    else:
-        yield from _cut_stream(location, file, block_bytes, recipe)
+    with streams.noting_faults(location):
+        if streams.is_parquet(location):
+            yield from _cut_parquet(location, file, block_bytes)
+        elif streams.is_plain(location):
+            yield from _cut_plain(Path(location), file, block_bytes)
+        else:
+            yield from _cut_stream(location, file, block_bytes, recipe)
 
 
 def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
@@ -164,7 +165,8 @@ def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
 def read(block: Block, max_line_bytes: int) -> bytes:
     """The block as JSON lines, a line that is too long cut just above the limit. Raises DataError if it cannot be read."""
     if block.is_parquet:
-        return b"\n".join(rows for _, rows in parquet.pieces(block.location, block.start, block.end))
+        with streams.noting_faults(block.location):
+            return b"\n".join(rows for _, rows in parquet.pieces(block.location, block.start, block.end))
     if block.data is not None:
         return block.data
     data, in_line, remaining_bytes = bytearray(), 0, block.end - block.start
@@ -176,9 +178,9 @@ def read(block: Block, max_line_bytes: int) -> bytes:
                 remaining_bytes -= len(piece)
                 in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
     except OSError as error:
-        raise DataError(f"cannot read {block.location}: {error.strerror or error}") from None
+        raise CannotRead(f"cannot read {block.location}: {error.strerror or error}") from None
     if remaining_bytes:
-        raise DataError(f"{block.location} became shorter while it was read; run the same command again")
+        raise CannotRead(f"{block.location} became shorter while it was read; run the same command again")
     return bytes(data)
 
 

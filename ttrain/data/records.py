@@ -366,13 +366,14 @@ def records(
     from ttrain.data import parquet, streams
 
     for path in paths:
-        numbered = (
-            parquet.lines(path, 0, len(parquet.groups(path)))
-            if streams.is_parquet(path)
-            else lines(streams.json_lines(path, text_field), max_line_bytes)
-        )
-        for number, value in parsed(numbered, path, tally, max_line_bytes):
-            yield path, number, value
+        with streams.noting_faults(path):
+            numbered = (
+                parquet.lines(path, 0, len(parquet.groups(path)))
+                if streams.is_parquet(path)
+                else lines(streams.json_lines(path, text_field), max_line_bytes)
+            )
+            for number, value in parsed(numbered, path, tally, max_line_bytes):
+                yield path, number, value
 
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from ttrain.core import redact
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.errors import DataError, TTrainError, UsageError
+from ttrain.errors import CannotRead, DataError, TTrainError, UsageError
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class RemoteFile(io.RawIOBase):
         self._files, self._path = filesystem(location)
         details = self._with_data_errors(lambda: info(location))
         if details.get("type") == "directory":
-            raise DataError(f"cannot read {redact.url(location)}: it is a folder, not a file")
+            raise CannotRead(f"cannot read {redact.url(location)}: it is a folder, not a file")
         self._size: int | None = details.get("size")
         self._version = version_in(details, location)
         self._position = 0
@@ -171,7 +171,7 @@ class RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._size is None:
-            raise DataError(f"cannot read {self._shown}: its server does not report its size; download it first")
+            raise CannotRead(f"cannot read {self._shown}: its server does not report its size; download it first")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
         if base + offset != self._position and self._front_to_back:
             self._front_to_back = False
@@ -195,7 +195,7 @@ class RemoteFile(io.RawIOBase):
         except TTrainError:
             raise
         except Exception as error:
-            raise DataError(f"cannot read {self._shown}: {reason(error)}") from None
+            raise CannotRead(f"cannot read {self._shown}: {reason(error)}") from None
 
     def _read(self, size: int) -> bytes:
         try:
@@ -205,7 +205,7 @@ class RemoteFile(io.RawIOBase):
                 self._file.seek(self._position)
             return bytes(self._file.read(size))
         except ValueError:  # fsspec's error for a server that always answers with the whole file
-            raise DataError(f"cannot read {self._shown}: its server gives whole files only; download it first") from None
+            raise CannotRead(f"cannot read {self._shown}: its server gives whole files only; download it first") from None
         except Exception:
             self._close_file()
             raise
@@ -229,7 +229,7 @@ class RemoteFile(io.RawIOBase):
 
     def _check_version(self) -> None:
         if self._was_open and version_in(info(self._location), self._location) != self._version:
-            raise DataError(f"{self._shown} changed while it was read; run the same command again")
+            raise CannotRead(f"{self._shown} changed while it was read; run the same command again")
         self._was_open = True
 
     def _close_file(self) -> None:
@@ -324,7 +324,7 @@ def fetch(location: str) -> Path:
         except LocalEntryNotFoundError as error:  # the library has retried by itself, unless it is configured not to
             cause = error.__cause__ or error
             download_arguments = f"{hub_location.repo} {hub_location.path} --revision {hub_location.revision}"
-            raise DataError(
+            raise CannotRead(
                 f"cannot read {location}: it is not in the cache of the Hub, which cannot be reached ({reason(cause)}); "
                 f"connect, unset HF_HUB_OFFLINE, or run `hf download --repo-type dataset {download_arguments}`"
             ) from None
@@ -334,7 +334,7 @@ def fetch(location: str) -> Path:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"cannot read {location}: {reason(error)}") from None
+        raise CannotRead(f"cannot read {location}: {reason(error)}") from None
 
 
 def _cached_listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]] | None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ttrain.data import decompress, formats, locations, remote
 from ttrain.data.formats import Format
 from ttrain.data.remote import RemoteFile, reason
-from ttrain.errors import DataError
+from ttrain.errors import CannotRead, DataError
 
 CHUNK_BYTES = decompress.PIECE_BYTES
 HEAD_BYTES = 512
@@ -46,7 +46,19 @@ def _data_errors(location: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+        raise CannotRead(f"cannot read {location}: {error.strerror or error}") from None
+
+
+@contextmanager
+def noting_faults(location: str) -> Iterator[None]:
+    """Note the location on a DataError that is about the bytes of this file."""
+    try:
+        yield
+    except CannotRead:
+        raise
+    except DataError as error:
+        error.files = (location,)
+        raise
 
 
 def open_stream(location: str) -> BinaryIO:
@@ -71,7 +83,7 @@ def local_file(location: str) -> Path | None:
         mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
-        raise DataError(f"cannot read {location}: it is {kind}; name a file")
+        raise CannotRead(f"cannot read {location}: it is {kind}; name a file")
     return path
 
 
@@ -142,7 +154,7 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
         )
         raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {fix}") from None
     except OSError as error:
-        raise DataError(f"cannot read {location}: {error.strerror or error}") from None
+        raise CannotRead(f"cannot read {location}: {error.strerror or error}") from None
 
 
 def _text(pieces: Iterator[bytes], start: int, location: str, stored_head: bytes) -> Iterator[bytes]:

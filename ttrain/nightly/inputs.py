@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from ttrain.data import locations, python_docs
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.nightly import learning
 from ttrain.nightly.heldout import find_heldout
-from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, shortened_names
+from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, Nights, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
+DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
 UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
@@ -108,6 +109,46 @@ def _is_emptied(settings: Settings) -> bool:
         else:
             return False
     return True
+
+
+def without_damaged(
+    watched: Mapping[str, list[dict[str, Any]]], nights: Nights, settings: Settings
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """The files that no night found damaged, and a note that names the others, or nothing."""
+    damaged = nights.damaged(settings)
+    whole = {name: [file for file in files if file["sha256"] not in damaged] for name, files in watched.items()}
+    return whole, describe_left_out(file for files in watched.values() for file in files if file["sha256"] in damaged)
+
+
+def describe_left_out(files: Iterable[Mapping[str, Any]]) -> str:
+    """A note that names the damaged files; empty where there are none."""
+    names = [file["location"] for file in files]
+    return f"left out, damaged until replaced: {shortened_names(names)}" if names else ""
+
+
+def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[dict[str, Any]]:
+    """The files of a snapshot with these locations, which have no secrets."""
+    chosen = set(locations_at_fault)
+    return [file for files in frozen.files.values() for file in files if redact.url(file["location"]) in chosen]
+
+
+def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[str]) -> InputSnapshot | None:
+    """The snapshot without the files at these locations; without its documents, all of which are known, if there are none.
+
+    None where nothing new is left, or a data set has no file to learn. `read`: digests of files that nights have read.
+    """
+    left_out = [file["sha256"] for file in entries_of(frozen, damaged)]
+    files = {name: [file for file in listed if file["sha256"] not in left_out] for name, listed in frozen.files.items()}
+    if not damaged:
+        files[DOCUMENTS] = []
+    if files == frozen.files:
+        return None  # what is damaged is not of the list, such as held-out files
+    is_optional = {DOCUMENTS} if frozen.champion else set()
+    if any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name]):
+        return None
+    if read.issuperset(file["sha256"] for listed in files.values() for file in listed):
+        return None
+    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from ttrain.config import Nightly
+from ttrain.config import Nightly, Settings
 from ttrain.core import redact
 from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import TTrainError
@@ -71,6 +72,11 @@ class InputSnapshot:
         return {**asdict(self), "files": files, **lists}
 
 
+def reading_digest(settings: Settings) -> str:
+    """The digest of the settings by which files are read."""
+    return digest_of(settings.reading.model_dump(mode="json"))
+
+
 def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of a list of files without secrets in its location; the next night takes them from its settings."""
     return {**file, "location": redact.url(file["location"])}
@@ -105,6 +111,12 @@ class NightRecord:
         lists: dict[str, Any] = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
         numbers: dict[str, Any] = {"replay": snapshot.get("replay", 0.0), "average": snapshot.get("average")}
         return InputSnapshot(snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, **numbers)
+
+    @property
+    def left_out(self) -> list[dict[str, Any]]:
+        """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
+        entries: list[dict[str, Any]] = self.data.get("left_out", [])
+        return entries
 
     @property
     def learnt_documents(self) -> tuple[str, ...]:
@@ -161,6 +173,12 @@ class NightRecord:
     def freeze(self, frozen: InputSnapshot) -> None:
         """Replace the night's inputs, after some of them were changed or removed."""
         self.note(frozen=frozen.to_json())
+
+    def leave_out(self, files: Iterable[Mapping[str, Any]], reason: str, settings: Settings) -> None:
+        """Record files that the stages found damaged under these settings."""
+        reading = reading_digest(settings)
+        entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]
+        self.note(left_out=[*self.left_out, *entries])
 
     def end_try(self, outcome: str, reason: str, *, closed: bool, event: str | None = None) -> None:
         """Record the try's outcome; a night that is not closed continues at the next slot. `event`: what to notify of."""
@@ -293,6 +311,11 @@ class Nights:
         learnt before the first night."""
         completed = [night for night in self.all() if night.outcome in (*COMPLETED, NOTHING_NEW)]
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
+
+    def damaged(self, settings: Settings) -> dict[str, NightRecord]:
+        """The night that found a file damaged, by the digest of the file, under the same settings of `reading`."""
+        reading = reading_digest(settings)
+        return {file["sha256"]: night for night in self.all() for file in night.left_out if file["reading"] == reading}
 
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that the champion was trained on: those of its night, of the night that made the champion

@@ -377,7 +377,8 @@ def _result(
         if outcome["kind"] == NothingNew.__name__:
             raise NothingNew(outcome["error"])
         damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
-        raise StageFailed(f"stage {stage.name} failed{who}: {outcome['error']}{location}", outcome["kind"], damaged)
+        message = f"stage {stage.name} failed{who}: {outcome['error']}{location}"
+        raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     raise StageFailed(f"stage {stage.name}: {group.describe_end()}; its log is {log_path}\n{tail}")
 

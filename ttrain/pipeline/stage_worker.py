@@ -22,7 +22,7 @@ from ttrain.core import redact
 from ttrain.core.files import ProgressWriter, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
-from ttrain.errors import DamagedFile, Interrupted, NothingNew, RankLost, TTrainError
+from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
 from ttrain.stages.job import StageContext
 from ttrain.store import integrity
@@ -163,7 +163,8 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
         stop.settle()
         log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
         damaged = {"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}
-        return {"outcome": "failed", "error": str(error), "kind": type(error).__name__, **damaged}
+        files = {"files": list(map(redact.url, error.files))} if isinstance(error, DataError) else {}
+        return {"outcome": "failed", "error": str(error), "kind": type(error).__name__, **damaged, **files}
     except BaseException as error:
         stop.settle()
         log.error("%s", traceback.format_exc())

@@ -22,12 +22,13 @@ from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 from ttrain.stages import LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
 
+STRATUM = 32  # documents; of a source with 100 documents and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
 def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
-    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night, and by source where
-    sources have weights.
+    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night, by source where sources
+    have weights, and by place, so that each file has its share, and each source that stands together in one.
 
     It has as many tokens as the night reads again, or all of them. A record that the held-out part of tonight or of one of
     these nights has is left out. Seed and new records determine the sample.
@@ -76,7 +77,7 @@ def _sources(shards: ShardSet) -> Iterator[ShardSet]:
 
 def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Collection[bytes]) -> Column:
     """Documents of a source that have this share of its tokens, rounded up to a document, without held-out ones."""
-    order = permute(np.arange(len(source)), len(source), seed, number)
+    order = _spread(permute(np.arange(len(source)), len(source), seed, number))
     earlier_tokens = source.lengths[order].cumsum() - source.lengths[order]
     chosen = np.zeros(len(source), bool)
     chosen[order[earlier_tokens < share * source.tokens]] = True
@@ -92,6 +93,16 @@ def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Coll
     live = [piece.live for piece in parts if piece.live is not None]
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
     return Column(tokens, offsets, np.concatenate(live) if live else None)
+
+
+def _spread(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """A random order in which each stratum, STRATUM neighbouring documents, comes up once before any comes up again."""
+    strata = order // STRATUM
+    by_stratum = np.argsort(strata, kind="stable")
+    firsts = np.searchsorted(strata[by_stratum], strata[by_stratum])  # where the stratum begins
+    turns = np.empty_like(order)
+    turns[by_stratum] = np.arange(len(order)) - firsts
+    return order[np.argsort(turns, kind="stable")]
 
 
 def _digests(shards: ShardSet) -> Iterator[bytes]:
