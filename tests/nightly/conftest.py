@@ -1,0 +1,35 @@
+"""A pipeline's nights, a store and a champion in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.night_files import artifact
+
+from ttrain.nightly.records import Champion, Nights
+from ttrain.store.artifacts import ArtifactStore
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Nights:
+    found = Nights(tmp_path, "mine")
+    found.directory.mkdir(parents=True)  # as taking the lock does
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "home")
+
+
+@pytest.fixture
+def champion(store: ArtifactStore) -> Champion:
+    of = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
+    artifact(
+        store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients={"files": {"train": [{"sha256": "f"}]}}
+    )
+    artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
+    artifact(store, "pretrain", "p", {"model/config.json": "{}", "model/model.safetensors": ""}, inputs=of)
+    artifact(store, "sft", "q", {"model/config.json": "{}"})
+    return Champion("7", {"tokenizer": "t", "pretrain": "p", "sft": "q"})

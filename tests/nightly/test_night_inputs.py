@@ -1,0 +1,379 @@
+"""What a night reads: files, settings, the champion's artifacts, held-out documents of all nights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.night_files import artifact, completed, frozen, inbox, list_of
+
+from ttrain.config import Nightly, Settings
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.core.files import write_json
+from ttrain.data import python_docs
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.evaluate.task_result import record_name
+from ttrain.flows import night_decision, night_plan
+from ttrain.nightly import heldout, records
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly.inputs import NightInputs
+from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+# --- what it reads ---
+
+
+def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
+    return {**frozen(*digests).files, "sft": [{"location": "/chats.jsonl", "sha256": chats}]}
+
+
+def pretrain_of(choice: night_inputs.FileSelection) -> list[str]:
+    return [file["sha256"] for file in choice.files["pretrain"]]
+
+
+def test_the_first_night_reads_all_there_is() -> None:
+    choice = night_inputs.select_files(Nightly(), watched("a", "b"), set(), set(), has_champion=False)
+    assert pretrain_of(choice) == ["a", "b"] and len(choice.new) == 3
+
+
+def test_where_all_files_have_been_read_nothing_is_new() -> None:
+    choice = night_inputs.select_files(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True)
+    assert choice.new == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reads"),
+    [
+        ({}, ["kept", "new"]),
+        ({"again": False}, ["new"]),
+        ({"data": "all"}, ["learnt", "kept", "new"]),
+        ({"start_from": "scratch"}, ["learnt", "kept", "new"]),
+    ],
+)
+def test_documents_are_those_that_the_champion_has_not_learnt(settings: dict[str, Any], reads: list[str]) -> None:
+    choice = night_inputs.select_files(
+        Nightly(**settings), watched("learnt", "kept", "new"), {"learnt", "kept", "c"}, {"learnt", "c"}, has_champion=True
+    )
+    assert pretrain_of(choice) == reads
+    assert choice.new == ("/inbox/new.jsonl",)
+    assert [file["sha256"] for file in choice.files["sft"]] == ["c"]  # all chats, since each night has another base
+
+
+def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nights) -> None:
+    completed(known, frozen("a"), "promoted", "1")
+    completed(known, frozen("b", champion="1"), "promoted", "2")
+    completed(known, frozen("c", champion="2"), "kept", "3")
+    failed = known.begin(frozen("d", champion="2"), None)
+    failed.end_try("failed", "", closed=True)
+    assert known.read() == {"a", "b", "c"}  # of completed nights alone
+    assert known.learnt(Champion("2", {})) == {"a", "b"}
+    assert known.learnt(Champion("1", {})) == {"a"}
+    assert known.learnt(None) == set()
+    assert known.learnt(Champion("3", {})) == {"a", "b", "c"}  # kept by its figures, promoted by hand
+    completed(known, frozen("e", champion="4"), "promoted", "4")  # such a circle is not made, and must not hang
+    assert known.learnt(Champion("4", {})) == {"e"}
+
+
+# --- settings and artifacts of a night ---
+
+
+def test_a_night_starts_from_the_champion_s_tokenizer_and_base(
+    tmp_path: Path, store: ArtifactStore, champion: Champion
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
+    assert inputs.settings.pretrain.start_from == str(store.path("pretrain", "p") / "model")
+    assert inputs.settings.tokenizer.existing == str(store.path("tokenizer", "t"))
+    assert inputs.settings.data.pretrain == (str(tmp_path / "inbox/a.jsonl"), str(tmp_path / "inbox/b.jsonl"))
+    assert set(inputs.replacements) == {"tokenizer"} and set(inputs.champion) == {"base", "sft"} and not inputs.keeps_base
+
+
+def test_without_new_documents_the_champion_s_base_stays(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
+    settings = inbox(tmp_path)
+    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
+    assert inputs.keeps_base and inputs.replacements["pretrain"].key == "p"
+
+
+def test_without_new_documents_the_first_model_that_differs_decides(store: ArtifactStore) -> None:
+    def models(**contents: str) -> dict[str, Artifact]:
+        return {name: artifact(store, name, f"{name}-{text}", {"model.txt": text}) for name, text in contents.items()}
+
+    champion = models(pretrain="p", sft="s", dpo="d", lora="l")
+    inputs = NightInputs(
+        Settings(), champion={TRAINING_STAGES[name].model: made for name, made in champion.items()},
+        replacements={"pretrain": champion["pretrain"]},
+    )  # fmt: skip
+    for tonight, metric in (
+        ({"sft": "s2", "dpo": "d2", "lora": "l2"}, "chat_loss_sft"),
+        ({"sft": "s", "dpo": "d2", "lora": "l2"}, "preference_accuracy/dpo"),
+        ({"sft": "s", "dpo": "d", "lora": "l2"}, "domain_loss_lora"),
+    ):
+        rules = night_decision._rules(Settings(), inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
+        assert rules.metric == metric and rules.higher_is_better == metric.startswith("preference")
+    without = replace(inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"})
+    tonight = SimpleNamespace(artifacts=models(sft="s", dpo="d2", lora="l2"))
+    assert night_decision._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
+
+
+def test_a_night_from_scratch_keeps_the_tokenizer_alone(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
+    settings = inbox(tmp_path, a="1").model_copy(update={"nightly": Nightly(start_from="scratch")})
+    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
+    assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {"tokenizer"}
+
+
+def test_a_champion_whose_files_are_gone_is_named_with_the_cure(
+    tmp_path: Path, store: ArtifactStore, champion: Champion
+) -> None:
+    (store.path("sft", "q") / "model" / "config.json").unlink()
+    with pytest.raises(ArtifactError, match=r"version 7, needs the artifact sft q.*ttrain models promote"):
+        night_inputs.inputs_of(list_of(inbox(tmp_path, a="1"), store, champion), inbox(tmp_path), store)
+
+
+def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
+    tmp_path: Path, store: ArtifactStore
+) -> None:
+    settings = inbox(tmp_path, a="1")
+    listed = list_of(settings, store)
+    changed = {"sft": {"epochs": 3.0}, "runtime": {"threads": 1}, "nightly": {"attempts": 9}}
+    now = Settings.model_validate({**settings.model_dump(), **changed})
+    found = night_inputs.settings_of(listed, now)
+    assert found.sft == settings.sft and found.runtime.threads == 1 and found.nightly.attempts == 9
+
+
+def test_settings_that_a_newer_version_refuses_are_said_to_be(tmp_path: Path, store: ArtifactStore) -> None:
+    settings = inbox(tmp_path, a="1")
+    listed = InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1})
+    with pytest.raises(UsageError, match="do not fit this version"):
+        night_inputs.settings_of(listed, settings)
+
+
+def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
+    tmp_path: Path, store: ArtifactStore
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2", c="3")
+    before = list_of(settings, store)
+    (tmp_path / "inbox/a.jsonl").rename(tmp_path / "inbox/z.jsonl")
+    (tmp_path / "inbox/b.jsonl").write_text("another", encoding="utf-8")
+    (tmp_path / "inbox/c.jsonl").unlink()
+    (tmp_path / "inbox/new.jsonl").write_text("4", encoding="utf-8")
+    now = night_inputs.watched_files(settings, store, may_be_gone=True)
+    assert [Path(name).name for name in night_inputs.changed_files(before, now)] == ["b.jsonl", "c.jsonl"]
+    again = night_inputs.refreshed_snapshot(before, now)
+    assert [Path(file["location"]).name for file in again.files["pretrain"]] == ["z.jsonl", "b.jsonl"]
+    assert night_inputs.changed_files(again, now) == []
+    assert night_inputs.refreshed_snapshot(again, now) == again
+
+
+def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path: Path, store: ArtifactStore) -> None:
+    settings = inbox(tmp_path)
+    with pytest.raises(UsageError, match="no file in that folder ends in"):
+        night_inputs.watched_files(settings, store, may_be_gone=False)
+    assert night_inputs.watched_files(settings, store, may_be_gone=True)["pretrain"] == []
+    gone = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "typo"),)})})
+    with pytest.raises(UsageError, match="there is no such file"):
+        night_inputs.watched_files(gone, store, may_be_gone=True)
+
+
+def test_weighted_sources_stay_as_they_are_named(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
+    plain = inbox(tmp_path, a="1")
+    data = {**plain.data.model_dump(), "pretrain": [{"path": str(tmp_path / "inbox"), "weight": 3.0}]}
+    settings = Settings.model_validate({**plain.model_dump(), "data": data})
+    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
+    assert inputs.settings.data.pretrain == settings.data.pretrain
+
+
+def test_python_docs_are_one_file_that_changes_with_the_text(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = night_inputs.watched_files(Settings(), store, may_be_gone=True)
+    assert [file["location"] for files in first.values() for file in files] == ["python-docs"] * 3
+    (tmp_path / "other.zst").write_bytes(b"other text")
+    monkeypatch.setattr(python_docs, "text_file", lambda: tmp_path / "other.zst")
+    assert night_inputs.watched_files(Settings(), store, may_be_gone=True) != first
+
+
+def test_held_out_documents_are_those_of_the_last_completed_night(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1")
+
+    def chosen(now: Settings) -> heldout.EarlierHeldout:
+        return heldout.earlier_heldout(champion, known.all(), store, now)
+
+    of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
+    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,))
+    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
+    night = known.begin(list_of(settings, store), None)
+    night.note(heldout="heldout/h", heldout_nights=[heldout.BEFORE, night.name])
+    night.end_try("kept", "", closed=True)
+    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name))
+    less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
+    assert chosen(less).reference is None  # some may be learnt from now on
+    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
+    assert chosen(own).reference is None
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, harm: str
+) -> None:
+    """Whether they are lost before a night begins or while it is unfinished."""
+    settings = inbox(tmp_path, a="1")
+    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
+    night = known.begin(list_of(settings, store), None)
+    night.note(heldout="heldout/h")
+    night.end_try("kept", "", closed=True)
+    unfinished = replace(list_of(settings, store, champion), heldout="heldout/h")
+    lost = store.path("heldout", "h")
+    if harm == "gone":
+        shutil.rmtree(lost)
+    else:
+        (lost / "heldout/index.json").write_text("{ }")
+    why = r"held-out documents heldout h, which are not in .*, or are damaged.*data\.pretrain_heldout"
+    with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
+        heldout.earlier_heldout(champion, known.all(), store, settings)
+    with pytest.raises(ArtifactError, match=why):
+        night_inputs.inputs_of(unfinished, settings, store)
+
+
+def test_each_night_has_the_held_out_records_that_it_brought(tmp_path: Path, store: ArtifactStore) -> None:
+    """Also where a record of an earlier version does not name its nights."""
+    whole = artifact(store, "heldout", "h", {"heldout/nights.json": json.dumps([["a", "b"], ["c"], ["d"]])})
+    named = heldout.names_by_night(whole, ["night-000001", "night-000002", "night-000005"])
+    assert named == {"night-000001": ["a", "b"], "night-000002": ["c"], "night-000005": ["d"]}
+    assert list(heldout.names_by_night(whole, ["night-000005"]).items()) == [
+        (heldout.UNNAMED, ["a", "b", "c"]), ("night-000005", ["d"])
+    ]  # fmt: skip
+    assert heldout.names_by_night(artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}), ["x"]) == {}
+    for damaged in ("no JSON", '{"a": 1}', "[1]"):
+        (whole.path / "heldout/nights.json").write_text(damaged)
+        with pytest.raises(ArtifactError, match=r"nights\.json is damaged"):
+            heldout.names_by_night(whole, [])
+
+
+def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifacts(
+    store: ArtifactStore, champion: Champion
+) -> None:
+    assert night_inputs.learnt_by(champion, store) == {"f"}
+    assert night_inputs.learnt_by(None, store) == set()
+
+
+def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_gone(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = inbox(tmp_path, old="1", new="2")
+    old = settings.model_copy(
+        update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "inbox/old.jsonl"),)})}
+    )
+    shutil.rmtree(store.path("shards-pretrain", "s"))
+    trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(old, store).files["pretrain"]]}}
+    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
+    champions = [champion]
+    monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champions[-1])
+    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
+    assert (
+        frozen is not None and records.shortened_names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
+    )
+    night = known.begin(frozen, None)
+    assert known.all()[0].frozen == frozen
+    night.note(version="8")
+    night.end_try("promoted", "", closed=True)
+    shutil.rmtree(store.path("shards-pretrain", "s"))
+    champions.append(Champion("8", {}))
+    assert night_plan.choose_inputs(settings, store, known, None)[0] is None, "nothing is new"
+    (tmp_path / "inbox" / "newer.jsonl").write_text("3")
+    after, _ = night_plan.choose_inputs(settings, store, known, None)
+    assert (
+        after is not None and records.shortened_names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
+    )
+    assert after.learnt == (), "the night before has it"
+
+
+def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in_the_store(
+    store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
+    assert night_inputs.learnt_documents(None, known.all(), store) == ()
+    assert night_inputs.learnt_documents(champion, known.all(), store) == ("shards-pretrain/s",)
+    for number, own in (("1", "b"), ("2", None), ("3", "c"), ("4", "gone")):
+        if own and own != "gone":
+            artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
+        before = night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store)
+        night = known.begin(InputSnapshot({}, {}, champion, documents=before), None)
+        night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
+        night.end_try("promoted", "", closed=True)
+    learnt = {
+        number: night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store) for number in "1235"
+    }
+    assert learnt["1"] == ("shards-pretrain/s",)
+    assert learnt["2"] == learnt["3"] == ("shards-pretrain/s", "shards-pretrain/b")
+    assert learnt["5"] == ("shards-pretrain/s", "shards-pretrain/b", "shards-pretrain/c")
+
+
+def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_path: Path) -> None:
+    for number in (1, 2):
+        night = known.begin(frozen(str(number)), None)
+        night.note(heldout=f"heldout/h{number}", documents=f"shards-pretrain/s{number}")
+        night.end_try("promoted", "", closed=True)
+    assert records.needed_keys(tmp_path) == {"h2", "s2"}
+    champion = Champion("2", {"sft": "q", "pretrain": "p"})
+    known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)
+    assert records.needed_keys(tmp_path) == {"h2", "s1", "s2", "q", "p"}
+    assert records.needed_keys(tmp_path / "elsewhere") == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ({"tracking": {"enabled": False}}, "set it to true"),
+        ({"runtime": {"nodes": 2, "rendezvous": "h:29500"}}, "set runtime.nodes=1"),
+    ],
+)
+def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore, given: dict[str, Any], cure: str) -> None:
+    from rich.console import Console
+
+    from ttrain.flows.nightly import run_night
+
+    with pytest.raises(UsageError, match=cure):
+        run_night(Settings.model_validate(given), store, Console(), engine="none")
+    assert not (store.root / "nightly").exists()
+
+
+# --- the held-out documents of all nights ---
+
+
+def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_new(tmp_path: Path) -> None:
+    from support.doubles import run_here
+
+    from ttrain.config import HeldoutConfig, Runtime
+    from ttrain.stages import heldout as stage
+    from ttrain.stages.shards import heldout_records
+
+    def given(name: str, texts: list[str], **labels: str) -> Path:
+        part = tmp_path / name / "heldout"
+        part.mkdir(parents=True)
+        lines = (json.dumps({"text": text, **labels}) + "\n" for text in texts)
+        (part / "r.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_json(part / "index.json", {"format": 2, "shards": [{"records": "r.jsonl", "rows": len(texts), "tokens": 9}]})
+        return tmp_path / name
+
+    old, new = [f"old {n}" for n in range(40)], [f"new {n}" for n in range(40)]
+    inputs = {"earlier": given("a", old), "documents": given("b", [*new, "old 3"], lang="en")}
+    figures = run_here(stage, HeldoutConfig(), tmp_path / "output", inputs, Runtime())
+    texts = [record["text"] for record in heldout_records(tmp_path / "output")]
+    assert sorted(texts) == sorted([*old, *new]) and figures == {"records": 80, "new": 40, "nights": [40, 40]}
+    assert stage.read_nights(tmp_path / "output") == [sorted(map(record_name, texts)) for texts in (old, new)]
+    assert 8 <= sum(text.startswith("old") for text in texts[:40]) <= 32
+    again = run_here(stage, HeldoutConfig(), tmp_path / "again", inputs, Runtime())
+    assert again == figures
+    name = "heldout/records.jsonl"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "output" / name).read_bytes()
+    later = {"earlier": tmp_path / "output", "documents": given("c", ["newer", "new 3"])}
+    assert run_here(stage, HeldoutConfig(), tmp_path / "third", later, Runtime())["nights"] == [40, 40, 1]
+    assert stage.read_nights(tmp_path / "third")[:2] == stage.read_nights(tmp_path / "output")

@@ -1,0 +1,260 @@
+"""Records of nights: slots, deadlines, locks, tries and secrets, without an engine and without training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from support.night_files import BERLIN, NONE, at, completed, frozen
+
+from ttrain.config import Nightly, Settings
+from ttrain.core.files import write_json
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import records
+from ttrain.nightly.records import Champion, InputSnapshot, Nights, StillRunning
+
+# --- what became of a night ---
+
+
+def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_between_counts_anew(known: Nights) -> None:
+    night = known.begin(frozen("a"), None)
+    for number in range(1, 2 * records.MOST_CRASHES - 1):
+        if number == records.MOST_CRASHES - 1:
+            night.end_try("unfinished", "the deadline", closed=False)
+        settled = known.settle()
+        assert settled is not None and settled.is_open
+        night = settled
+        night.begin_try(None)
+    settled = known.settle()
+    assert settled is not None and not settled.is_open and settled.outcome == "failed"
+    assert "a" not in known.read(), "the next night takes the file again"
+
+
+# --- which slot is whose ---
+
+
+def test_ten_late_slots_give_one_night(known: Nights) -> None:
+    now = datetime.now(UTC)
+    slots = [now - timedelta(days=days) for days in range(10, 0, -1)]
+    ran = []
+    for slot in slots:
+        if known.covered(slot, None, time.time()) is None:
+            known.begin(NONE, slot).end_try("kept", "", closed=True)
+            ran.append(slot)
+    assert ran == slots[:1]
+    tomorrow = now + timedelta(days=1)
+    assert known.covered(tomorrow, None, tomorrow.timestamp()) is None
+
+
+def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_came_of_it(known: Nights) -> None:
+    slot = datetime.now(UTC) - timedelta(hours=2)
+    for outcome in ("failed", "unfinished", "promoted"):
+        known.begin(NONE, slot).end_try(outcome, "", closed=outcome == "promoted")
+        said = known.covered(slot + timedelta(hours=1), None, time.time())
+        assert said and known.newest().name in said  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "runs"), [("failed", True), ("refused", True), ("unfinished", True), ("kept", False), ("promoted", False)]
+)
+def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights, outcome: str, runs: bool) -> None:
+    slot = datetime.now(UTC) - timedelta(seconds=5)
+    known.begin(NONE, slot).end_try(outcome, "", closed=True)
+    assert (known.covered(slot, None, time.time()) is None) == runs
+
+
+def test_a_night_that_somebody_asks_for_is_never_covered(known: Nights) -> None:
+    known.begin(NONE, None).end_try("kept", "", closed=True)
+    assert known.covered(None, None, time.time()) is None
+
+
+def test_a_clock_that_ran_ahead_does_not_cover_the_slots_until_it_is_right_again(
+    known: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 5 * 86400)
+        known.begin(NONE, None).end_try("kept", "", closed=True)
+    assert known.covered(datetime.fromtimestamp(now, UTC), None, now) is None
+
+
+@pytest.mark.parametrize(("zone", "day"), [("Europe/Berlin", "2026-10-25T02:30"), ("America/New_York", "2026-11-01T01:30")])
+def test_an_hour_that_comes_twice_has_one_night(known: Nights, monkeypatch: pytest.MonkeyPatch, zone: str, day: str) -> None:
+    first, second = at(day, zone), at(day, zone).replace(fold=1)
+    assert second.timestamp() - first.timestamp() == 3600
+    monkeypatch.setattr(time, "time", lambda: first.timestamp() + 2)
+    known.begin(NONE, first).end_try("kept", "", closed=True)
+    said = known.covered(second.astimezone(UTC), zone, second.timestamp() + 2)
+    assert said and "set back" in said
+    next_day = first + timedelta(days=1)
+    assert known.covered(next_day, zone, next_day.timestamp() + 2) is None
+    assert known.covered(second.astimezone(UTC), "UTC", second.timestamp() + 2) is None  # a clock that is never set back
+
+
+# --- deadlines ---
+
+
+@pytest.mark.parametrize(
+    ("began", "deadline", "ends"),
+    [
+        ("2026-11-21T02:00", "06:00", "2026-11-21T06:00"),
+        ("2026-11-21T22:00", "06:00", "2026-11-22T06:00"),  # over midnight
+        ("2026-11-21T06:00", "06:00", "2026-11-22T06:00"),  # the very minute: a whole day
+        ("2026-10-24T23:00", "02:30", "2026-10-25T02:30"),  # the first of the two
+        ("2026-03-28T23:00", "02:30", "2026-03-29T03:30"),  # an hour that the clock leaves out
+    ],
+)
+def test_a_deadline_is_the_next_such_hour_of_its_time_zone(began: str, deadline: str, ends: str) -> None:
+    found = records.stop_at(Nightly(deadline=deadline, timezone=BERLIN), at(began, BERLIN).timestamp())
+    assert found == at(ends, BERLIN).timestamp()
+
+
+def test_a_deadline_in_hours_is_counted_in_time_that_passes() -> None:
+    began = at("2026-10-24T23:00", BERLIN).timestamp()
+    assert records.stop_at(Nightly(deadline_hours=5), began) == began + 5 * 3600
+    assert records.stop_at(Nightly(), began) is None
+
+
+def test_two_deadlines_and_unknown_time_zones_are_refused() -> None:
+    with pytest.raises(ValueError, match="set one of them"):
+        Nightly(deadline="06:00", deadline_hours=2)
+    with pytest.raises(ValueError, match="try Europe/Berlin"):
+        Nightly(timezone="Europe/Berlyn")
+
+
+# --- the records ---
+
+
+def test_nights_are_ordered_by_their_numbers_not_by_the_clock(known: Nights, monkeypatch: pytest.MonkeyPatch) -> None:
+    completed(known, NONE, "kept", "1")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    completed(known, NONE, "kept", "2")
+    assert [night.name for night in known.all()] == ["night-000002", "night-000001"]
+
+
+def test_a_frozen_list_reads_back_as_it_was(known: Nights) -> None:
+    given = InputSnapshot(frozen("a").files, {"name": "mine"}, Champion("3", {"sft": "k"}), "heldout/k")
+    known.begin(given, None)
+    night = known.newest()
+    assert night is not None and night.frozen == given and night.is_open and night.outcome == "running"
+
+
+def test_many_nights_without_news_are_one_record(known: Nights) -> None:
+    for _ in range(3):
+        known.add_empty("nothing-new", None, "nothing new")
+    known.add_empty("failed", None, "no such folder", "failed")
+    known.add_empty("failed", None, "no such folder", "failed")
+    completed(known, frozen("a"), "promoted", "1")
+    known.add_empty("nothing-new", None, "nothing new")
+    assert [night.outcome for night in known.all()] == ["nothing-new", "promoted", "failed", "nothing-new"]
+    assert not any(night.is_open for night in known.all()) and known.read() == {"a"}
+
+
+@pytest.mark.parametrize("outcome", ["nothing-new", "failed"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kill_while_a_night_without_a_list_is_noted_leaves_none_to_go_on_with(
+    known: Nights, monkeypatch: pytest.MonkeyPatch, outcome: str, first: bool
+) -> None:
+    if not first:
+        known.add_empty(outcome, None, "before")
+
+    class Killed(BaseException):
+        pass
+
+    def dies(path: Path, value: object, mode: int) -> None:
+        write_json(path, value, mode)
+        raise Killed
+
+    monkeypatch.setattr(records, "write_json", dies)
+    with pytest.raises(Killed):
+        known.add_empty(outcome, None, "now")
+    monkeypatch.undo()
+    night = known.settle()
+    assert night is not None and not night.is_open and (night.outcome, night.data["reason"]) == (outcome, "now")
+
+
+def test_a_failed_night_of_files_is_not_overwritten_by_one_that_found_none(known: Nights) -> None:
+    known.begin(frozen("a"), None).end_try("failed", "", closed=True)
+    known.add_empty("failed", None, "no such folder", "failed")
+    assert len(known.all()) == 2
+
+
+def test_being_stopped_or_killed_is_no_failure(known: Nights) -> None:
+    night = known.begin(frozen("a"), None)
+    for outcome in ("unfinished", "failed", "crashed", "failed"):
+        night.end_try(outcome, "", closed=False)
+        night.begin_try(None)
+    assert night.failures == 2
+
+
+def test_a_killed_night_goes_on_and_is_still_to_be_told_of(known: Nights) -> None:
+    known.begin(frozen("a"), None)
+    night = known.settle()
+    assert night is not None and night.is_open and (night.outcome, night.data["untold"]) == ("crashed", "failed")
+    assert known.settle() is not None and len(known.all()[0].data["tries"]) == 1
+
+
+def test_skipped_slots_are_noted_without_the_lock(known: Nights, tmp_path: Path) -> None:
+    known.skipped(datetime.now(UTC), "still running")
+    known.skipped(None, "still running")
+    lines = (tmp_path / "nightly" / "mine" / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["still running"] * 2
+
+
+# --- one at a time ---
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from ttrain.nightly.records import InputSnapshot, Nights
+known = Nights(Path(sys.argv[1]), "mine")
+with known.lock():
+    known.begin(InputSnapshot({}, {}), None)
+    child = subprocess.Popen(["sleep", "60"])  # what a night starts must not hold the lock for it
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_night_is_told_who_runs_and_a_killed_one_leaves_no_lock(known: Nights, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(StillRunning, match=f"night-000001 is still running.*process {process.pid}"), known.lock():
+            pass
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # it lives
+        with known.lock():
+            settled = known.settle()
+            assert settled is not None and settled.outcome == "crashed" and settled.is_open
+            assert settled.failures == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+
+
+# --- secrets of sources ---
+
+
+def test_the_record_of_a_night_holds_no_secret_and_the_settings_of_now_fill_them_in(known: Nights) -> None:
+    whole, shown = "https://user:hunter2@host/chats.jsonl?sig=1", "https://***@host/chats.jsonl?***"
+    then = Settings.model_validate({"data": {"sft": [whole]}})
+    entry = {"location": whole, "sha256": "a"}
+    night = known.begin(InputSnapshot({"sft": [entry]}, then.model_dump(mode="json")), None)
+    assert "hunter2" not in night.path.read_text() and night.frozen.files["sft"][0]["location"] == shown
+    assert night_inputs.settings_of(night.frozen, then).data.sft == (whole,)
+    rotated = whole.replace("hunter2", "rotated")
+    now = Settings.model_validate({"data": {"sft": ["more.jsonl", rotated]}})
+    assert night_inputs.settings_of(night.frozen, now).data.sft == (rotated,), "the secret of now, for the list of then"
+    again = night_inputs.refreshed_snapshot(night.frozen, {"sft": [{"location": rotated, "sha256": "a"}]})
+    assert again.files["sft"] == [{"location": rotated, "sha256": "a"}], "what is read has its URL in full"
+    assert records.shortened_names([whole]) == "chats.jsonl", "as the terminal shows it"

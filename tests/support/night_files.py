@@ -1,0 +1,55 @@
+"""Nights of a pipeline, their files and their champion, without training."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from ttrain.config import Settings
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+BERLIN = "Europe/Berlin"
+NONE = InputSnapshot({}, {})
+
+
+def frozen(*digests: str, champion: str | None = None) -> InputSnapshot:
+    files = {"pretrain": [{"location": f"/inbox/{digest}.jsonl", "sha256": digest} for digest in digests]}
+    return InputSnapshot(files, {}, Champion(champion, {}) if champion else None)
+
+
+def at(text: str, zone: str = "UTC") -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone))
+
+
+def completed(known: Nights, list_: InputSnapshot, outcome: str, version: str) -> None:
+    night = known.begin(list_, None)
+    night.note(version=version)
+    night.end_try(outcome, "", closed=True)
+
+
+def artifact(store: ArtifactStore, stage: str, key: str, files: dict[str, str], **manifest: Any) -> Artifact:
+    output = store.work(stage, key) / "output"
+    for name, text in files.items():
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text(text, encoding="utf-8")
+    return store.publish(stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest})
+
+
+def inbox(tmp_path: Path, **files: str) -> Settings:
+    directory = tmp_path / "inbox"
+    directory.mkdir(exist_ok=True)
+    for name, text in {"chats": "c", **files}.items():
+        place = tmp_path if name == "chats" else directory
+        (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    chats = str(tmp_path / "chats.jsonl")
+    return Settings.model_validate({"data": {"pretrain": str(directory), "sft": chats, "lora": chats}})
+
+
+def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None = None) -> InputSnapshot:
+    files = night_inputs.watched_files(settings, store, may_be_gone=True)
+    return InputSnapshot(files, settings.model_dump(mode="json"), champion)
