@@ -58,7 +58,11 @@ class DataError(TTrainError):
     """The input data cannot be used; the message names file, line and cure."""
 
     is_mistake = True
-    files: tuple[str, ...] = ()  # locations of those whose bytes are at fault, so that a night can leave them out
+
+    def __init__(self, message: str = "", files: Sequence[str] = ()) -> None:
+        """`files`: locations of those whose bytes are at fault, so that a night can leave them out."""
+        super().__init__(message)
+        self.files = tuple(files)
 
 
 class CannotRead(DataError):

@@ -266,10 +266,12 @@ class Tally:
     first_rejected: list[str] = field(default_factory=list)
     quarantine: Callable[[dict[str, Any]], object] | None = None
     lines: int = 0  # rows and blank lines
+    bad_rows: Counter[str] = field(default_factory=Counter)  # by location
 
     def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
+        self.bad_rows[path] += 1
         if len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append(f"{redact.url(path)}:{line}: {reason}")
         if self.quarantine:
@@ -299,12 +301,13 @@ class Tally:
         for reason, rows in tally.rejected.items():
             self._count(reason, rows)
         self.keys_seen.update(tally.keys_seen)
+        self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
 
     def add_block(self, block: Tally, bad_rows: Iterable[dict[str, Any]], path: str) -> None:
         """Add the counts of the next block of a file, and number its bad rows, which are numbered by block, by file."""
         lines_before, shown_path = self.lines, redact.url(path)
-        self.add(replace(block, first_rejected=[]))
+        self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
         for row in bad_rows:
             row = {**row, "file": shown_path}
             if "line" in row:
@@ -322,7 +325,7 @@ class Tally:
     def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
         """Raise DataError if no row was kept, or more than the share `limit` of the rows is bad.
 
-        `prefix` comes before the name of the setting of `limit`.
+        `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too many are at fault.
         """
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
         looked_for = f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
@@ -330,7 +333,8 @@ class Tally:
         if bad > limit * self.rows:
             raise DataError(
                 f"{setting}: {bad} of {self.rows} rows are bad, more than {prefix}rejected_fraction={limit}; "
-                f"the first is {self.first_rejected[0]}. {looked_for}"
+                f"the first is {self.first_rejected[0]}. {looked_for}",
+                [location for location, count in self.bad_rows.items() if count > limit * self.rows],
             )
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,8 @@ def run(config: ShardsConfig, job: StageContext) -> dict[str, Any]:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
     with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
         built = build(config, job, pool)
-    try:
-        check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
-    except DataError as error:
-        locations_read = [file.location for files in files_of(job).values() for file in files]
-        error.files = tuple(_mostly_bad(built, locations_read, config.reading.rejected_fraction))
-        raise
+    check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
     return built.to_json()
-
-
-def _mostly_bad(built: ShardSetResult, locations_read: Sequence[str], limit: float) -> Iterator[str]:
-    """Files with a larger share of bad rows than the limit."""
-    for location, figures in zip(locations_read, built.files, strict=True):
-        if sum(figures["rejected"].values()) > limit * figures["rows"]:
-            yield location
 
 
 def make_blocks(config: ShardsConfig, job: StageContext, pool: Pool) -> None:
