@@ -167,12 +167,16 @@ def test_forked_processes_draw_different_random_numbers(server: ForkServer) -> N
     assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
 
-def test_it_serves_no_stale_code(server: ForkServer, place: Path) -> None:
+def test_it_takes_over_code_that_is_loaded_and_serves_none_that_is_stale(place: Path) -> None:
+    code = place / "ttrain" / "__init__.py"
+    code.write_text("import os\nVALUE = [1, os.getpid()]\n")
+    server = ForkServer(dict(os.environ), ["json", "numpy"])
     for value in (1, 2):
-        (place / "ttrain" / "__init__.py").write_text(f"VALUE = {value}\n")
         with errand(server, "tell") as (process, output):
             process.wait()
-            assert json.loads(said(output).splitlines()[0])["value"] == value
+            assert json.loads(said(output).splitlines()[0])["value"] == [value, server.pid if value == 1 else process.pid]
+        code.write_text("import os\nVALUE = [2, os.getpid()]\n")
+    server.close()
 
 
 def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
