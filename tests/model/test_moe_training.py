@@ -140,8 +140,6 @@ def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
 
 
 def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) -> None:
-    """Up to bf16, in which Newton-Schulz computes: with it in fp64, 20 steps of one rank and of two were the same bits."""
-
     def work(ranks: Ranks) -> dict[str, Tensor]:
         model = tiny_moe("glm4_moe", balance=0.1)
         optimizer = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
@@ -155,7 +153,7 @@ def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) ->
 
     alone, (sharded, _) = work(ALONE), in_ranks(2, tmp_path, work)
     moved = {name: distance({name: alone[name]}, {name: sharded[name]}) for name in sharded}
-    assert max(moved.values()) < 0.1, moved
+    assert max(moved.values()) < 1e-4, moved
 
 
 @pytest.mark.parametrize("kind", BIASED)

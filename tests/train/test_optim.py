@@ -19,6 +19,7 @@ from ttrain.tracking.outboxes import group_params
 from ttrain.train import optim
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
+from ttrain.train.precision import Precision
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -169,27 +170,30 @@ def test_three_steps_of_adam_equal_the_formula(kind: Any) -> None:
 
 
 def bf16(values: Any) -> Any:
-    """Rounded to eight bits of mantissa, ties to even, as Muon computes."""
+    """Rounded to eight bits of mantissa, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def orthogonal(matrix: Any) -> Any:
+def orthogonal(matrix: Any, rounded: Any) -> Any:
     """Five Newton-Schulz steps of kellerjordan.github.io/posts/muon."""
-    x = bf16(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T)
-    x = bf16(x / bf16(np.linalg.norm(x)))
+    x = rounded(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T)
+    x = rounded(x / rounded(np.linalg.norm(x)))
     for _ in range(5):
-        gram = bf16(x @ x.T)
-        x = bf16(3.4445 * x + bf16(-4.7750 * gram + 2.0315 * gram @ gram) @ x)
+        gram = rounded(x @ x.T)
+        x = rounded(3.4445 * x + rounded(-4.7750 * gram + 2.0315 * gram @ gram) @ x)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def test_three_steps_of_muon_equal_the_formula() -> None:
+@pytest.mark.parametrize(("word", "rounded", "tolerance"), [("fp32", np.float32, 2e-6), ("bf16", bf16, 2e-3)])
+def test_three_steps_of_muon_equal_the_formula(word: str, rounded: Any, tolerance: float) -> None:
+    """Updates are about 0.1; in bf16 they have 8 bits."""
     scales = {"wide.weight": 1.0, "tall.weight": math.sqrt(2)}
     torch.manual_seed(0)
     model = nn.ModuleDict({"wide": nn.Linear(6, 3, bias=False), "tall": nn.Linear(3, 6, bias=False)})
     config = Optim(kind="muon", muon_lr=0.1, weight_decay=0.5)
     optimizers = optim.build(model, config)
+    optimizers.prepare(Precision(word, CPU).product_dtype, None)
     expected = {name: numbers(p) for name, p in model.named_parameters()}
     buffers = {name: np.zeros_like(value) for name, value in expected.items()}
     for t, factor in enumerate((1.0, 0.5, 0.25), start=1):
@@ -198,12 +202,12 @@ def test_three_steps_of_muon_equal_the_formula() -> None:
         for name, p in model.named_parameters():
             assert p.grad is not None
             buffers[name] = 0.9 * buffers[name] + 0.1 * numbers(p.grad)
-            update = orthogonal(0.1 * numbers(p.grad) + 0.9 * buffers[name])
+            update = orthogonal(0.1 * numbers(p.grad) + 0.9 * buffers[name], rounded)
             expected[name] = expected[name] * (1 - lr * 0.5) - lr * scales[name] * update
         optimizers.set_factor(factor)
         optimizers.step()
     for name, p in model.named_parameters():
-        np.testing.assert_allclose(numbers(p), expected[name], rtol=0, atol=2e-3)  # updates are about 0.1, of 8 bits
+        np.testing.assert_allclose(numbers(p), expected[name], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "muon"])
@@ -230,12 +234,12 @@ def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(tmp_path: Pa
     """Of each shape a rank makes half of the matrices orthogonal, and one more where their number is odd."""
     made: list[int] = []
     inner = optim.orthogonal
-    monkeypatch.setattr(optim, "orthogonal", lambda matrices: made.append(len(matrices)) or inner(matrices))
+    monkeypatch.setattr(optim, "orthogonal", lambda matrices, dtype: made.append(len(matrices)) or inner(matrices, dtype))
 
     def step(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
         model = nn.ModuleList([tiny_model(kv_heads=1), stacked(), nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)])
         optimizers = optim.build(model, Optim(kind="muon"))
-        optimizers.share_work(ranks)
+        optimizers.prepare(torch.float32, ranks)
         give_gradients(model, 0)
         made.clear()
         optimizers.step()
@@ -250,9 +254,9 @@ def test_ranks_of_several_machines_share_no_matrices(monkeypatch: pytest.MonkeyP
     optimizers = optim.build(Small(), Optim(kind="muon"))
     muon = next(one for one in optimizers.optimizers if isinstance(one, optim.Muon))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    optimizers.share_work(Ranks(0, 4, CPU))
+    optimizers.prepare(torch.float32, Ranks(0, 4, CPU))
     assert muon.ranks is None
-    optimizers.share_work(Ranks(0, 2, CPU))
+    optimizers.prepare(torch.float32, Ranks(0, 2, CPU))
     assert muon.ranks is not None
 
 

@@ -79,6 +79,11 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[self.word])
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Number format of products outside a forward pass, where no scale keeps fp16 from underflow."""
+        return torch.bfloat16 if self.word == "bf16" else torch.float32
+
     def loss_scale(self) -> LossScale:
         """A loss scale that is enabled in fp16 only."""
         return LossScale(2.0**16 if self.word == "fp16" else 1.0, enabled=self.word == "fp16")

@@ -87,8 +87,7 @@ class Trainer:
             self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
-        if options.reduction != "tree":  # whose bits no number of ranks changes
-            self.optimizers.share_work(ranks)
+        self.optimizers.prepare(precision.product_dtype, ranks if options.reduction != "tree" else None)
         self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, self.steps)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
