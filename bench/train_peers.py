@@ -68,7 +68,7 @@ def train_padded(
 
 
 def train(batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulated: int = 1) -> dict[str, Any]:
-    """AdamW (fused), clipping, bf16 autocast over fp32 weights, the loss outside the model; wall time after each step."""
+    """AdamW (fused), clipping, autocast over fp32 weights, the loss outside the model; wall time after each step."""
     import torch
     from torch.nn import functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,9 +81,9 @@ def train(batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulate
     matrices = [p for p in model.parameters() if p.ndim == 2]
     groups = [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    stamps = []
+    stamps, is_bf16 = [], in_bf16()
     for number, (inputs, labels) in enumerate(batches, start=1):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
             logits = model(**inputs, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
         (loss / accumulated).backward()
@@ -98,7 +98,7 @@ def train(batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulate
 def train_with_transformers(
     rows: str, config: str, rows_per_step: str, steps: str, output: str, learning_rate: str, schedule: str
 ) -> dict[str, Any]:
-    """`transformers.Trainer` in bf16 with its own loader, logs and final checkpoint; the held-out loss at the end."""
+    """`transformers.Trainer` with its own loader, logs and final checkpoint; the held-out loss at the end."""
     import torch
     from torch.utils.data import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -126,7 +126,8 @@ def train_with_transformers(
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
     arguments = TrainingArguments(
-        output_dir=output, use_cpu=True, bf16=True, per_device_train_batch_size=int(rows_per_step), max_steps=count,
+        output_dir=output, use_cpu=True, bf16=in_bf16(), max_steps=count,
+        per_device_train_batch_size=int(rows_per_step),
         learning_rate=float(learning_rate), lr_scheduler_type=schedule, warmup_steps=round(WARMUP_FRACTION * count),
         adam_beta2=BETAS[1], weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP, logging_steps=10, save_steps=count,
         report_to="none", disable_tqdm=True,
@@ -161,7 +162,7 @@ def train_with_trl(
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     arguments = DPOConfig(
-        output_dir=output, use_cpu=True, bf16=True, per_device_train_batch_size=pairs_per_batch,
+        output_dir=output, use_cpu=True, bf16=in_bf16(), per_device_train_batch_size=pairs_per_batch,
         gradient_accumulation_steps=accumulated, num_train_epochs=1, train_sampling_strategy=sampling,
         remove_unused_columns=False, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=BETAS[1],
         weight_decay=0.0, max_grad_norm=CLIP, optim="adamw_torch_fused", beta=beta, loss_type="sigmoid",
@@ -175,15 +176,15 @@ def train_with_trl(
 
 
 def heldout_loss(model: Any, rows: str) -> float:
-    """Nats per target on the held-out rows, in bf16, as the stage measures them; without a mask, as the model was taught."""
+    """Nats per target on the held-out rows, computed as in training; without a mask, as the model was taught."""
     import torch
     from torch.nn import functional as F
 
-    columns, total, count = arrays(rows, "heldout"), 0.0, 0
+    columns, total, count, is_bf16 = arrays(rows, "heldout"), 0.0, 0, in_bf16()
     model.eval()
     for start in range(0, len(columns["input_ids"]), 16):
         ids, labels = (torch.from_numpy(columns[name][start : start + 16]) for name in ("input_ids", "labels"))
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
             logits = model(input_ids=ids, use_cache=False).logits
             total += float(
                 F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -193,15 +194,24 @@ def heldout_loss(model: Any, rows: str) -> float:
 
 
 def matmul_peak() -> dict[str, float]:
-    """The most FLOP/s that a bf16 matmul reaches here, of several sizes, with all threads."""
+    """The most FLOP/s that a matmul reaches here, of several sizes, with all threads; in bf16 where the CPU has it."""
     import torch
 
-    best = 0.0
+    best, dtype = 0.0, torch.bfloat16 if in_bf16() else torch.float32
     for size in PEAK_SIZES:
-        left, right = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+        left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
         seconds = min(common.timed(lambda left=left, right=right: torch.mm(left, right)).wall for _ in range(PEAK_ROUNDS))
         best = max(best, 2 * size**3 / seconds)
     return {"flops": best}
+
+
+def in_bf16() -> bool:
+    """Whether the CPU has bf16, as `precision=auto` asks: where it only emulates it, all sides compute in fp32."""
+    import torch
+
+    from ttrain.train.precision import has_bf16
+
+    return has_bf16(torch.device("cpu"))
 
 
 def arrays(rows: str, part: str = "train") -> dict[str, Any]:

@@ -3,14 +3,15 @@
     python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 25 minutes on two cores: S 19, T 5, checkpoint 1
     python bench/train_speed.py --only speed --size tiny --rounds 1 --sides plain,bare
     python bench/train_speed.py --only checkpoint --layers 2 --rounds 2
-    python bench/train_speed.py --only tune [--size tiny]                 4 minutes
+    python bench/train_speed.py --only tune [--size Q]                    4 minutes
 
-speed: S and T are models of hidden size 512 and 256, see SIZES in train_common.py. All sides have AdamW, bf16 autocast over
-fp32 weights, the same rows and the same tokens a step. `plain` is `ttrain stage run pretrain` as it is: tracking, curves,
-log, progress, checkpoints (on T every 20 steps, five times as often as by default), documents kept apart by a mask; `ranks`
-is one rank a core, `compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask,
-`transformers` is transformers.Trainer (needs `pip install accelerate`) as its users run it, `peak` the fastest bf16 matmul.
-On T, plain and bare alone are compared.
+speed: S and T are models of hidden size 512 and 256, Q is the quickstart's, see SIZES in train_common.py. All sides have
+AdamW, bf16 autocast over fp32 weights where the CPU has bf16 (else fp32), the same rows and the same tokens a step. `plain`
+is `ttrain stage run pretrain` as it is: tracking, curves, log, progress, checkpoints (on T every 20 steps, five times as
+often as by default), documents kept apart by a mask; `ranks` is one rank a core, `muon` and `muon-ranks` are both with Muon,
+`compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
+transformers.Trainer (needs `pip install accelerate`) as its users run it, `peak` the fastest matmul in the same number
+format. On T, plain and bare alone are compared.
 
 tune: seconds of a step with what runtime.tune=auto chooses within its minute, against the fastest of all choices, both
 measured once more in turns; without the optimizer, without compiling.
@@ -40,8 +41,9 @@ from train_common import CORES, SIZES, Size
 
 LEAST_BARE, LEAST_TRANSFORMERS, LEAST_RANKS, LEAST_FLOPS, MOST_MEMORY = 0.98, 1.15, 1.1, 0.55, 0.65
 MOST_STALL, MOST_SLOWDOWN, MOST_TUNED = 0.15, 1.2, 1.03
-SIDES = ("plain", "ranks", "compiled", "bare", "transformers", "peak")
+SIDES = ("plain", "ranks", "muon", "muon-ranks", "compiled", "bare", "transformers", "peak")
 T_SIDES = ("plain", "bare")
+MUON = "pretrain.optim.kind=muon"
 STEPS_ALONE = 4
 
 
@@ -56,10 +58,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def compare_speed(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """All sides on the same rows, for each size."""
     text = common.write_text(options, directory)
-    settings = [f"data.pretrain={text}", f"tokenizer.vocab_size={common.VOCAB_SIZE}"]
-    inputs = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
     for name in [options.size] if options.size else ["S", "T"]:
         size = train_common.resized(SIZES[name], options.steps)
+        settings = [f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}"]
+        inputs = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
         add_lines(name, size, run_sides(name, size, options, directory, settings, inputs, table), table)
 
 
@@ -91,6 +93,8 @@ def run_sides(
     sides: dict[str, Callable[[], Cost]] = {
         "plain": ours,
         "ranks": lambda: ours(*ranks),
+        "muon": lambda: ours(MUON),
+        "muon-ranks": lambda: ours(MUON, *ranks),
         "compiled": lambda: ours("runtime.compile=true"),
         "bare": lambda: common.measure(train_peers.train_bare, *work, **train_common.allocator()),
         "transformers": transformers,
@@ -113,7 +117,7 @@ def add_lines(name: str, size: Size, costs: Costs, table: Table) -> None:
               f"largest process {memory[side]:,.0f} MB")  # fmt: skip
     for side, base, least in (
         ("plain", "bare", LEAST_BARE), ("plain", "transformers", LEAST_TRANSFORMERS), ("ranks", "plain", LEAST_RANKS),
-        ("compiled", "plain", 0),
+        ("muon-ranks", "muon", LEAST_RANKS), ("compiled", "plain", 0),
     ):  # fmt: skip
         if side in rates and base in rates:
             table.ratio(f"{name}: tokens/s, {side}, {base}", rates[side], rates[base], least=least)
@@ -125,7 +129,7 @@ def add_lines(name: str, size: Size, costs: Costs, table: Table) -> None:
         for side in [side for side in ("plain", "bare", "transformers") if side in rates]:
             least = LEAST_FLOPS if side == "plain" else 0
             flops = rates[side] * size.flops_per_token / 1e9
-            table.ratio(f"{name}: GFLOP/s, {side}, bf16 matmul", flops, peak, least=least)
+            table.ratio(f"{name}: GFLOP/s, {side}, matmul", flops, peak, least=least)
 
 
 def compare_checkpoint(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -194,8 +198,8 @@ def step_beside_writer(checkpoints: Any, step: Callable[[], None], began: float)
 class RandomRows:
     """Rows of random ids in records, by number."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, vocab_size: int) -> None:
+        self.length, self.vocab_size = length, vocab_size
 
     def __len__(self) -> int:
         return 4096
@@ -206,7 +210,7 @@ class RandomRows:
 
         from ttrain.data.packing import Batch
 
-        ids = np.stack([np.random.default_rng(int(row)).integers(3, common.VOCAB_SIZE, self.length) for row in numbers])
+        ids = np.stack([np.random.default_rng(int(row)).integers(3, self.vocab_size, self.length) for row in numbers])
         places = np.broadcast_to(np.arange(self.length), ids.shape)
         every = train_common.RECORD_TOKENS
         return Batch(ids, ids.copy(), places % every, places // every)
@@ -232,15 +236,15 @@ def search_choices(name: str, rounds: str) -> dict[str, Any]:
     from ttrain.train import tuning
     from ttrain.train.distributed import Ranks
     from ttrain.train.language_modeling import LanguageModeling
-    from ttrain.train.precision import Precision
+    from ttrain.train.precision import resolve_precision
 
     torch.set_num_threads(CORES)
     size, device = SIZES[name], torch.device("cpu")
-    rows = RandomRows(size.row_length)
-    model = train_common.random_model(size.hidden, size.layers, size.row_length)
+    rows = RandomRows(size.row_length, size.vocab_size)
+    model = train_common.random_model(size.hidden, size.layers, size.row_length, vocab_size=size.vocab_size)
     subject = tuning.Subject(
         LanguageModeling(Pretrain(), model), rows, ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1),
-        Precision("bf16", device), Ranks(0, 1, device),
+        resolve_precision("auto", device), Ranks(0, 1, device),
     )  # fmt: skip
     start = Choice(size.rows_per_step, "records", 512, False)
     axes = tuning.axes_of(start, fixed=frozenset({"compile"}), rows=size.rows_per_step, row_length=size.row_length)

@@ -3,17 +3,19 @@
     python bench/train_target.py [--path FILE.jsonl]                  about 20 minutes on two cores
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
     python bench/train_target.py --only recipe --seeds 1              5 minutes
+    python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
 
 target: time until the validation loss reaches a target on a small corpus.
 A model of hidden size 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
-`transformers.Trainer` (needs `pip install accelerate`) has bf16, AdamW, a warm-up and a cosine schedule, and the best of
+`transformers.Trainer` (needs `pip install accelerate`) has AdamW, a warm-up and a cosine schedule, and the best of
 three learning rates. They are tried first; the held-out loss of the best one at its end is the target. Ours is `ttrain
 stage run pretrain` with its defaults (Muon), at the shortest of four budgets that reached the target when tried. The tries
 of these two are the first round. Seconds count from the first step on, without the validations; a second line counts the
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
 
 recipe: bits per byte of the quickstart's held-out documents. The first version's settings train on a million tokens; the
-defaults on as many as take the same seconds, by a first run of each. Both sides take turns, one seed after the other.
+defaults on as many as take the same seconds, by a first run of each. With `--preset` the model has another size, and both
+sides train on as many tokens. Both sides take turns, one seed after the other.
 """
 
 from __future__ import annotations
@@ -39,46 +41,55 @@ MOST = 0.6
 FIRST_RECIPE = ["model.kind=llama", "model.tie_embeddings=true", "pretrain.packing=stream", "pretrain.tokens_per_step=4096",
                 "pretrain.optim.lr=4e-3", "pretrain.optim.muon_lr=0.02", "pretrain.optim.betas=[0.9,0.95]",
                 "pretrain.optim.embedding_lr=null", "pretrain.optim.head_lr=null"]  # fmt: skip
-TOKENS, MOST_BITS = 1_000_000, 1.78
+TOKENS, MOST_BITS, MOST_AT_EQUAL_TOKENS = 1_000_000, 1.78, 0.95
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     train_common.options(parser)
     parser.add_argument("--seeds", type=int, default=3, help="of the recipes")
+    parser.add_argument("--preset", help="of the model of the recipes; default: the quickstart's model")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the first version's recipe")
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Bits per byte at equal seconds of training, seed by seed."""
-    source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
+    """Bits per byte at equal seconds of training, or with a preset at equal tokens, seed by seed."""
+    model = [f"model.preset={options.preset}"] if options.preset else []
+    source, *_ = train_common.artifacts(directory, model, "source", "tokenizer", "shards-pretrain")
     heldout = Path(source) / "pretrain_heldout.jsonl"
 
     def side(settings: list[str], tokens: int, seed: int) -> Cost:
         cost = train_common.stage(
-            "pretrain", directory, [*settings, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"], keep=True
+            "pretrain", directory, [*model, *settings, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"], keep=True
         )
         command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
         _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
         return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
 
-    first, ours = side(FIRST_RECIPE, TOKENS, 1000), side([], TOKENS, 1000)
-    tokens = round(TOKENS * seconds(first) / seconds(ours))
-    print(f"  at {TOKENS:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per byte; {tokens:,} "
-          f"tokens take the same seconds")  # fmt: skip
+    tokens = options.tokens
+    if not options.preset:
+        first, ours = side(FIRST_RECIPE, tokens, 1000), side([], tokens, 1000)
+        tokens = round(tokens * seconds(first) / seconds(ours))
+        print(f"  at {options.tokens:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per "
+              f"byte; {tokens:,} tokens take the same seconds")  # fmt: skip
     costs: dict[str, list[Cost]] = {"first": [], "ours": []}
     for seed in range(1, options.seeds + 1):
-        costs["first"].append(side(FIRST_RECIPE, TOKENS, seed))
+        costs["first"].append(side(FIRST_RECIPE, options.tokens, seed))
         costs["ours"].append(side([], tokens, seed))
         print(
             f"  seed {seed}: "
             + ", ".join(f"{name} {runs[-1].result['bits']:.3f} in {seconds(runs[-1]):.0f} s" for name, runs in costs.items())
         )
     medians = [statistics.median(seconds(run) for run in costs[name]) for name in ("ours", "first")]
-    table.ratio("s of training", *medians, most=1.03)
+    table.ratio("s of training", *medians, most=0 if options.preset else 1.03)
     bits = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
-    table.ratio("bits per byte at equal seconds", bits["ours"], bits["first"])
-    table.value("bits per byte", bits["ours"], most=MOST_BITS)
+    if options.preset:
+        label = f"{options.preset}: bits per byte at equal tokens"
+        table.ratio(label, bits["ours"], bits["first"], most=MOST_AT_EQUAL_TOKENS)
+    else:
+        table.ratio("bits per byte at equal seconds", bits["ours"], bits["first"])
+        table.value("bits per byte", bits["ours"], most=MOST_BITS)
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -88,7 +99,7 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     steps = options.steps or SIZE.measured_steps
     row = {"row_length": SIZE.row_length, "tokens_per_step": SIZE.tokens_per_step, "validation_rows": VALIDATION_ROWS}
     settings = [f"data.pretrain={common.write_text(options, directory)}", f"tokenizer.vocab_size={SIZE.vocab_size}",
-                *SIZE.model, *(f"pretrain.{name}={value}" for name, value in row.items()), "pretrain.precision=bf16",
+                *SIZE.model, *(f"pretrain.{name}={value}" for name, value in row.items()),
                 f"runtime.rows_per_device={SIZE.rows_per_step}", "runtime.log_every_steps=1"]  # fmt: skip
     tokenizer, shards = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
     rows = train_common.export("pretrain", directory, [*settings, budget(steps)], shards, tokenizer)
