@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -120,19 +118,11 @@ def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
 
 @contextmanager
 def served(cli: Cli, runs: list[str]) -> Iterator[dict[str, Any]]:
-    """The addresses that `ttrain ui` names, while it serves them."""
-    command = cli.command("ui", *runs, "--no-browser", "--json", settings=False)
-    process = subprocess.Popen(command, env={**os.environ, **cli.environment}, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    """The addresses that `ttrain up` names, while it serves them."""
     try:
-        lines = []
-        while not lines or lines[-1] != "}\n":
-            lines.append(process.stdout.readline())
-            assert lines[-1], f"ttrain ui ended with {process.wait()}"
-        yield json.loads("".join(lines))
+        yield json.loads(cli("up", *runs, "--json", settings=False))
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait()
+        cli("down", settings=False)
 
 
 if __name__ == "__main__":

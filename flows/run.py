@@ -173,9 +173,7 @@ def run_one_stage(
     if name not in planned:
         raise no_stage(name, planned, settings)
     if planned[name].key is None:
-        commands = ", ".join(
-            f"`ttrain {'train' if planned[p].stage.uses_ranks else 'stage run'} {p}`" for p in _missing(name, planned)
-        )
+        commands = ", ".join(f"`ttrain stage run {p}`" for p in _missing(name, planned))
         raise UsageError(
             f"stage {name} {planned[name].why[0]}; run first, with the same settings: {commands}; "
             f"or all at once: `ttrain pipeline run full`"

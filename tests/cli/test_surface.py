@@ -1,4 +1,4 @@
-"""The surface of the commands: help in panels, old names, completion, one style of error, versions, logs of runs."""
+"""The surface of the commands: help in panels, completion, one style of error, versions, logs of runs."""
 
 from __future__ import annotations
 
@@ -36,32 +36,12 @@ def test_the_help_has_the_panels_in_order_and_each_command_once(capsys: pytest.C
     commands = get_command(app).commands  # type: ignore[attr-defined]
     listed = re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE)
     assert sorted(listed) == sorted(name for name, command in commands.items() if not command.hidden)
-    assert {"model", "ui", "plot"}.isdisjoint(listed)
 
 
 def test_the_version_names_the_libraries_and_the_home(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("--version") == 0
     words = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
     assert words == ["ttrain", "Python", "torch", "prefect", "mlflow", "home"]
-
-
-@pytest.mark.parametrize(
-    ("words", "new"),
-    [
-        (("model", "show", "--kinds"), "ttrain models size"),
-        (("train", "sft", "sft.optim.rl=1"), "ttrain stage run sft"),
-        (("train", "task", "nothing"), "ttrain train NAME"),
-        (("train", "--task", "nothing"), "ttrain train NAME"),
-        (("plot", "latest"), "ttrain report RUN --png"),
-        (("ui", "--no-browser"), "ttrain up --open"),
-    ],
-)
-def test_an_old_name_works_and_says_the_new_one(
-    home: Path, words: tuple[str, ...], new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended(*words)
-    output = capsys.readouterr()
-    assert f"is now `{new}`" in output.err and "is now" not in output.out
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def in_this_process(stage: Stage, settings: Settings, work: Path, log_path: Path
 
 
 STEPS = 10  # of one epoch
-WORDS = ("train", "examples=640", "--task", "slow", "--out", "out", "runtime.log_every_steps=1")
+WORDS = ("train", "slow", "examples=640", "--out", "out", "runtime.log_every_steps=1")
 CURVE = Path("out", "run", "metrics.jsonl")
 
 
@@ -151,17 +151,14 @@ def _yaml(directory: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--task", "slw"), "no task 'slw' (did you mean 'slow'?); the tasks are regression, slow"),
-        (("--task=slw",), "no task 'slw'"),
-        (("hidden=8", "--task", "slw", "epochs=1"), "no task 'slw'"),
-        (("task", "slw"), "no task 'slw'"),
-        (("--task",), "needs the name of a task, and got none; the tasks are regression, slow"),
-        (("--task", "hidden=8"), "needs the name of a task"),
-        (("--task", "slow", "hidden"), "'hidden' is not a setting; write key=value"),
-        (("--task", "slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),
-        (("--task", "slow", "runtime.nodes=2", "runtime.rendezvous=a:1"), "a task trains on one machine"),
-        (("--task", "slow", "--out", "."), "which holds other files"),
-        (("--task", "slow", "--out", "a.txt"), "which is a file"),
+        (("slw",), "no task 'slw' (did you mean 'slow'?); the tasks are regression, slow"),
+        ((), "needs the name of a task, and got none; the tasks are regression, slow"),
+        (("hidden=8",), "needs the name of a task"),
+        (("slow", "hidden"), "'hidden' is not a setting; write key=value"),
+        (("slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),
+        (("slow", "runtime.nodes=2", "runtime.rendezvous=a:1"), "a task trains on one machine"),
+        (("slow", "--out", "."), "which holds other files"),
+        (("slow", "--out", "a.txt"), "which is a file"),
     ],
 )
 def test_a_mistake_of_the_command_is_told_before_anything_starts(
@@ -173,12 +170,11 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
     assert [*Path.cwd().iterdir()] == [Path.cwd() / "a.txt"]
 
 
-@pytest.mark.parametrize("words", [(), ("pretrain",), ("sft",), ("lora",), ("task",)])
+@pytest.mark.parametrize("words", [("train",), ("stage", "run")])
 def test_help_opens_from_any_directory_and_shows_an_example(run: Run, words: tuple[str, ...]) -> None:
-    shown = run("train", *words, "--help")
+    shown = run(*words, "--help")
     assert shown.code == 0
-    assert "Usage: " in shown.out and "ttrain train" in shown.out.partition("Example")[2]
-    assert "module:Class" in shown.out or words
+    assert "Usage: " in shown.out and f"ttrain {' '.join(words)}" in shown.out.partition("Example")[2]
 
 
 @pytest.fixture
@@ -191,8 +187,8 @@ def corpus(tmp_path: Path) -> list[str]:
 
 
 def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, corpus: list[str]) -> None:
-    done = run("train", "sft", *corpus)
-    commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain train pretrain`"]
+    done = run("stage", "run", "sft", *corpus)
+    commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]
     assert -1 not in places and sorted(places) == places

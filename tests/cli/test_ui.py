@@ -1,14 +1,10 @@
-"""`ttrain ui` and the views that it writes: real MLflow, its server, and its pages in a real browser where there is one."""
+"""The pages that `ttrain up --open` opens: views of a real MLflow and its server, in a real browser where there is one."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -23,7 +19,7 @@ from support.waiting import stopwatch
 
 from ttrain import tracking
 from ttrain.cli import tracking as ui
-from ttrain.cli.main import main
+from ttrain.errors import TTrainError
 from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.store.runs import RunRecord, record_cached
@@ -77,32 +73,19 @@ def view(home: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """What `ttrain ui A B --json` says, while its server runs; it ends with 0 at Ctrl-C, and its server with it."""
+def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, str]]:
+    """The pages of both runs, as `ttrain up A B` names them, while MLflow's server runs."""
     home, runs = two
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", "ui", *runs, "--no-browser", "--json"]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)], env={**os.environ, "TTRAIN_HOME": str(home)}, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    lines = []
-    while not lines or lines[-1] != "}\n":
-        lines.append(process.stdout.readline())
-        assert lines[-1], f"it ended with {process.wait()}: {lines}"
-    said = json.loads("".join(lines))
-    yield said
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    with socket.socket() as probe, pytest.raises(OSError):
-        probe.connect((urlsplit(said["url"]).hostname, urlsplit(said["url"]).port))
+    servers.start(home, {"mlflow": servers.free_port(21_000)})
+    server = server_records.live_server(home, "mlflow")
+    assert server is not None
+    yield ui.links_of(home, server.url, [*runs])
+    servers.stop(home, "mlflow")
 
 
 @pytest.fixture(scope="module")
 def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
-    """The home of `two`, whose server is a double: `ttrain ui` only has to find it."""
+    """The home of `two`, whose server is a double."""
     home, _ = two
     with pytest.MonkeyPatch.context() as patch:
         write_double(home)
@@ -225,9 +208,9 @@ def test_the_largest_view_fits_into_a_tag() -> None:
 
 
 @pytest.mark.soak
-def test_ui_starts_a_server_that_shows_its_runs(served: dict[str, Any], two: tuple[Path, dict[str, str]]) -> None:
+def test_the_server_shows_its_runs_to_who_has_the_token(served: dict[str, str], two: tuple[Path, dict[str, str]]) -> None:
     _, runs = two
-    assert served["until_stopped"] and served["experiment"] == "ttrain"
+    assert served["experiment"] == "ttrain"
     assert all(run_id in served["url"] for run_id in runs.values()) and "#/compare-runs?" in served["url"]
     page, _, token = urldefrag(served["table"]).url.partition("?token=")  # all before the # is one page
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -238,9 +221,9 @@ def test_ui_starts_a_server_that_shows_its_runs(served: dict[str, Any], two: tup
 
 
 def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
-    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    running: Path,
 ) -> None:
-    home, page = running, pages_of(running, "latest", monkeypatch, capsys)["url"]
+    home, page = running, pages_of(running, "latest")["url"]
     there = ui.redirect_page(home, page)
     token = (home / "servers" / "token").read_text().strip()
     path = home / "servers" / "open.html"
@@ -249,46 +232,35 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 
-def pages_of(home: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    monkeypatch.setenv("TTRAIN_HOME", str(home))
-    main_ends(["ui", run, "--no-browser", "--json"], None)
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def pages_of(home: Path, *runs: str) -> dict[str, str]:
+    server = server_records.live_server(home, "mlflow")
+    assert server is not None
+    return ui.links_of(home, server.url, runs)
 
 
-def test_ui_takes_the_server_that_runs(
-    running: Path, two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = pages_of(running, "latest", monkeypatch, capsys)
+def test_pages_are_those_of_the_server_with_its_token(running: Path, two: tuple[Path, dict[str, str]]) -> None:
+    pages = pages_of(running, "latest")
     server = server_records.live_server(running, "mlflow")
     newest = list(two[1].values())[-1]
-    assert not said["until_stopped"] and server and f":{server.port}/?token=" in said["table"]
-    assert urlsplit(said["url"]).fragment.startswith(f"/experiments/1/runs/{newest}?")
+    assert server and f":{server.port}/?token=" in pages["table"]
+    assert urlsplit(pages["url"]).fragment.startswith(f"/experiments/1/runs/{newest}?")
 
 
-def test_ui_of_a_cached_run_is_that_of_the_run_it_equals(
-    running: Path, two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, two: tuple[Path, dict[str, str]]) -> None:
     older = next(iter(two[1]))
     record_cached(running, "again", [], {}, {}, older)
     try:
-        url = pages_of(running, "again", monkeypatch, capsys)["url"]
+        url = pages_of(running, "again")["url"]
     finally:
         [path] = (running / "runs").glob("again-*.json")
         path.unlink()
     assert f"/runs/{two[1][older]}?" in url
 
 
-def main_ends(arguments: list[str], code: int | None) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert (end.value.code or None) == code
-
-
 @pytest.mark.soak  # a browser, for what only another version of MLflow breaks
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_mlflows_own_pages_show_which_run_is_better_and_why(
-    served: dict[str, Any], two: tuple[Path, dict[str, str]]
+    served: dict[str, str], two: tuple[Path, dict[str, str]]
 ) -> None:
     _, runs = two
     # In the order in which they are seen, which is not that of the document; what MLflow has of its own aside
@@ -322,38 +294,27 @@ def test_mlflows_own_pages_show_which_run_is_better_and_why(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "uri", "code", "message"),
+    ("runs", "uri", "message"),
     [
-        (["nope"], None, 2, "there is no run 'nope'"),
-        (["latest:nope"], None, 2, "has no stage 'nope'; there is sft"),
-        ([], "sqlite:///elsewhere.db", 2, "which is not a server; `ttrain ui` opens servers and the home's own database"),
-        ([], "http://me:hidden@127.0.0.1:9", 1, "MLflow at http://127.0.0.1:9 cannot be queried"),
+        (["nope"], None, "there is no run 'nope'"),
+        (["latest:nope"], None, "has no stage 'nope'; there is sft"),
+        ([], "http://me:hidden@127.0.0.1:9", "MLflow at http://127.0.0.1:9 cannot be queried"),
     ],
-    ids=["no run", "no stage", "no server", "silent"],
+    ids=["no run", "no stage", "silent"],
 )
 def test_what_cannot_be_shown_is_said(
-    two: tuple[Path, dict[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    uri: str | None,
-    code: int,
-    message: str,
+    two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, runs: list[str], uri: str | None, message: str
 ) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(two[0]))
     if uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    main_ends(["ui", *arguments, "--no-browser"], code)
-    said = capsys.readouterr().err
-    assert message in said and "hidden" not in said
+    with pytest.raises(TTrainError) as error:
+        ui.links_of(two[0], "http://127.0.0.1:9", runs)
+    assert message in str(error.value) and "hidden" not in str(error.value)
 
 
-def test_a_home_where_nothing_was_tracked_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "none"))
-    main_ends(["ui"], 2)
-    assert "begin with `ttrain pipeline run full`" in capsys.readouterr().err
+def test_a_home_where_nothing_was_tracked_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(TTrainError, match="begin with `ttrain pipeline run full`"):
+        ui.links_of(tmp_path / "none", "http://127.0.0.1:9", [])
     assert not (tmp_path / "none").exists()
 
 

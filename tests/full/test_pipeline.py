@@ -189,10 +189,11 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
 @pytest.mark.soak
 def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
     cli = copy_of()
-    said = cli("train", "sft", "sft.optim.lr=2e-4")
+    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
     assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
-    missing = cli("train", "lora", "sft.optim.lr=3e-4", code=2)
-    assert "waits for sft" in missing and "`ttrain train sft`" in missing and "`ttrain train pretrain`" not in missing
+    missing = cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
+    assert "waits for sft" in missing
+    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing
 
 
 @pytest.mark.long
@@ -200,7 +201,7 @@ def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> 
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()
     larger = "pretrain.tokens=30720"
-    said = cli("train", "pretrain", larger, "--extend")
+    said = cli("stage", "run", "pretrain", larger, "--extend")
     extended = cli.manifest("pretrain", larger)
     assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
     assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")

@@ -26,7 +26,7 @@ def outcomes(cli: Any) -> dict[str, str]:
 def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
     """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
     cli = copy_of()
-    process = cli.start("train", "pretrain", LONGER)
+    process = cli.start("stage", "run", "pretrain", LONGER)
     wait_until(lambda: list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")), 240)
     process.kill()
     process.communicate()
@@ -50,7 +50,7 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     assert set(outcomes(cli)) == {"tokenizer", "shards-pretrain", "pretrain"}
 
     never_killed = copy_of("never-killed")
-    never_killed("train", "pretrain", LONGER)
+    never_killed("stage", "run", "pretrain", LONGER)
     weights = "model/model.safetensors"
     assert manifest["files"][weights]["sha256"] == never_killed.manifest("pretrain", LONGER)["files"][weights]["sha256"]
     assert "everything is cached" in cli(*part, LONGER)

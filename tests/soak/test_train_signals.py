@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at random moments of `ttrain train pretrain`, on one rank and on two, as a user or a system sends them.
+"""SIGINT and SIGTERM at random moments of `ttrain stage run pretrain`, on one rank and on two.
 
 `make soak` runs it; TTRAIN_SOAK_KILLS says how many signals: half as many, four at least.
 """
@@ -37,7 +37,7 @@ from ttrain.train.checkpoint_format import list_checkpoints
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 # Steps of about 0.05 s, a validation of several of them; `tree` makes the bits those of one rank.
 RUN = (
-    *("train", "pretrain", "model.hidden_size=64", "pretrain.tokens_per_step=1024", "pretrain.tokens=92160"),
+    *("stage", "run", "pretrain", "model.hidden_size=64", "pretrain.tokens_per_step=1024", "pretrain.tokens=92160"),
     *("pretrain.validation_rows=200", "pretrain.validate_every_steps=6", "reading.heldout_fraction=0.5"),
     *("runtime.log_every_steps=1", "runtime.checkpoint_every_steps=4", "runtime.reduction=tree"),
 )

@@ -76,14 +76,14 @@ def in_one_process(cli: Cli, *commands: list[str]) -> list[str]:
 def test_a_stage_of_another_package_is_planned_run_tracked_registered_and_reported(cli: Cli, tmp_path: Path) -> None:
     settings, page = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout"), tmp_path / "report.html"
     run_words = ["pipeline", "run", "full", "--engine", "none", *settings]
-    listed, report, shown = ["models", "list", "--json"], ["report", "--out", str(page)], ["train", "toy", "--help"]
-    _, models, _, usage, _ = in_one_process(cli, run_words, listed, report, shown)
+    listed, report, shown = ["models", "list", "--json"], ["report", "--out", str(page)], ["stage", "list"]
+    _, models, _, stages, _ = in_one_process(cli, run_words, listed, report, shown)
     manifests = {path.parent.parent.name: json.loads(path.read_bytes()) for path in cli.home.glob("store/*/*/manifest.json")}
     assert {"base", "sft", "toy", "lora"} <= manifests["evaluate"]["inputs"].keys()
     assert manifests["lora"]["inputs"]["base"]["stage"] == "toy" and manifests["toy"]["inputs"]["base"]["stage"] == "sft"
     [run] = cli.runs()
     assert run["metrics"]["toy/validation_loss"] > 0 and run["metrics"]["eval/chat_loss_toy"] > 0
     assert json.loads(models)[0]["models"]["toy"].startswith("tiny-test-toy/")
-    assert "<h3>the toy</h3>" in page.read_text() and "train toy" in usage
+    assert "<h3>the toy</h3>" in page.read_text() and "toy" in stages
     (tmp_path / "site" / "toy_stages" / "stage.py").write_text(STAGE.replace("fast=False", "fast=True"))
     assert cli.to_run(*settings) == ["toy", "lora", "evaluate"], "its code is part of its key"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, check_output_file, old_spelling, run_words, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -57,13 +57,6 @@ def add_pages(app: typer.Typer, panel: str) -> None:
         "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
         "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
     )(report)
-    app.command(
-        "plot",
-        hidden=True,
-        epilog="Examples:  ttrain report latest --png\n\n"
-        "ttrain report latest --png --metric grad_norm --metric lr_adamw --axis step\n\n"
-        "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
-    )(plot)
 
 
 def compare(
@@ -102,7 +95,7 @@ def compare(
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """The options of `report`, and of its old spelling `plot`."""
+    """The options of `report`."""
 
     out: Annotated[
         Path | None,
@@ -146,13 +139,6 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:
         print_escaped(str(path))
-
-
-@with_option_groups
-def plot(runs: RunReferences, options: ReportOptions) -> None:
-    """Draw curves of one or more runs as PNG."""
-    old_spelling("ttrain report RUN --png")
-    _draw(runs, options)
 
 
 def _draw(runs: list[str], options: ReportOptions) -> None:

@@ -26,7 +26,7 @@ from ttrain.cli.export import export
 from ttrain.cli.gate import gate_app
 from ttrain.cli.lineage import add_lineage
 from ttrain.cli.model import EPILOG as IMPORT_EPILOG
-from ttrain.cli.model import SIZE_EPILOG, adapter_app, import_model, model_app, size
+from ttrain.cli.model import SIZE_EPILOG, adapter_app, import_model, size
 from ttrain.cli.nightly import EPILOG as SERVE_EPILOG
 from ttrain.cli.nightly import schedule_app
 from ttrain.cli.nightly import serve as serve_schedules
@@ -43,10 +43,19 @@ from ttrain.cli.options import (
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.cli.registry import models_app
 from ttrain.cli.sweep import sweep_app
-from ttrain.cli.tracking import EPILOG as UI_EPILOG
-from ttrain.cli.tracking import links_of, open_in_browser, track_app, ui
-from ttrain.cli.train import run_stage, train_app
-from ttrain.core.terminal import escaped, escaped_lines, guard_streams, print_json, show_warnings, table
+from ttrain.cli.tracking import links_of, open_in_browser, track_app
+from ttrain.cli.train import EPILOG as TRAIN_EPILOG
+from ttrain.cli.train import train
+from ttrain.core.terminal import (
+    console,
+    escaped,
+    escaped_lines,
+    guard_streams,
+    outlast_output,
+    print_json,
+    show_warnings,
+    table,
+)
 from ttrain.errors import TTrainError, exit_code_of
 from ttrain.store import layout
 
@@ -87,7 +96,6 @@ pipeline_app.command("serve", epilog=SERVE_EPILOG)(serve_schedules)
 for name, group, panel in (
     ("pipeline", pipeline_app, TRAIN),
     ("stage", stage_app, TRAIN),
-    ("train", train_app, TRAIN),
     ("sweep", sweep_app, TRAIN),
     ("config", config_app, TRAIN),
     ("artifacts", artifacts_app, LOOK),
@@ -99,7 +107,6 @@ for name, group, panel in (
     ("track", track_app, SERVE),
 ):
     app.add_typer(group, name=name, rich_help_panel=panel)
-app.add_typer(model_app, name="model", hidden=True)
 models_app.command("size", epilog=SIZE_EPILOG)(size)
 models_app.command("import", epilog=IMPORT_EPILOG)(import_model)
 
@@ -144,7 +151,20 @@ def stage_run(
     options: StageOptions,
 ) -> None:
     """Run one stage alone, without Prefect."""
-    run_stage(stage, given, options)
+    from ttrain.flows import api
+    from ttrain.flows.run import run_one_stage
+
+    outlast_output()
+    layout.usable_home()
+    loaded, extend = given.load(), options.extend
+    planned = api.plan("full", loaded.settings, extend=extend)
+    screen = console(stderr=options.as_json)
+    artifact, state = run_one_stage(
+        stage, loaded.settings, planned.store, planned.stages, screen, force=options.force, extend=extend
+    )
+    if options.as_json:
+        path, key = str(artifact.path), artifact.key
+        print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
 
 @stage_app.command("list", epilog="Example:  ttrain stage list")
@@ -206,9 +226,9 @@ app.command(
 )(doctor)
 
 
+app.command("train", rich_help_panel=TRAIN, epilog=TRAIN_EPILOG)(train)
 app.command("eval", rich_help_panel=USE, epilog=EVAL_EPILOG)(evaluate)
 app.command("export", rich_help_panel=USE, epilog=EXPORT_EPILOG)(export)
-app.command("ui", hidden=True, epilog=UI_EPILOG)(ui)
 add_lineage(app, LOOK)
 add_pages(app, LOOK)
 

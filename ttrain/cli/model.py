@@ -1,4 +1,4 @@
-"""The `ttrain model` commands: arguments and output."""
+"""`ttrain models size`, `ttrain models import` and `ttrain adapter`: arguments and output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Profiles, command_group, load_settings, old_spelling
+from ttrain.cli.options import AsJson, Files, Profiles, command_group, load_settings
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -65,12 +65,6 @@ SIZE_EPILOG = (
     "Examples:  ttrain models size\n\nttrain models size 124m model.kv_heads=4\n\n"
     "ttrain models size model.kind=gpt2 model.layers=6 --json\n\nttrain models size --kinds"
 )
-model_app = command_group(help="Old names of `ttrain models size` and `ttrain models import`.")
-
-
-@model_app.callback()
-def _note_new_names(context: typer.Context) -> None:
-    old_spelling("ttrain models size" if context.invoked_subcommand == "show" else "ttrain models import")
 
 
 def size(
@@ -105,10 +99,6 @@ def size(
         print_json(cost.to_json())
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
-
-
-for name, function, epilog in (("show", size, SIZE_EPILOG), ("import", import_model, EPILOG)):
-    model_app.command(name, epilog=epilog)(function)
 
 
 def _is_preset(settings: Settings, name: str) -> bool:

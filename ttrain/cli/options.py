@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -65,11 +64,6 @@ def profile_words(incomplete: str) -> list[str]:
     from ttrain.config.loading import profile_names
 
     return [name for name in profile_names() if name.startswith(incomplete)]
-
-
-def old_spelling(new: str) -> None:
-    """Say on standard error what a command is called now; the old name works until the next release."""
-    print(f"note: this command is now `{new}`; the old name goes with the next release", file=sys.stderr)
 
 
 Overrides = Annotated[

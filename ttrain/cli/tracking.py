@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttrain.cli.options import AsJson, command_group, old_spelling, server_settings
+from ttrain.cli.options import AsJson, command_group
 from ttrain.core.files import PRIVATE_FILE, write_bytes
-from ttrain.core.redact import without_user
-from ttrain.core.signals import heeded_signals
-from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
+from ttrain.core.terminal import console, escaped, print_escaped, print_json, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
@@ -122,58 +117,18 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bars.update(task, completed=done, total=total, visible=True)
 
 
-EPILOG = "The new name:  ttrain up --open"
-
-RUN_HELP = (
-    "a run, RUN:STAGE, `latest`, an MLflow run id, or a registered NAME@ALIAS; several are compared; none: the table of all"
-)
-
-POLL_SECONDS = 1.0
-
-
-def ui(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP)] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="print the addresses without opening them")] = False,
-    port: Annotated[int, typer.Option(help="of the MLflow server, if none is running yet")] = 5000,
-    as_json: AsJson = False,
-) -> None:
-    """Open MLflow on the runs, with the columns that show which is better and why.
-
-    The server of `ttrain up` or of MLFLOW_TRACKING_URI is used if there is one; else one is started on 127.0.0.1, until
-    Ctrl-C.
-    """
-    from ttrain import tracking
-
-    outlast_output()
-    old_spelling("ttrain up --open")
-    root = home()
-    tracked = [_tracked_id(root, reference) for reference in runs or ()]
-    uri = tracking.tracking_uri(root)
-    if uri.startswith(("http://", "https://")):
-        links = _links(without_user(uri).rstrip("/"), _addresses(root, tracked), tracked)
-        _show_links(root, links, browser=not no_browser, as_json=as_json, until_stopped=False)
-        return
-    _refuse_another_database(root, uri)
-    pages = _addresses(root, tracked)
-    with _server(root, port) as (address, stop_event):
-        _show_links(
-            root,
-            _links(address, pages, tracked),
-            browser=not no_browser,
-            as_json=as_json,
-            until_stopped=stop_event is not None,
-        )
-        if stop_event:
-            _wait_for_stop(root, stop_event)
-
-
 def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
     """The pages of runs on the MLflow server at this address, with its token; without runs, those of the table of all."""
     from ttrain.store.server_records import page_with_token
 
     tracked = [_tracked_id(root, reference) for reference in runs]
-    links = _links(address.rstrip("/"), _addresses(root, tracked), tracked)
-    return {name: link if name == "experiment" else page_with_token(root, link) for name, link in links.items()}
+    pages = _addresses(root, tracked)
+    first = pages.compare(tracked) if len(tracked) > 1 else pages.run(tracked[0]) if tracked else pages.table
+    links = {"url": first, "table": pages.table, "curves": pages.curves}
+    return {
+        **{name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()},
+        "experiment": pages.experiment,
+    }
 
 
 def open_in_browser(root: Path, url: str) -> None:
@@ -217,64 +172,6 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
     return addresses
 
 
-def _refuse_another_database(root: Path, uri: str) -> None:
-    from ttrain import tracking
-
-    if uri != f"sqlite:///{tracking.database_of(root)}":
-        raise UsageError(
-            f"MLFLOW_TRACKING_URI is {without_user(uri)}, which is not a server; `ttrain ui` opens servers and "
-            f"the home's own database. Start `mlflow server --backend-store-uri` on it and name its address, or unset it"
-        )
-
-
-@contextmanager
-def _server(root: Path, port: int) -> Iterator[tuple[str, threading.Event | None]]:
-    """(address, None) of a running server; else (address, stop event) of a new one, which ends with the block."""
-    from ttrain.flows import servers
-    from ttrain.store import server_records
-
-    if running_server := server_records.live_server(root, "mlflow"):
-        yield running_server.url, None
-        return
-    servers.start(root, {"mlflow": port}, server_settings(None).auth)
-    try:
-        stop_event = threading.Event()
-        for signum in heeded_signals():
-            signal.signal(signum, lambda *_: stop_event.set())
-        started = server_records.live_server(root, "mlflow")
-        assert started is not None, "it has just answered"
-        yield started.url, stop_event
-    finally:
-        if server_records.live_server(root, "prefect"):
-            print("the server keeps running, because `ttrain up` took it over; `ttrain down` stops it", file=sys.stderr)
-        else:
-            servers.stop(root, "mlflow")
-
-
-def _links(address: str, pages: Addresses, tracked: Sequence[str]) -> dict[str, str]:
-    """The address to open as "url", and those of the other pages."""
-    first = pages.compare(tracked) if len(tracked) > 1 else pages.run(tracked[0]) if tracked else pages.table
-    page_paths = {"url": first, "table": pages.table, "curves": pages.curves}
-    return {**{name: f"{address}/{page}" for name, page in page_paths.items()}, "experiment": pages.experiment}
-
-
-def _show_links(root: Path, links: Mapping[str, str], *, browser: bool, as_json: bool, until_stopped: bool) -> None:
-    """Print the addresses and open the first of them."""
-    from ttrain.store.server_records import page_with_token
-
-    links = {name: page_with_token(root, text) for name, text in links.items()}
-    if as_json:
-        print_json({**links, "until_stopped": until_stopped})
-    else:
-        lines = [links["url"]] if links["url"] != links["table"] else []
-        lines += [f"runs    {links['table']}", f"curves  {links['curves']}"]
-        lines += ["Ctrl-C ends the server"] if until_stopped else []
-        print("\n".join(map(escaped, lines)))
-    sys.stdout.flush()
-    if browser:
-        open_in_browser(root, links["url"])
-
-
 def redirect_page(root: Path, url: str) -> str:
     """A private file that redirects to an address with a token: a browser's arguments are visible to other users."""
     from ttrain.store.server_records import make_folder
@@ -298,13 +195,3 @@ def open_browser(url: str) -> bool:
         return webbrowser.open(url)
     except webbrowser.Error:
         return False
-
-
-def _wait_for_stop(root: Path, stop_event: threading.Event) -> None:
-    """Wait until Ctrl-C, SIGTERM or SIGHUP, or until the server has ended."""
-    from ttrain.store import server_records
-
-    while not stop_event.wait(POLL_SECONDS):
-        if server_records.live_server(root, "mlflow") is None:
-            print("the server has ended", file=sys.stderr)
-            return

@@ -1,4 +1,4 @@
-"""The `ttrain train` commands: train one stage of the pipeline, or a user's task."""
+"""The `ttrain train` command: train a user's task."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ttrain.cli.options import (
     AsJson,
     Files,
-    SettingsOptions,
-    StageOptions,
-    command_group,
-    old_spelling,
     task_settings,
-    with_option_groups,
 )
 from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
 from ttrain.core.terminal import console, outlast_output, print_json, table
@@ -41,68 +35,14 @@ TASK_HELP = "name of an installed task, such as regression, or module:Class"
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
 
 
-class _TrainGroup(TyperGroup):
-    """Takes the name of a task where a group expects a command; the old spellings are commands that are not listed:
-    `train STAGE`, `train task NAME`, and `--task NAME` at any position."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        self.commands = {**typer.main.get_group(_stages_app()).commands, **self.commands}
-        names = [number for number, word in enumerate(args) if word == "--task" or word.startswith("--task=")]
-        if names and args[0] not in self.commands:
-            at = names[0]
-            _, equals, name = args[at].partition("=")
-            other_args = [*args[:at], *args[at + 1 :]] if equals else [*args[:at], *args[at + 2 :]]
-            args = ["task", *([name] if equals else args[at + 1 : at + 2]), *other_args]
-            old_spelling("ttrain train NAME")
-        elif args and args[0] == "task":
-            old_spelling("ttrain train NAME")
-        elif args and not args[0].startswith("-") and args[0] not in self.commands:
-            args = ["task", *args]
-        return super().parse_args(ctx, args)
-
-
-train_app = command_group(
-    cls=_TrainGroup,
-    help="Train a task of your own: `ttrain train NAME`, an installed task or module:Class.",
-    epilog="Examples:  ttrain train regression hidden=128 --out regression\n\n"
-    "ttrain train mytask:MyTask optim.lr=1e-3 --out mine\n\n"
-    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine\n\nOptions:  ttrain train task --help",
+EPILOG = (
+    "Examples:  ttrain train regression hidden=128 --out regression\n\n"
+    "ttrain train mytask:MyTask optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine"
 )
 
 
-@train_app.callback()
-def train_options() -> None:
-    """Train a task of your own: `ttrain train NAME`, an installed task or module:Class."""
-
-
-def _stages_app() -> typer.Typer:
-    """`ttrain train STAGE` of all stages; made when it is used: their table loads all settings, which takes 0.15 s."""
-    from ttrain.config.training import TRAINING_STAGES, TrainingStage
-
-    app = typer.Typer()
-
-    def add_command(row: TrainingStage) -> None:
-        @with_option_groups
-        def train_stage(given: SettingsOptions, options: StageOptions) -> None:
-            old_spelling(f"ttrain stage run {row.name}")
-            run_stage(row.name, given, options)
-
-        example = f"Example:  ttrain train {row.name} {row.example}"
-        app.command(row.name, hidden=True, help=row.help or f"Train {row.label}.", epilog=example.rstrip())(train_stage)
-
-    app.callback()(lambda: None)  # or an app of one stage would be that stage's command
-    for row in TRAINING_STAGES.values():
-        add_command(row)
-    return app
-
-
-@train_app.command(
-    "task",
-    epilog="Examples:  ttrain train regression\n\n"
-    "ttrain train mytask:MyTask hidden=128 optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train mytask:MyTask hidden=128 optim.lr=5e-4 --allow optim.lr --out mine",
-)
-def train_task(
+def train(
     name: Annotated[str | None, typer.Argument(help=TASK_HELP)] = None,
     overrides: Annotated[
         list[str] | None,
@@ -122,29 +62,11 @@ def train_task(
         raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
     task_overrides = task_settings(overrides, config)
     with closing(Display(console(stderr=as_json))) as display:
-        summary = train(name, task_overrides, out, allow or (), display)
+        summary = train_task(name, task_overrides, out, allow or (), display)
     if as_json:
         print_json(summary)
         return
     _print_summary(summary, format_duration(summary["train_seconds"]))
-
-
-def run_stage(stage: str, given: SettingsOptions, options: StageOptions) -> None:
-    """Run one stage alone, without Prefect; its inputs are those of the current plan."""
-    from ttrain.flows import api
-    from ttrain.flows.run import run_one_stage
-
-    outlast_output()
-    usable_home()
-    loaded, extend = given.load(), options.extend
-    planned = api.plan("full", loaded.settings, extend=extend)
-    screen = console(stderr=options.as_json)
-    artifact, state = run_one_stage(
-        stage, loaded.settings, planned.store, planned.stages, screen, force=options.force, extend=extend
-    )
-    if options.as_json:
-        path, key = str(artifact.path), artifact.key
-        print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
 
 def _print_summary(summary: dict[str, Any], took: str) -> None:
@@ -166,7 +88,7 @@ WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"
 WORK, LOCK = Path("run", "work"), Path("run", "lock")
 
 
-def train(
+def train_task(
     name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
 ) -> dict[str, Any]:
     """Train the task, or continue where the same command was stopped; returns a summary.

@@ -298,8 +298,7 @@ class TrainingStage:
     data: str = ""  # its data set; empty: one of its own name
     metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
-    help: str = ""  # of `ttrain train`
-    example: str = ""  # of its settings
+    help: str = ""  # what it does, and needs
     optional: bool = False  # whether it exists only where its data set has files
     module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
 
@@ -343,27 +342,23 @@ BUILT_IN = (
         Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", metric=BITS_PER_BYTE,
         summary="A language model trained on documents",
         help="Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents.",
-        example="pretrain.tokens=2_000_000 --profile small",
     ),
     TrainingStage(
         Sft, "SFT", "Models fine-tuned on chats", "chat", "chats", metric=CHAT_LOSS,
         summary="A language model fine-tuned on chats",
         help="Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the "
         "chats.",
-        example="sft.optim.lr=2e-4 sft.epochs=2",
     ),
     TrainingStage(
         Dpo, "DPO", "Models tuned on preferences", "chat", "pairs", metric=PREFERENCE_ACCURACY, optional=True,
         summary="A language model tuned on pairs of answers, of which one is preferred",
         help="Tune the fine-tuned model, or that of dpo.start_from, on pairs of answers. Needs that model, the shards of "
         "the pairs and, unless dpo.loss is simpo or orpo, the stage reference.",
-        example="dpo.beta=0.2 data.dpo=pairs.jsonl",
     ),
     TrainingStage(
         Lora, "LoRA", "Adapters", "adapter", "chats", metric=DOMAIN_LOSS,
         help="Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that "
         "model and the shards of the domain.",
-        example="lora.rank=8 -c mine.yaml",
     ),
 )  # fmt: skip
 INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(entry_points(group=GROUP)))
