@@ -1,6 +1,6 @@
 """TinySeek's architecture: latent attention with one rotated part for all heads, experts with biases, post-norm layers.
 
-This file needs only transformers and its dependencies. It is saved beside the weights of such a model, so that
+This file and `modeling_shared.py` need only transformers. They are saved beside the weights of such a model, so that
 `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
 
 Letters in names: B rows, T positions, S positions that can be seen, D width, C width of the latent, H heads, K width of a
@@ -8,23 +8,21 @@ head, R width of the rotated part, N positions of all rows, E experts, F inner w
 """
 
 # No `from __future__ import annotations`: transformers checks the types of a config's fields, which must not be strings.
-import math
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.integrations import use_experts_implementation
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import OutputRecorder
+
+from .modeling_shared import OwnForCausalLM, OwnModel, OwnPreTrainedModel, check_heads, eager_attention
 
 ALIGNED = 8  # what sizes must be a multiple of for grouped products: rows of 16 bytes, also in bf16
 
@@ -87,9 +85,7 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
 
     def validate_architecture(self) -> None:
         """Raise ValueError if sizes do not fit each other."""
-        if self.hidden_size % self.num_attention_heads:
-            heads = self.num_attention_heads
-            raise ValueError(f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}")
+        check_heads(self)
         if self.rope_head_dim % 2:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim} but must be even")
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
@@ -108,19 +104,6 @@ def rotated(x_BTR: Tensor, position_ids_BT: Tensor, theta: float) -> Tensor:
     even, odd = x_BTR[..., 0::2].float(), x_BTR[..., 1::2].float()
     turned = (even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin())
     return torch.stack(turned, -1).flatten(-2).to(x_BTR.dtype)
-
-
-def eager_attention(
-    module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, **others: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention that also returns its weights, [B, T, H, K]: transformers uses it unless `sdpa` is requested."""
-    scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
-    if mask is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
-    weights_BHTS = nn.functional.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTK.dtype)
-    mixed = nn.functional.dropout(weights_BHTS, dropout, module.training) @ v_BHSK
-    return mixed.transpose(1, 2).contiguous(), weights_BHTS
 
 
 class TinySeekAttention(nn.Module):
@@ -273,17 +256,12 @@ class TinySeekLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return output
 
 
-class TinySeekPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class TinySeekPreTrainedModel(OwnPreTrainedModel):
     """Base class with what transformers needs to know of the architecture."""
 
     config: TinySeekConfig
     config_class = TinySeekConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["TinySeekLayer"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
     _can_record_outputs: ClassVar[dict[str, Any]] = {
         "router_logits": OutputRecorder(TinySeekTopKRouter, index=0),
         "hidden_states": TinySeekLayer,
@@ -305,7 +283,7 @@ class TinySeekPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
                 init.normal_(module.noise_weight, mean=0.0, std=std)
 
 
-class TinySeekModel(TinySeekPreTrainedModel):
+class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
     """Embeddings and layers; nothing is normalised after the last of them."""
 
     def __init__(self, config: TinySeekConfig) -> None:
@@ -316,72 +294,13 @@ class TinySeekModel(TinySeekPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults  # type: ignore[untyped-decorator]
-    @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **others: Any,
-    ) -> BaseModelOutputWithPast:
-        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(past_length, past_length + x_BTD.shape[1], device=x_BTD.device)[None]
-        causal_mask = create_causal_mask(
-            config=self.config, inputs_embeds=x_BTD, attention_mask=attention_mask, past_key_values=past_key_values,
-            position_ids=position_ids,
-        )  # fmt: skip
+    def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
         for number in range(self.config.num_hidden_layers):
-            layer = self.layers[number % len(self.layers)]
-            x_BTD = layer(x_BTD, number, position_ids, attention_mask=causal_mask, past_key_values=past_key_values, **others)
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
+            x_BTD = self.layers[number % len(self.layers)](x_BTD, number, position_ids, **others)
+        return x_BTD
 
 
-class TinySeekForCausalLM(TinySeekPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """Causal language model. The output head has a bias; if tied, it shares the embeddings' weight."""
+class TinySeekForCausalLM(OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The causal language model."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    def __init__(self, config: TinySeekConfig) -> None:
-        super().__init__(config)
-        self.model = TinySeekModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """As `TinySeekModel.forward`; labels are shifted here, as in all models of transformers."""
-        outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds, use_cache=use_cache, **others,
-        )  # fmt: skip
-        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )  # fmt: skip
+    model_class = TinySeekModel

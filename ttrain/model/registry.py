@@ -151,11 +151,11 @@ def register_own() -> None:
 
 
 def own_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Source file with which a directory of this config opens without ttrain; {} for transformers' own architectures.
+    """Source files with which a directory of this config opens without ttrain; {} for transformers' own architectures.
 
     Its `auto_map` is in the config already. Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
     """
     if config.model_type not in OWN_KINDS:
         return {}
-    path = Path(__file__).with_name(f"modeling_{config.model_type}.py")
-    return {path.name: path.read_bytes()}
+    paths = (Path(__file__).with_name(f"modeling_{name}.py") for name in (config.model_type, "shared"))
+    return {path.name: path.read_bytes() for path in paths}

@@ -1,0 +1,132 @@
+"""What ttrain's own architectures share: attention with its weights, and the passes around the layers.
+
+This file needs only transformers and its dependencies. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py` beside
+the weights of such a model.
+
+Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a head, V vocabulary.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+
+def check_heads(config: Any) -> None:
+    """Raise ValueError if heads do not divide the width."""
+    if config.hidden_size % config.num_attention_heads:
+        heads = config.num_attention_heads
+        raise ValueError(f"hidden_size is {config.hidden_size} but must be a multiple of num_attention_heads {heads}")
+
+
+def eager_attention(
+    module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, **others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention that also returns its weights, [B, T, H, K]: transformers uses it unless `sdpa` is requested."""
+    scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
+    weights_BHTS = nn.functional.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTK.dtype)
+    mixed = nn.functional.dropout(weights_BHTS, dropout, module.training) @ v_BHSK
+    return mixed.transpose(1, 2).contiguous(), weights_BHTS
+
+
+class OwnPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers has no types
+    """What transformers needs to know of both architectures."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+
+class OwnModel:
+    """The forward pass of a decoder: `decode` is what its layers make of the embeddings."""
+
+    config: Any
+    embed_tokens: nn.Module
+
+    def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
+        """Hidden states after the last layer. `past_length`: positions in the cache; `others` go to each layer."""
+        raise NotImplementedError
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(past_length, past_length + x_BTD.shape[1], device=x_BTD.device)[None]
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=x_BTD, attention_mask=attention_mask, past_key_values=past_key_values,
+            position_ids=position_ids,
+        )  # fmt: skip
+        x_BTD = self.decode(x_BTD, position_ids, past_length, attention_mask=mask, past_key_values=past_key_values, **others)
+        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
+
+
+class OwnForCausalLM:
+    """Causal language model. The output head has a bias; if tied, it shares the embeddings' weight."""
+
+    config: Any
+    post_init: Any  # of transformers, as is loss_function
+    loss_function: Any
+    model_class: ClassVar[type[nn.Module]]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]  # of the architecture's PreTrainedModel
+        self.model = self.model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `OwnModel.forward`; labels are shifted here, as in all models of transformers."""
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **others,
+        )  # fmt: skip
+        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )  # fmt: skip
