@@ -38,10 +38,7 @@ LOCK_SECONDS: Final = 2.0  # `served_by` takes the lock for a moment, too
 
 SERVING: Final = "serving.txt"  # in the folder of schedules: the process that serves
 OWNER: Final = "serve"  # of a server that is started to serve
-# Deployments of ttrain 0.1 have the second form until `serve` or `schedule` registers them again.
-ENTRY_POINTS: Final = {
-    f"{package}.deployments.{kind}": kind for kind in schedule_files.KINDS for package in ("ttrain.flows", "flows")
-}
+ENTRY_POINTS: Final = {f"ttrain.flows.deployments.{kind}": kind for kind in schedule_files.KINDS}
 
 log = logging.getLogger("ttrain")
 
@@ -318,7 +315,7 @@ class ScheduleServer:
             cwd=schedule_files.folder_of(self._home),  # Python looks for modules where it is, and Prefect for settings
             env={"TTRAIN_HOME": str(self._home)},
             deployment_name=deployment,
-            entrypoint=f"ttrain.flows.deployments.{ENTRY_POINTS[entry_point]}",
+            entrypoint=entry_point,
             heartbeat_seconds=flow_runs.HEARTBEAT_SECONDS,
             control_channel=self._context.control_channel,
             isolate_process_group=True,  # Ctrl-C goes to this process only, which stops the others once

@@ -34,7 +34,6 @@ from ttrain.stages import LORA, PRETRAIN, SFT, Stage, lora, new_model, pretrain,
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
-from ttrain.store.runs import RunRecord
 
 NEW_TOKENS = 12
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
@@ -436,16 +435,14 @@ def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
     Path("here").mkdir()
     store = ArtifactStore(tmp_path / "home")
     inputs: dict[str, Any] = {}
+    data = ["hf://owner/data", "/home/me/secret.jsonl", {"path": "https://example.org/x.jsonl", "weight": 2}]
+    provenance = {"settings": {"sft": {"start_from": start}, "data": {"sft": data}}}
     for stage in ("base-model", "shards-sft", "sft"):
         (output := store.work(stage, stage)).mkdir(parents=True)
-        made = store.publish(stage, stage, output, {"inputs": dict(inputs), "result": {}, "ingredients": {}})
+        made = store.publish(
+            stage, stage, output, {"inputs": dict(inputs), "provenance": provenance, "result": {}, "ingredients": {}}
+        )
         inputs[stage] = {"stage": stage, "key": stage}
-    data = ["hf://owner/data", "/home/me/secret.jsonl", {"path": "https://example.org/x.jsonl", "weight": 2}]
-    record = RunRecord(
-        store.root, "full", ["base-model", "shards-sft"], {"sft": {"start_from": start}, "data": {"sft": data}}
-    )
-    for stage in ("base-model", "shards-sft"):
-        record.stage(stage, key=stage)
     history = History.of(made, store)
     assert [one.stage for one in history.artifacts] == ["base-model", "shards-sft", "sft"]
     assert history.locations == {"sft": ("hf://owner/data", "https://example.org/x.jsonl")}

@@ -20,7 +20,6 @@ from ttrain.pipeline.lineage_names import LineageTarget
 from ttrain.reports import summary
 from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
-from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
 from ttrain.tracking import datasets as inputs
@@ -84,18 +83,13 @@ class _Walk:
     def _link(self, stage: str, key: str) -> Link:
         stored = self._store.at(self._store.path(stage, key)) if stage else None
         if stored:
-            return self._link_from_manifest(stored, STORE)
+            return link_of(stored, STORE)
         recorded = self._tracked.recorded(stage, key) if stage else None
         if recorded:
-            return self._link_from_manifest(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
+            return link_of(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
         is_target = self._target.tags.get("ttrain.key") == key
         tags = self._target.tags if is_target else {"ttrain.stage": stage, "ttrain.key": key}
         return link_of_tags(tags, self._target.run_id if is_target else None)
-
-    def _link_from_manifest(self, artifact: Artifact, known_from: str) -> Link:
-        """Build a link from a manifest; only one of an earlier ttrain needs the run records."""
-        says_its_run = artifact.provenance.get("run")
-        return link_of(artifact, known_from, {} if says_its_run else self._runs)
 
     @cached_property
     def _tracked(self) -> Any:
@@ -107,10 +101,6 @@ class _Walk:
     def _stages(self) -> Mapping[str, str]:
         """The stage of each key in a set's tags."""
         return {key: tag.removeprefix(KEY) for tag, key in self._target.tags.items() if tag.startswith(KEY)}
-
-    @cached_property
-    def _runs(self) -> Mapping[str, str]:
-        return runs.makers(self._home)
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
@@ -144,13 +134,7 @@ class History:
                 for used in candidate.manifest["inputs"].values()
             )
         )
-        settings_by_key = {candidate.key: _settings_of(candidate) for candidate in artifacts}
-        if None in settings_by_key.values():  # made before manifests had the settings of their run
-            settings_by_key = {
-                **_settings_on_record(settings_by_key.keys(), home.root),
-                **{key: settings for key, settings in settings_by_key.items() if settings},
-            }
-        stages = [(candidate.stage, settings_by_key.get(candidate.key) or {}) for candidate in artifacts]
+        stages = [(candidate.stage, candidate.provenance.get("settings", {})) for candidate in artifacts]
         return cls(artifacts, next(scored, None), _public_locations(stages), _started_from(stages))
 
 
@@ -160,22 +144,6 @@ def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artif
         if source:
             yield from _artifacts_behind(source, home)
     yield artifact
-
-
-def _settings_of(artifact: Artifact) -> Mapping[str, Any] | None:
-    """All settings of the run that made the artifact, if its manifest has them."""
-    settings: Mapping[str, Any] | None = artifact.provenance.get("settings")
-    return settings
-
-
-def _settings_on_record(keys: Iterable[str], home: Path) -> dict[str, Mapping[str, Any]]:
-    """{key: settings of the newest recorded run that has it}."""
-    missing_keys, settings_by_key = set(keys), dict[str, Mapping[str, Any]]()
-    for run in runs.newest_first(home):
-        for stage in run["stages"]:
-            if stage.get("key") in missing_keys:
-                settings_by_key.setdefault(stage["key"], run["settings"])
-    return settings_by_key
 
 
 def _public_locations(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
@@ -269,8 +237,8 @@ class Link:
         }
 
 
-def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> Link:
-    """Build a link from an artifact's manifest. `made_by`: the run of each key, for manifests without a run."""
+def link_of(artifact: Artifact, known_from: str) -> Link:
+    """Build a link from an artifact's manifest."""
     manifest = artifact.manifest
     ingredients, provenance = manifest["ingredients"], artifact.provenance
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
@@ -280,7 +248,7 @@ def link_of(artifact: Artifact, known_from: str, made_by: Mapping[str, str]) -> 
         content=artifact.content,
         known_from=known_from,
         made_unix=manifest.get("published"),
-        run=provenance.get("run") or made_by.get(artifact.key),
+        run=provenance.get("run"),
         run_id=provenance.get("run_id"),
         code=digest_of(ingredients["code"]),
         commit=provenance.get("commit"),

@@ -30,7 +30,6 @@ from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
-from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -178,7 +177,7 @@ def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
     """Return the recipe of each stage, inputs first.
 
     Raises ArtifactError with the reason if a stage cannot be rebuilt: only its name is known, its raw data are gone or
-    have changed, or its settings are not recorded. Run records are read from `home`.
+    have changed, or its settings are not recorded.
     """
     cache = ArtifactStore(home)
     recipes = [_recipe(link, home) for link in lineage.links]
@@ -197,11 +196,10 @@ def _recipe(link: Link, home: Path) -> RebuildRecipe:
             f"{home / 'store'} nor in MLflow, so its settings are not known"
         )
     record = link.provenance
-    tree = record.get("settings") or _recorded_settings(link, home)
+    tree = record.get("settings")
     if tree is None:
         raise ArtifactError(
-            f"stage {link.stage} {link.key[:SHOWN]} cannot be made again: neither its manifest nor the record of a run in "
-            f"{home / 'runs'} says where its data were"
+            f"stage {link.stage} {link.key[:SHOWN]} cannot be made again: its manifest does not say where its data were"
         )
     runtime, remarks = _runtime(link)
     run_settings = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
@@ -232,18 +230,6 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
         if locations.get(role) and written and not is_by_name:
             pinned[f"data.{setting}"] = list(locations[role])
     return pinned
-
-
-def _recorded_settings(link: Link, home: Path) -> dict[str, Any] | None:
-    """Settings from the record of the run that made the artifact; manifests of an earlier ttrain lack them."""
-    record = read_json(home / "runs" / f"{link.run}.json") if link.run else None
-    if record is None:
-        record = next((run for run in runs.newest_first(home) if _built(run, link.key)), None)
-    return record["settings"] if record else None
-
-
-def _built(run: Mapping[str, Any], key: str) -> bool:
-    return any(stage.get("key") == key and stage["outcome"] == "completed" for stage in run["stages"])
 
 
 def _runtime(link: Link) -> tuple[Runtime, list[str]]:

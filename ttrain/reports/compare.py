@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -22,8 +21,8 @@ from ttrain.tracking import RunView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
-# Curves of the pipeline's run, also under their names in earlier versions: their last values are not metrics of the result.
-CURVES = re.compile(r"^(losses_by_tokens|Curves|system)/")
+# Curves of the pipeline's run: their last values are not metrics of the result.
+CURVES = ("Curves/", "system/")
 
 # Where runs share a model, the metric of the next model decides.
 DECIDING_METRICS = (
@@ -105,7 +104,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     settings = {True: list[Difference](), False: list[Difference]()}
     for difference in _differences([view.params for view in views]):
         settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
-    names = {name for view in views for name in view.metrics if not CURVES.search(name)}
+    names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
     return RunComparison(

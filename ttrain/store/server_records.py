@@ -43,7 +43,7 @@ class Server:
     pid: int
     port: int
     token: str
-    asks_token: bool = False  # as one of an older ttrain does not, nor one with servers.auth=off
+    asks_token: bool = False  # as one with servers.auth=off
     owner: str = ""  # the command that ends it; "" for one of `up`, which stays
 
     @property

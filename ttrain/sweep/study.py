@@ -165,9 +165,8 @@ class Study:
         )
 
     def _own_trials(self) -> dict[int, FrozenTrial]:
-        """Optuna's trials by our numbers; of a retried one the last. A kill of ttrain 0.1 could leave some without one."""
-        trials = self._study.get_trials(deepcopy=False)
-        return {trial.user_attrs["trial"]: trial for trial in trials if "trial" in trial.user_attrs}
+        """Optuna's trials by our numbers; of a retried one the last."""
+        return {trial.user_attrs["trial"]: trial for trial in self._study.get_trials(deepcopy=False)}
 
     def _frozen(self, number: int) -> FrozenTrial:
         return self._own_trials()[number]
