@@ -125,24 +125,6 @@ def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch
     assert len(packed) < len(alone) and packed.counts()["fill"] > (0.9 if together > 4 else 0.6)
 
 
-def test_windows_of_eight_every_four_over_twenty_tokens(tmp_path: Path) -> None:
-    rows = DocumentRows(shard_set(tmp_path, [[*range(100, 120)]]), 8, PAD, stride=4)
-    batch = rows.batch(range(len(rows)))
-    assert batch.input_ids_BT.tolist() == [
-        [100, 101, 102, 103, 104, 105, 106, 107],
-        [104, 105, 106, 107, 108, 109, 110, 111],
-        [108, 109, 110, 111, 112, 113, 114, 115],
-        [112, 113, 114, 115, 116, 117, 118, PAD],
-    ]
-    assert batch.labels_BT.tolist() == [
-        [101, 102, 103, 104, 105, 106, 107, 108],
-        [105, 106, 107, 108, 109, 110, 111, 112],
-        [109, 110, 111, 112, 113, 114, 115, 116],
-        [113, 114, 115, 116, 117, 118, 119, IGNORE],
-    ]
-    assert rows.counts()["target_multiplicity"] == pytest.approx(31 / 19)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @pytest.mark.parametrize(("row_length", "stride"), [(8, 4), (8, 1), (9, 5), (6, 6)])
 def test_the_multiplicity_is_what_a_count_of_all_labels_gives(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, make
-from support.hub import COMMIT, Hub, cache
-from support.paths import ROOT
+from support.hub import COMMIT, Hub, cache, use_hub
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ttrain import config
@@ -206,54 +202,50 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
 
 # --- the Hub
 
-HUB = """
-import json, sys
-from ttrain.data import existing
-from ttrain.errors import UsageError
-for name in sys.argv[1:]:
+
+def ask(name: str) -> Any:
+    """The paths of the files of a tokenizer, or what is said of it."""
     try:
-        print(json.dumps([str(path) for path in existing.tokenizer_files(name)]))
+        return existing.tokenizer_files(name)
     except UsageError as error:
-        print(json.dumps(str(error)))
-"""
+        return str(error)
 
 
-def ask(home: Path, *names: str, **environment: str) -> list[Any]:
-    """`existing.tokenizer_files` of each in a process of its own, since the Hub's library reads its environment once."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **environment}
-    command = [sys.executable, "-P", "-c", HUB, *names]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(names) :]]
-
-
-def test_a_name_on_the_hub_is_taken_from_its_cache_without_a_network(tmp_path: Path) -> None:
+def test_a_name_on_the_hub_is_taken_from_its_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     snapshot = cache(tmp_path / "home", {**files, "model.safetensors": b"x"})
-    names = ("someone/small", f"someone/small@{COMMIT}", "hf://someone/small@main")
-    found = ask(tmp_path / "home", *names, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
-    assert found == [[str(snapshot / "tokenizer.json"), str(snapshot / "tokenizer_config.json")]] * 3
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "home")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("someone/small", f"someone/small@{COMMIT}", "hf://someone/small@main"):
+        assert ask(name) == [snapshot / "tokenizer.json", snapshot / "tokenizer_config.json"]
 
 
-def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_what_counts(tmp_path: Path, hub: str) -> None:
-    (found,) = ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub)
-    assert [Path(path).name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
-    assert [Path(path).read_bytes() for path in found] == [Hub.files[Path(path).name] for path in found]
+@pytest.mark.parametrize("cached", [{}, {"config.json": b"{}"}], ids=["nothing", "a model"])
+def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_what_counts(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch, cached: dict[str, bytes]
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "home")
+    if cached:
+        cache(tmp_path / "home", cached)
+    found = ask("someone/small")
+    assert [path.name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.read_bytes() for path in found] == [Hub.files[path.name] for path in found]
     assert not [path for path in Hub.asked if "safetensors" in path]
     Hub.asked.clear()
-    assert ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub) == [found]
+    assert ask("someone/small") == found
     assert Hub.asked == []
 
 
-def test_a_cache_without_the_tokenizer_is_completed(tmp_path: Path, hub: str) -> None:
-    cache(tmp_path / "home", {"config.json": b"{}"})
-    (found,) = ask(tmp_path / "home", "someone/small", HF_ENDPOINT=hub)
-    assert [Path(path).name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
-
-
-def test_a_name_that_cannot_be_fetched_is_told_with_the_cure(tmp_path: Path, hub: str) -> None:
+def test_a_name_that_cannot_be_fetched_is_told_with_the_cure(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Hub.files = {"config.json": b"{}"}
-    unknown, empty = ask(tmp_path / "home", "someone/else", "someone/small", HF_ENDPOINT=hub)
-    (silent,) = ask(tmp_path / "away", "someone/small", HF_ENDPOINT="http://127.0.0.1:9")
+    use_hub(monkeypatch, hub, tmp_path / "home")
+    unknown, empty = ask("someone/else"), ask("someone/small")
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "away")
+    silent = ask("someone/small")
     for name, message in (("someone/else", unknown), ("someone/small", silent)):
         assert f"tokenizer.existing is '{name}', which is neither a folder nor in the Hub's cache" in message
         assert "name the folder" in message

@@ -26,7 +26,6 @@ from ttrain.stages.shards import check
 
 NO_KEY = "no key 'text' or 'content' or 'body' or 'paragraphs'"
 NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt' holds a conversation"
-A_CALL, A_TOOL = '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}'
 
 
 def texts_in(output: Path, recipe: BlockRecipe) -> list[str]:
@@ -39,7 +38,8 @@ INFINITE, DEEP = json_error("number is infinity when parsed as double"), json_er
 LONE_HIGH, LONE_LOW = json_error("no low surrogate in string"), json_error("invalid high surrogate in string")
 END, CONTROL = json_error("unexpected end of data"), json_error("unexpected control character in string")
 
-# {what is wrong: (the lines, what becomes of them, the numbers of the bad lines)}
+# {what is wrong: (the lines, what becomes of them, the numbers of the bad lines)}; what a text is, and under which key:
+# tests/data/test_records.py
 DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
     "broken JSON": ([FIRST, b'{"text": "cut off in the mid', LAST], bad(END), [2]),
     "invalid UTF-8": (
@@ -52,26 +52,6 @@ DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
     "a BOM in the middle, as of joined files": ([FIRST, BOM + FIRST, LAST], bad(MARK), [2]),
     "a BOM in a text": ([b'{"text": "\\ufeffA first line."}', FIRST], {"kept": 1, "skipped": {"duplicate": 1}}, []),
     "CRLF and blank lines": ([b"\r", FIRST + b"\r", b"\r", b" \t\r", LAST + b"\r", b"\r"], {"kept": 2}, []),
-    "missing key": ([FIRST, b"{}", b'{"Text": "case"}', b'{"txt": "a"}', LAST], bad(*[NO_KEY] * 3), [2, 3, 4]),
-    "other keys of documents": (
-        [b'{"content": "a"}', b'{"body": "b"}', b'{"paragraphs": ["c", "d"]}', b'{"paragraphs": "e"}'], {"kept": 4}, [],
-    ),
-    "the first key decides": ([FIRST, b'{"text": null, "content": "a"}', LAST], bad("'text' is null, not text"), [2]),
-    "null text": ([FIRST, b'{"text": null}', LAST], bad("'text' is null, not text"), [2]),
-    "empty text": (
-        [FIRST, *map(text, ("", "   ", "\n\n\t", "\u3000", "\u200b\ufeff\u200f")), LAST],
-        {"kept": 2, "skipped": {"empty text": 5}}, [],
-    ),
-    "numbers and booleans": (
-        [FIRST, b'{"text": 123}', b'{"text": 1.5}', b'{"text": true}', LAST],
-        bad("'text' is a number, not text", "'text' is a number, not text", "'text' is a boolean, not text"), [2, 3, 4],
-    ),
-    "nested text": (
-        [FIRST, b'{"text": ["a", "b"]}', b'{"text": {"t": "x"}}', b'{"paragraphs": ["a", 1]}', b'{"content": ["a"]}', LAST],
-        bad("'text' is a list, not text", "'text' is an object, not text",
-            "'paragraphs' holds a number; write a text, or a list of texts",
-            "'content' is a list, not text"), [2, 3, 4, 5],
-    ),
     "no object": (
         [FIRST, b'["text"]', b'"a string"', b"42", b"null", b"true", LAST],
         bad(*(f"not a JSON object but {kind}" for kind in ("a list", "text", "a number", "null", "a boolean"))),

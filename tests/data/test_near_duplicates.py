@@ -5,13 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,26 +264,22 @@ def test_damaged_sketches_are_made_again(tmp_path: Path, recipe: BlockRecipe) ->
     assert all_digests(tmp_path / "out") == expected
 
 
-def test_a_killed_run_takes_its_finished_sketches(tmp_path: Path, recipe: BlockRecipe) -> None:
-    nights = split_in_nights(tmp_path)
+def test_a_run_that_ended_early_takes_its_finished_sketches(
+    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights, made, make = split_in_nights(tmp_path), list[str](), near_duplicates.make_sketches
     build(tmp_path / "whole", nights, recipe, NEAR)
-    code = f"""
-from pathlib import Path
-from ttrain.config import Reading
-from ttrain.data.built_blocks import DataFile
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.sharding import Here, build
-files = {{"train": [DataFile(path, Path(path).name) for path in {[str(path) for path in nights]!r}]}}
-recipe = {replace(recipe, heldout_fraction=0.0, seed=NEAR.seed)!r}
-build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(**{NEAR.model_dump()!r}), block_bytes={BLOCK}, pool=Here())
-"""
-    process = subprocess.Popen([sys.executable, "-c", code])
-    near = tmp_path / "out" / FOLDER
-    while len(list(near.glob("*.near"))) < 5 and process.poll() is None:
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    finished = {path: path.stat().st_ino for path in near.glob("*.near")}
+
+    def made_five(*arguments: Any) -> Any:
+        if len(made) == 5:
+            raise KeyboardInterrupt
+        made.append(arguments[0])
+        return make(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(near_duplicates, "make_sketches", made_five)
+        build(tmp_path / "out", nights, recipe, NEAR)
+    finished = {path: path.stat().st_ino for path in (tmp_path / "out" / FOLDER).glob("*.near")}
     assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
     build(tmp_path / "out", nights, recipe, NEAR)
     assert all(path.stat().st_ino == inode for path, inode in finished.items())

@@ -158,11 +158,6 @@ def test_a_bad_pair_is_quarantined_with_its_line_and_reason(
     assert outcome(path, recipes["pairs"]) == (expected, [2])
 
 
-def test_ten_thousand_identical_pairs_are_one(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [row(prompt="Q", chosen="a", rejected="b")] * 10_000)
-    assert outcome(path, recipes["pairs"]) == ({"kept": 1, "skipped": {"duplicate": 9_999}}, [])
-
-
 def parts_of(encoder: Encoder, path: Path, recipe: BlockRecipe) -> list[tuple[list[int], list[int], list[int]]]:
     build(path.parent / "shards", [path], recipe)
     shards = ShardSet(path.parent / "shards" / "train")

@@ -144,17 +144,6 @@ def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_
     assert multiprocessing.active_children() == []
 
 
-def test_a_file_that_vanished_from_the_output_is_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
-    build(tmp_path / "out", [path], recipe)
-    expected = digests(tmp_path / "out")
-    victims = sorted((tmp_path / "out" / "train").glob("*.arrow"))
-    victims[0].unlink()
-    victims[1].write_bytes(victims[1].read_bytes()[:-8])
-    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 2
-    assert digests(tmp_path / "out") == expected
-
-
 def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:
     build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows_of(30))], recipe)
     mine = tmp_path / "out" / "train" / "notes.jsonl"
@@ -217,17 +206,19 @@ def test_a_head_taken_by_several_workers_leaves_nothing_else(tmp_path: Path, rec
     assert one == two
 
 
-def test_a_shard_that_was_altered_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
+def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(100))
     build(tmp_path / "out", [path], recipe)
     expected = digests(tmp_path / "out")
-    victim = sorted((tmp_path / "out" / "train").glob("*.arrow"))[0]
+    victim, lost, cut, *_ = sorted((tmp_path / "out" / "train").glob("*.arrow"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     lent = build(tmp_path / "new", [path], replace(recipe, reuse=(str(tmp_path / "out"),)))
     assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
-    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 1
+    lost.unlink()
+    cut.write_bytes(cut.read_bytes()[:-8])
+    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 3
     assert digests(tmp_path / "out") == expected
     shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)  # other times, the same bytes
     assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0

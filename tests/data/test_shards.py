@@ -101,13 +101,6 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     assert len(one["shards"]) > 2
 
 
-def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, some_records(3))
-    assert len(ShardSet(tmp_path, "t" * 64)) == 3
-    with pytest.raises(ArtifactError, match=r"made with the tokenizer tttttttttttt, not with uuuuuuuuuuuu"):
-        ShardSet(tmp_path, "u" * 64)
-
-
 def test_a_folder_without_a_whole_index_holds_no_shards(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"index\.json is missing"):
         ShardSet(tmp_path)
@@ -155,17 +148,6 @@ def test_ranges_in_any_order_are_what_each_is_alone(tmp_path: Path, layout: int)
     alone = [found.ranges(start, end) for start, end in zip(bounds[:, :1], bounds[:, 1:], strict=True)]
     for place, column in enumerate(together):
         assert column.tolist() == [value for one in alone for value in one[place].tolist()]
-
-
-def test_opening_reads_the_index_and_not_the_shards(tmp_path: Path) -> None:
-    index = write(tmp_path, some_records(60), tokens_per_shard=100)
-    for shard in index["shards"][1:]:
-        (tmp_path / shard["file"]).unlink()
-    found = ShardSet(tmp_path)
-    assert (len(found), found.tokens) == (60, index["tokens"])
-    found.row(0)
-    with pytest.raises(ArtifactError, match="is missing"):
-        found.row(59)
 
 
 def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:

@@ -78,21 +78,6 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
     assert hashlib.sha256((tmp_path / "other" / "tokenizer.json").read_bytes()).hexdigest() not in digests
 
 
-def test_the_vocabulary_has_the_size_that_was_asked_for_when_the_text_suffices(corpus_encoder: Encoder) -> None:
-    assert len(corpus_encoder) == 400
-
-
-def test_the_special_tokens_come_first_and_apart(corpus_encoder: Encoder) -> None:
-    assert [corpus_encoder.special(token) for token in SPECIAL_TOKENS] == list(range(9))
-    assert (
-        corpus_encoder.pad_id,
-        corpus_encoder.unk_id,
-        corpus_encoder.bos_id,
-        corpus_encoder.eos_id,
-        corpus_encoder.end_id,
-    ) == (0, 1, 2, 3, 8)
-
-
 def test_tinyseek_has_its_own_special_tokens(tmp_path: Path) -> None:
     tokenizer.save(tokenizer.train(corpus(50), 300, "tinyseek"), tmp_path, "tinyseek")
     encoder = Encoder(tmp_path)
@@ -121,14 +106,6 @@ def test_ten_thousand_random_texts_come_back_as_they_went_in(corpus_encoder: Enc
     encoded = corpus_encoder.encode(texts)
     assert [corpus_encoder.decode(ids) for ids in encoded] == texts
     assert min(min(ids) for ids in encoded if ids) >= len(SPECIAL_TOKENS), "no id is unknown, or any other special token"
-
-
-@pytest.mark.parametrize("token", SPECIAL_TOKENS)
-def test_the_name_of_a_special_token_in_a_text_stays_text(corpus_encoder: Encoder, token: str) -> None:
-    for text in (token, f"a{token}b", f" {token} ", token * 3, f"{token}\n{token}"):
-        (ids,) = corpus_encoder.encode([text])
-        assert min(ids) >= len(SPECIAL_TOKENS)
-        assert corpus_encoder.decode(ids) == text
 
 
 def test_transformers_opens_it_with_all_its_attributes(directory: Path, corpus_encoder: Encoder) -> None:

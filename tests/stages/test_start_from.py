@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hub import COMMIT, Hub, cache
+from support.hub import COMMIT, Hub, cache, use_hub
 from support.model_folders import folder
-from support.paths import ROOT
 from support.planned_homes import SHARDS, House, running
 
 from ttrain.config.loading import load
@@ -238,41 +234,31 @@ def test_an_artifact_of_ours_is_taken_for_the_model_in_it(house: House) -> None:
 
 # --- the Hub
 
-ASK = """
-import json, sys
-from ttrain.data import existing
-from ttrain.errors import UsageError
-try:
-    found = existing.model_files(sys.argv[1], "sft.start_from")
-    print(json.dumps({role: [path.name for path in paths] for role, paths in found.items()}))
-except UsageError as error:
-    print(json.dumps(str(error)))
-"""
-
-
 WHOLE = {"config": ["config.json"], "weights": ["model.safetensors"], "tokenizer": ["tokenizer.json"]}
 
 
-def ask(name: str, home: Path, endpoint: str) -> Any:
-    """The names of the files, in a process of its own, since the Hub's library reads its environment once."""
-    variables = {"PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": endpoint}
-    command = [sys.executable, "-P", "-c", ASK, name]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def ask(name: str) -> Any:
+    """The names of the files of a model."""
+    found = existing.model_files(name, "sft.start_from")
+    return {role: [path.name for path in paths] for role, paths in found.items()}
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["nothing of it is known", "its tokenizer is"])
-def test_a_model_of_the_hub_is_fetched_once_and_only_what_counts(tmp_path: Path, hub: str, is_known: bool) -> None:
+def test_a_model_of_the_hub_is_fetched_once_and_only_what_counts(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "home")
     Hub.files |= {"config.json": b"{}", "README.md": b"", "pytorch_model.bin": b""}
     if is_known:
         cache(tmp_path / "home", {"tokenizer.json": Hub.files["tokenizer.json"], "config.json": b"{}"})
-    assert ask("someone/small", tmp_path / "home", hub) == WHOLE
+    assert ask("someone/small") == WHOLE
     assert not [path for path in Hub.asked if "resolve" in path and path.endswith((".md", ".bin"))]
     Hub.asked.clear()
-    assert ask(f"someone/small@{COMMIT}", tmp_path / "home", hub) == WHOLE
+    assert ask(f"someone/small@{COMMIT}") == WHOLE
     assert Hub.asked == []
 
 
-def test_a_model_that_cannot_be_fetched_is_told_with_the_setting(tmp_path: Path) -> None:
-    said = ask("someone/small", tmp_path / "home", "http://127.0.0.1:9")
-    assert "sft.start_from is 'someone/small', which is neither a folder nor in the Hub's cache" in said
+def test_a_model_that_cannot_be_fetched_is_told_with_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "home")
+    with pytest.raises(UsageError, match=r"sft\.start_from is 'someone/small', which is neither a folder nor in the Hub's"):
+        ask("someone/small")

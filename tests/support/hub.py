@@ -102,3 +102,14 @@ def hub(tmp_path: Path) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def use_hub(patch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
+    """Let the Hub's library, which has read its environment, ask this server and keep what it fetches in this home."""
+    from huggingface_hub import constants
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{template[template.index('{') :]}")
+    patch.setattr(constants, "ENDPOINT", endpoint)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
