@@ -203,22 +203,21 @@ def test_a_dora_layer_is_its_magnitude_times_the_direction_of_the_sum() -> None:
     torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("lora", "fsdp"), ("dora", "ddp"), ("prefix", "ddp")])
-def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path, kind: str, parallel: str) -> None:
-    config = settings(kind=kind)
+def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None:
+    """Whole ones, of every kind of adapter: tests/doctor."""
+    config = settings()
 
     def fit(ranks: Ranks) -> dict[str, Tensor]:
         model = adapters.attach(tiny_model(), config)
-        how = TrainerOptions(parallel=parallel)
+        how = TrainerOptions(parallel="fsdp")
         trainer = make_trainer(config, model, NumberedRows(12), ranks=ranks, rows_per_device=3, how=how)
         trainer.weights = HeldAdapter(model)
         trainer.fit()
         return copies(trainer.parallel.whole(adapters.state(model)))
 
     alone = fit(Ranks(0, 1, CPU))
-    first, second = in_ranks(2, tmp_path / "ranks", fit)
+    first, _ = in_ranks(2, tmp_path / "ranks", fit)  # which gathers them
     assert distance(alone, first) < 1e-4
-    assert same(first, second) or parallel == "fsdp", "which gathers them on the first rank"
 
 
 @pytest.mark.soak
@@ -241,7 +240,7 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
 # --- the stage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dora", "prefix"])
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
 def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home: Home, tmp_path: Path, kind: str) -> None:
     words = stage_home.tokenizer.path
     base = save_base(tiny_model(vocab=len(Encoder(words))), tmp_path / "base" / "model")
@@ -285,18 +284,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
 
 
 @pytest.mark.parametrize("name", CASE_IDS)
-def test_every_adapter_opens_with_plain_peft(saved: Any, name: str) -> None:
-    case = saved[name]
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(case["base"]), case["adapter"])
-    assert not any(type(module).__module__.startswith("ttrain") for module in model.modules())
-    assert not torch.allclose(case["logits"], case["before"], atol=1e-3), "it moves nothing"
-    torch.testing.assert_close(logits(model), case["logits"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", CASE_IDS)
-def test_a_loaded_adapter_gives_the_same_logits_and_trains_nothing(saved: Any, name: str) -> None:
+def test_an_adapter_gives_the_same_logits_loaded_here_and_by_plain_peft_and_trains_nothing(saved: Any, name: str) -> None:
     """Up to rounding: products of experts differ in the last bit with where their rows lie in memory."""
     case = saved[name]
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(case["base"]), case["adapter"])
+    assert not any(type(module).__module__.startswith("ttrain") for module in plain.modules())
+    assert not torch.allclose(case["logits"], case["before"], atol=1e-3), "it moves nothing"
+    torch.testing.assert_close(logits(plain), case["logits"], rtol=1e-5, atol=1e-6)
     model = adapters.load(factory.load(case["base"]), case["adapter"], weights_digest(case["base"]))
     torch.testing.assert_close(logits(model), case["logits"], rtol=0, atol=1e-6)
     assert not any(p.requires_grad for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Shapes that transformers does not have: what they compute, and that they train, generate and open as its own do."""
+"""Shapes that transformers does not have: what they compute and generate. What a position sees: tests/doctor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import VOCAB, NumberedRows, make_trainer, settings_of_training, tiny_model
+from support.doubles import tiny_model
 from support.tiny_adapters import random_ids, save_base
 from torch import Tensor, nn
 
 from ttrain.errors import UsageError
 from ttrain.model import factory
-from ttrain.train.attention import segment_mask
 
 EXPERTS = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -185,33 +184,6 @@ def test_settings_that_a_shape_has_not_are_refused(settings: dict[str, Any], mes
 # --- both ---------------------------------------------------------------------------------------------------------------
 
 
-def test_no_position_sees_a_later_one(model: Any) -> None:
-    """To the last bit; of experts each token by itself, since the sums of a group depend on how many are in it."""
-    if "tinyseek" in model.config.model_type:
-        model.set_experts_implementation("batched_mm")
-    ids = random_ids(1, 1, T)
-    with torch.no_grad():
-        before = model(ids).logits
-        for t in range(T):
-            other = ids.clone()
-            other[0, t] = (ids[0, t] - 9 + 1) % (VOCAB - 9) + 9
-            after = model(other).logits
-            assert torch.equal(before[:, :t], after[:, :t]), f"a change at {t} is seen before it"
-            assert not torch.equal(before[:, t:], after[:, t:])
-
-
-def test_records_in_one_row_are_as_if_alone(model: Any) -> None:
-    first, second = random_ids(1, 1, 7), random_ids(2, 1, 9)
-    segments = torch.tensor([[0] * 7 + [1] * 9])
-    positions = torch.tensor([[*range(7), *range(9)]])
-    with torch.no_grad():
-        packed = model(
-            input_ids=torch.cat((first, second), 1), position_ids=positions, attention_mask=segment_mask(segments)
-        ).logits
-        torch.testing.assert_close(packed[:, :7], model(first).logits, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(packed[:, 7:], model(second).logits, rtol=1e-5, atol=1e-6)
-
-
 def test_generation_is_the_same_with_a_cache_without_and_with_padding_on_the_left(model: Any) -> None:
     ids = random_ids(3, 2, 6)
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
@@ -250,15 +222,6 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(name: str) -> N
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_nothing_is_learnt_from_random_tokens_and_a_fixed_row_is() -> None:
-    """A model that sees what it should predict would fall below ln(V) on tokens that nothing tells."""
-    uniform = math.log(VOCAB - 9)  # ids from 9 on
-    for steps, rows in ((100, 2000), (60, 2)):
-        config = settings_of_training(tokens=steps * 96)
-        done = make_trainer(config, tiny_model(**SHAPES["tinyseek"]), NumberedRows(rows), rows_per_device=6).fit()
-        assert (done.loss >= 0.98 * uniform) if rows > 2 else (done.loss < 0.5 * uniform)
 
 
 def test_scaled_residuals_reach_what_writes_into_the_stream() -> None:

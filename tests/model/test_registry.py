@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, IDS, advised, builds, config_of, model_of, verdict
-from support.doubles import VOCAB, settings_of_training, tiny_model
+from support.doubles import VOCAB, settings_of_training
 from torch.nn import functional as F
 
 from ttrain.config import Model
@@ -92,35 +91,6 @@ def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpoi
     for name, gradient in found[0].items():
         assert gradient is not None and bool(gradient.isfinite().all()), name
         assert torch.equal(gradient, found[1][name]), name
-
-
-def loss_after_training(options: dict[str, Any], *, shown: bool) -> float:
-    """The mean of the last 50 of 300 steps on new random tokens each; `shown`: the inputs are the labels, of 150 steps."""
-    model = tiny_model(**options)
-    objective = NextTokenLoss(model, token_loss_sum)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(3)
-    places = torch.arange(16).expand(2, -1)
-    found = []
-    for _ in range(150 if shown else 300):
-        ids = torch.randint(9, VOCAB, (2, 17), generator=generator)
-        labels = ids[:, 1:]
-        loss = objective(labels if shown else ids[:, :-1], places, torch.zeros_like(places), labels)[0] / labels.numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return sum(found[-50:]) / 50
-
-
-def test_nothing_is_learnt_from_random_tokens() -> None:
-    """Whoever knows more of them than ln V has seen the future."""
-    assert loss_after_training({"kind": "moyun"}, shown=False) >= 0.98 * math.log(VOCAB - 9)
-
-
-def test_whoever_sees_the_future_learns_from_random_tokens() -> None:
-    """So the test above can tell."""
-    assert loss_after_training({"kind": "llama"}, shown=True) < 0.9 * math.log(VOCAB - 9)
 
 
 def refused(**settings: Any) -> str:
