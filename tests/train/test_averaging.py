@@ -29,7 +29,7 @@ from ttrain.train.training_options import Cadence
 
 SHARE = 0.4
 AVERAGED = Schedule(kind="constant", warmup_steps=1, average=SHARE)
-CONFIG = settings_of_training(schedule=AVERAGED)
+CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (20, 6))
 ROWS = NumberedRows(60)
 
 
@@ -82,11 +82,10 @@ def test_a_validation_measures_the_average() -> None:
     assert measured == trainer.validate(batches)
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_training_that_was_stopped_ends_in_the_same_bits(tmp_path: Path, step: int) -> None:
+def test_a_training_that_was_stopped_ends_in_the_same_bits(tmp_path: Path) -> None:
     whole = trainer_of(tmp_path / "whole")
     whole.fit()
-    first = trainer_of(tmp_path / "parts", stop_after=step)
+    first = trainer_of(tmp_path / "parts", stop_after=3)
     assert 0 < first.fit().step < whole.steps
     second = trainer_of(tmp_path / "parts")
     assert second.first > 0
@@ -106,27 +105,32 @@ def test_a_checkpoint_is_the_average_and_holds_what_the_optimizer_moves(tmp_path
     assert {int(value) for name, value in saved.optimizer.items() if name.startswith("averaged|")} == {trainer.steps}
 
 
-def continued(ranks: Ranks = ALONE, options: TrainerOptions | None = None) -> dict[str, Tensor]:
-    """Weights of a training that continues the average of another."""
-    before = trainer_of()
+def ended() -> tuple[Snapshot, int]:
+    """The state of a training with its average, and its steps."""
+    before = make_trainer(SHORT, tiny_model(), ROWS)
     before.average.end = lambda: None  # type: ignore[method-assign]
     before.fit()
     with before.average.as_weights():
         state = copies({**before.optimizers.state(), **before.average.state()})
-        plateau = Snapshot(0, weights(before), state, {})
-    model = tiny_model(seed=3)
+        return Snapshot(0, weights(before), state, {}), before.steps
+
+
+def continued(
+    plateau: Snapshot, steps: int, ranks: Ranks = ALONE, options: TrainerOptions | None = None
+) -> dict[str, Tensor]:
+    """Weights of a training that continues the average of another."""
     trainer = make_trainer(
-        CONFIG, model, ROWS, rows_per_device=2, ranks=ranks, how=options or TrainerOptions(), plateau=plateau
+        SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=options or TrainerOptions(), plateau=plateau
     )
-    assert trainer.average._count == before.steps
+    assert trainer.average._count == steps
     trainer.fit()
     return copies(trainer.parallel.whole(trainer.weights.state()))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_ranks_continue_an_average_as_one_does(tmp_path: Path, how: Any) -> None:
-    sharded = in_ranks(2, tmp_path, lambda ranks: continued(ranks, TrainerOptions(parallel=how)))[0]
-    assert distance(continued(), sharded) < 1e-4
+def test_two_ranks_continue_an_average_as_one_does(tmp_path: Path) -> None:
+    before = ended()
+    sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, TrainerOptions(parallel="fsdp")))[0]
+    assert distance(continued(*before), sharded) < 1e-4
 
 
 def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(tmp_path: Path) -> None:

@@ -281,13 +281,12 @@ def trained(
 PLATEAU = (3.0, 2.0, 1.0, 1.0, 1.0, *[0.5] * 7)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path, world: int) -> None:
+def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> tuple[int, str, dict[str, torch.Tensor]]:
         result, trainer = trained(tmp_path / "checkpoints", PLATEAU, ranks=ranks)
         return result.step, result.stop_reason, copies(trainer.weights.state())
 
-    found = [work(ALONE)] if world == 1 else in_ranks(world, tmp_path / "ranks", work)
+    found = in_ranks(2, tmp_path / "ranks", work)
     best = checkpoint.read(tmp_path / "checkpoints" / "step-00000003")
     last = checkpoint.read(tmp_path / "checkpoints" / "step-00000005")
     for step, reason, weights in found:
@@ -296,8 +295,8 @@ def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path, world: in
         assert not same(weights, last.weights)
 
 
-@pytest.mark.parametrize("stop_after", [2, 3, 4])
-def test_early_stopping_resumed_equals_uninterrupted(tmp_path: Path, stop_after: int) -> None:
+def test_early_stopping_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    stop_after = 4
     straight, whole = trained(tmp_path / "straight", PLATEAU)
     trained(tmp_path / "parts", PLATEAU, stop_after=stop_after)
     result, trainer = trained(tmp_path / "parts", PLATEAU, done=stop_after)
@@ -356,8 +355,7 @@ def test_perplexity_is_the_exponential_of_the_logged_validation_loss() -> None:
     assert Perplexity().validation_figures(800.0) == {"perplexity": math.inf}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path, world: int) -> None:
+def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path) -> None:
     """And with the names of MiniMind beside them: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
 
     class Steps(Callback):
@@ -367,16 +365,18 @@ def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_al
         def step_end(self, record: StepRecord) -> None:
             self.records.append(record)
 
-    def work(ranks: Ranks) -> tuple[list[StepRecord], list[LogRecord]]:
+    def work(ranks: Ranks) -> tuple[list[StepRecord], list[LogRecord], int]:
         steps, recorder = Steps(), Recorder()
         config = settings_of_training(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
-        make_trainer(
+        result = make_trainer(
             config, tiny_model(), NumberedRows(52), rows_per_device=2, ranks=ranks, callbacks=[steps, recorder],
             cadence=Cadence(log=3),
         ).fit()  # fmt: skip
-        return [replace(record, rows=None) for record in steps.records], recorder.records  # type: ignore[arg-type]
+        records = [replace(record, rows=None) for record in steps.records]  # type: ignore[arg-type]
+        return records, recorder.records, result.live_tokens
 
-    steps, lines = work(ALONE) if world == 1 else in_ranks(world, tmp_path, work)[0]
+    steps, lines, live_tokens = in_ranks(2, tmp_path, work)[0]
+    assert live_tokens == sum(record.live_tokens for record in steps)
     assert [line.step for line in lines] == [3, 6]
     for line in lines:
         some = steps[line.step - 3 : line.step]

@@ -11,19 +11,17 @@ import random
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import FILES, checkpoints, is_snapshot, names, snapshot, steps, write
-from support.doubles import NumberedRows, make_tokenizer, make_trainer, settings_of_training, tiny_model
+from support.doubles import NumberedRows, make_trainer, settings_of_training, tiny_model
 
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
-from ttrain.model import factory
-from ttrain.stages.training import tokenizer_files
 from ttrain.train import checkpoint
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.checkpoint_format import with_digest
@@ -363,37 +361,3 @@ def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path,
     assert not ran.exists()
     pickle.loads(pickle.dumps(Malicious(ran)))
     assert ran.exists(), "the pickle does run where it is loaded"
-
-
-# --- for others ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_models(tmp_path: Path) -> Iterator[list[tuple[Any, Path]]]:
-    encoder = make_tokenizer(tmp_path / "tokenizer")
-    found = []
-    for number, options in enumerate(({"kind": "qwen3", "kv_heads": 1}, {"tie_embeddings": False})):
-        model = tiny_model(vocab=len(encoder), seed=number, **options)
-        files = {**factory.files(model), **tokenizer_files(tmp_path / "tokenizer")}
-        ours = Checkpoints(tmp_path / str(number), files=files.copy)
-        ours.save(Snapshot(1, checkpoint.copy_tensors(factory.state(model)), {}, {}))
-        ours.close()
-        found.append((model, tmp_path / str(number) / "step-00000001"))
-    yield found
-    shutil.rmtree(tmp_path)
-
-
-def test_a_checkpoint_opens_with_transformers_with_its_tokenizer(two_models: list[tuple[Any, Path]]) -> None:
-    """In a process without ttrain: tests/doctor/test_doctor_models."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    for ours, path in two_models:
-        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-        assert not any(report.values()), report
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        ids = tokenizer("def add(a, b):", return_tensors="pt").input_ids
-        assert tokenizer.decode(ids[0], skip_special_tokens=True) == "def add(a, b):"
-        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|bos|><|user|>x<|end|>"
-        with torch.no_grad():
-            torch.testing.assert_close(ours.eval()(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-6)
-        assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]

@@ -91,7 +91,7 @@ def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypat
     monkeypatch.setattr(Reads, "count", 0)
     counts = {}
     for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
-        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=10, checkpoint=100))
+        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=5, checkpoint=100), tokens=10 * 96)
         step, counts[name] = trainer._train_step, []
 
         def counted(*given: Any, step: Any = step, name: str = name) -> Any:
@@ -104,19 +104,18 @@ def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypat
         monkeypatch.setattr(trainer, "_train_step", counted)
         trainer.fit()
     assert min(counts["read"]) > 0, "the counter counts"
-    assert counts["deferred"][1:9] == [0] * 8 and counts["deferred"][10:19] == [0] * 9
+    assert counts["deferred"][1:4] == [0] * 3 and counts["deferred"][5:9] == [0] * 4
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later(kind: Any) -> None:
+def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
     found = []
     for how in (TrainerOptions(), DEFERRED):
-        trainer, recorder = trainer_of(how, kind=kind, nonfinite="skip", spoilt=(5, 15))  # of steps 3 and 8
+        trainer, recorder = trainer_of(how, kind="adamw", nonfinite="skip", spoilt=(5, 15))  # of steps 3 and 8
         result = trainer.fit()
         found.append((result.skipped_steps, recorder.figures("skipped_steps"), copies(trainer.bare.state_dict())))
     assert found[0][:2] == found[1][:2]
     assert found[1][0] == 2
-    assert distance(found[0][2], found[1][2]) < (1e-2 if kind == "muon" else 1e-4)
+    assert distance(found[0][2], found[1][2]) < 1e-4
 
 
 def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
@@ -141,11 +140,11 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
 def test_two_ranks_that_defer_train_as_one_that_reads(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> list[float]:
         torch.set_num_threads(1)
-        trainer, recorder = trainer_of(DEFERRED, ranks=ranks, kind="adamw")
+        trainer, recorder = trainer_of(DEFERRED, ranks=ranks, kind="adamw", tokens=8 * 96)
         trainer.fit()
         return recorder.figures("loss")
 
-    alone, recorder = trainer_of(TrainerOptions(), kind="adamw")
+    alone, recorder = trainer_of(TrainerOptions(), kind="adamw", tokens=8 * 96)
     alone.fit()
     assert in_ranks(2, tmp_path, work)[0] == pytest.approx(recorder.figures("loss"), rel=1e-5)
 

@@ -262,18 +262,6 @@ def test_the_same_rows_step_after_step_are_told(book: GuardLog) -> None:
 # --- the file -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_healthy_run_is_told_nothing(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=60 * 96)
-    trainer = make_trainer(
-        config, tiny_model(), NumberedRows(52), validation=[NumberedRows(52).batch(range(6))],
-        cadence=Cadence(log=10, validate=5),
-    )  # fmt: skip
-    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
-    trainer.fit()
-    assert counts(tmp_path / "guards.jsonl") == {}
-    assert (tmp_path / "guards.jsonl").read_text() == ""
-
-
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a file").touch()
     guard = LossSpike(GuardLog(tmp_path / "a file" / "guards.jsonl"))

@@ -38,27 +38,28 @@ from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Cadence
 
+STEPS = 8
 UNEVEN = [60, 5, 30, 2, 1, 64, 8, 3, 17, 40, 2, 9, 11]
 
 
 def training(kind: str = "adamw", **changes: Any) -> Training:
+    changes = {"tokens": STEPS * 96, **changes}
     return settings_of_training(optim=Optim(kind=kind, lr=1e-2), **changes)  # type: ignore[arg-type]
 
 
 # name: options of `fit`; steps have six rows where nothing else is said
 CASES: dict[str, dict[str, Any]] = {
-    "even": {"rows_per_device": 3},
     "odd number of micro-batches": {"rows_per_device": 2, "dropout": 0.1},
     "a rank without rows": {"rows_per_device": 6},
-    "last step of three rows": {"rows_per_device": 2, "total_rows": 117},
-    "last step of one row": {"rows_per_device": 2, "total_rows": 115},
+    "last step of one row": {"rows_per_device": 2, "total_rows": 43},
     "muon": {"rows_per_device": 2, "config": training("muon")},
     "uneven targets": {
-        "rows_per_device": 1, "live": UNEVEN, "config": training(tokens=20 * 256, tokens_per_step=256, row_length=64),
+        "rows_per_device": 1, "live": UNEVEN, "config": training(tokens=STEPS * 256, tokens_per_step=256, row_length=64),
     },
     "fp16 that overflows on one rank": {"rows_per_device": 2, "config": training(precision="fp16"), "spoilt_rank": 1},
-    "a stop that one rank was asked for": {"rows_per_device": 2, "stop_rank": 1, "checkpoints": True},
-    "continued by another number of ranks": {"rows_per_device": 2, "begun": True, "checkpoints": True, "dropout": 0.1},
+    "a stop that one rank was asked for": {
+        "rows_per_device": 2, "stop_rank": 1, "checkpoints": True, "config": training(tokens=20 * 96),
+    },
 }  # fmt: skip
 AS_ONE = [name for name in CASES if "overflows" not in name and "stop" not in name]
 
@@ -66,9 +67,9 @@ AS_ONE = [name for name in CASES if "overflows" not in name and "stop" not in na
 def fit(
     directory: Path, ranks: Ranks, *, rows_per_device: int, config: Training | None = None, live: list[int] | None = None,
     dropout: float = 0.0, total_rows: int | None = None, spoilt_rank: int | None = None, stop_rank: int | None = None,
-    checkpoints: bool = False, begun: bool = False, stop_after: int | None = None,
+    checkpoints: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on this rank; returns what it saw. `begun`: the directory holds the checkpoint of one rank, at step 7."""
+    """Train on this rank; returns what it saw."""
     config = config or training()
     rows = NumberedRows(13, config.row_length, live)
     model = tiny_model(seed=1 + 7 * ranks.rank, dropout=dropout)  # ranks begin with different weights: rank 0's count
@@ -76,13 +77,12 @@ def fit(
         model = tiny_model(dropout=dropout)
     recorder = Recorder()
     spoilt = spoilt_rank == ranks.rank
-    if stop_rank == ranks.rank:
-        stop_after = 5
     trainer = make_trainer(
         config, model, rows, rows_per_device=rows_per_device, total_rows=total_rows, ranks=ranks, callbacks=[recorder],
         directory=directory / "checkpoints" if checkpoints else None, cadence=Cadence(log=1, checkpoint=100),
         task=WatchedTask(config, model, lambda passes: math.inf if spoilt and passes == 2 else 1.0),
-        validation=[rows.batch(range(start, min(13, start + 2))) for start in range(0, 13, 2)], stop_after=stop_after,
+        validation=[rows.batch(range(start, min(13, start + 2))) for start in range(0, 13, 2)],
+        stop_after=5 if stop_rank == ranks.rank else None,
     )  # fmt: skip
     result = trainer.fit()
     if trainer.checkpoints:
@@ -95,7 +95,7 @@ def fit(
     return {
         "digest": digest, "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"),
         "events": len(recorder.events), "step": result.step, "reason": result.stop_reason, "skipped": result.skipped_steps,
-        "validation": result.validation_loss, "resumed": result.resumed_from_step, "live": result.live_tokens,
+        "validation": result.validation_loss, "live": result.live_tokens,
         "scale": trainer.loss_scale.scale,
     }  # fmt: skip
 
@@ -104,8 +104,6 @@ def fit(
 def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(directory, {name: [rank 0, rank 1]}) of all the cases in two processes."""
     root = tmp_path_factory.mktemp("two")
-    begun = next(name for name, options in CASES.items() if options.get("begun"))
-    fit(root / begun, ALONE, **CASES[begun], stop_after=7)
     found = in_ranks(
         2, root / "ranks", lambda ranks: {name: fit(root / name, ranks, **options) for name, options in CASES.items()}
     )
@@ -116,12 +114,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     root, found = two
     first, _ = found[name]
-    options = {key: value for key, value in CASES[name].items() if key != "checkpoints"}
-    alone = fit(tmp_path, ALONE, **options)
-    kept = slice(first["resumed"], None)  # what a continued run logs begins at its checkpoint
-    assert len(first["losses"]) == 20 - first["resumed"]
-    assert first["losses"] == pytest.approx(alone["losses"][kept], rel=1e-5)
-    assert first["norms"] == pytest.approx(alone["norms"][kept], rel=1e-4)
+    alone = fit(tmp_path, ALONE, **CASES[name])
+    assert len(first["losses"]) == STEPS
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
     assert first["live"] == alone["live"]
     weights = (load_file(path / "weights.safetensors") for path in (tmp_path, root / name))
@@ -129,22 +125,17 @@ def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_are_equal_to_the_bit_on_both_ranks(two: Any, name: str) -> None:
+def test_the_weights_are_equal_to_the_bit_on_both_ranks_and_rank_0_alone_tells_its_callbacks(two: Any, name: str) -> None:
     first, second = two[1][name]
+    assert first["events"] > 0 == second["events"]
     assert first["digest"] == second["digest"]
     for figure in ("step", "reason", "skipped", "scale", "live", "validation"):
         assert first[figure] == second[figure], figure
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rank_0_alone_tells_its_callbacks(two: Any, name: str) -> None:
-    first, second = two[1][name]
-    assert first["events"] > 0 == second["events"]
-
-
 def test_an_overflow_on_one_rank_is_skipped_by_both(two: Any) -> None:
     for found in two[1]["fp16 that overflows on one rank"]:
-        assert (found["skipped"], found["scale"], found["step"]) == (1, 2.0**15, 20)
+        assert (found["skipped"], found["scale"], found["step"]) == (1, 2.0**15, STEPS)
 
 
 def test_a_stop_that_one_rank_is_asked_for_stops_both_after_one_save(two: Any) -> None:
@@ -152,10 +143,6 @@ def test_a_stop_that_one_rank_is_asked_for_stops_both_after_one_save(two: Any) -
     name = "a stop that one rank was asked for"
     assert [(rank["reason"], rank["step"]) for rank in found[name]] == [("interrupted", 5)] * 2
     assert [path.name for path in (root / name / "checkpoints").glob("step-*")] == ["step-00000005"]
-
-
-def test_a_run_of_one_rank_is_continued_by_two(two: Any) -> None:
-    assert [rank["resumed"] for rank in two[1]["continued by another number of ranks"]] == [7, 7]
 
 
 def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path) -> None:

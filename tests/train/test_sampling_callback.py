@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.doubles import (
-    ALONE,
-    CPU,
-    PLAIN,
     Home,
     NumberedRows,
     Recorder,
     copies,
     curve,
+    logged_steps,
     make_trainer,
     run_here,
     same,
@@ -29,14 +25,13 @@ from support.doubles import (
     tiny_model,
 )
 
-from ttrain.config import LoraConfig, PretrainConfig, Runtime, SftConfig
+from ttrain.config import PretrainConfig, Runtime
 from ttrain.core.hashing import DigestCache, code_digests
-from ttrain.evaluate import baselines
-from ttrain.stages import lora, pretrain, sft
+from ttrain.stages import pretrain
 from ttrain.stages.callbacks import is_without_effect
 from ttrain.train.callbacks import StepRecord
 from ttrain.train.periodic_evaluation import PeriodicSamples
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.trainer import QUICK, Cadence
 
 # --- samples ------------------------------------------------------------------------------------------------------------
 
@@ -94,20 +89,28 @@ def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(
     assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
 
 
-def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_not(stage_home: Home, tmp_path: Path) -> None:
+def test_a_stage_that_samples_and_validates_quickly_has_the_same_curve_and_weights_as_one_that_does_not(
+    stage_home: Home, tmp_path: Path
+) -> None:
     inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    results = []
-    for name, runtime in (("without", {}), ("with", {"sample_every_steps": 3, "guards": "off"})):
-        settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
+    assert Runtime().quick_validations == 8
+    watched, results = {"sample_every_steps": 6, "quick_validations": 8, "guards": "off"}, []
+    for name, runtime in (("without", {"quick_validations": 0}), ("with", watched)):
+        settings = stage_settings(12, **runtime)
         config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
         results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
     first, second = (tmp_path / name for name in ("without", "with"))
     assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
-    assert curve(first / "run" / "metrics.jsonl") == curve(second / "run" / "metrics.jsonl")
+    lines = curve(second / "run" / "metrics.jsonl")
+    assert curve(first / "run" / "metrics.jsonl") == [line for line in lines if QUICK not in line["metrics"]]
+    assert logged_steps(lines, QUICK) == [0, 2, 3, 5, 6, 8, 9, 11, 12]
+    assert logged_steps(lines, "validation_loss") == [12], "the last alone decides"
+    quick = {line["step"]: line["metrics"][QUICK] for line in lines if QUICK in line["metrics"]}
+    assert quick[12] < quick[2] and quick[12] != results[1]["validation_loss"] == results[0]["validation_loss"]
     assert [path.name for path in sorted((second / "run" / "samples").iterdir())] == [
-        "step-00000003.txt", "step-00000006.txt",
+        "step-00000006.txt", "step-00000012.txt",
     ]  # fmt: skip
-    text = (second / "run" / "samples" / "step-00000006.txt").read_text(encoding="utf-8")
+    text = (second / "run" / "samples" / "step-00000012.txt").read_text(encoding="utf-8")
     assert text.count("=== ") == len(settings.runtime.sample_prompts) == 2
     assert results[0]["guard_warnings"] == {}
     assert not (first / "run" / "samples").exists()
@@ -118,51 +121,29 @@ def test_a_stage_that_samples_has_the_same_curve_and_weights_as_one_that_does_no
     } <= names  # fmt: skip
 
 
-# --- keys and quick validations ----------------------------------------------------------------------------------------
+# --- keys, and what the curve tells ----------------------------------------------------------------------------------------
 
 
 def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
     modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
     assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
     watching = ("callbacks", "monitor", "guards", "periodic_evaluation", "watchdog")
-    assert not {"ttrain.stages.callbacks", *(f"ttrain.train.{name}" for name in watching)} & set(modules)
+    assert not {"ttrain.stages.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)} & set(
+        modules
+    )
     assert not [
         name for name in modules if name.startswith(("ttrain.loggers", "ttrain.pipeline.system_metrics", "ttrain.tracking"))
     ]
-
-
-def test_quick_validations_are_a_curve_on_the_same_rows_and_move_nothing(stage_home: Home, tmp_path: Path) -> None:
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    by_default, results = Runtime().quick_validations, []
-    assert by_default == 8
-    for name, times in (("without", 0), ("with", by_default)):
-        settings = stage_settings(12, quick_validations=times)
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
-    first, second = (tmp_path / name for name in ("without", "with"))
-    assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
-    assert results[0]["validation_loss"] == results[1]["validation_loss"]
-    rows = [json.loads(line) for line in (second / "run" / "metrics.jsonl").open()]
-    quick = {
-        row["step"]: row["metrics"]["validation_loss_quick"] for row in rows if "validation_loss_quick" in row["metrics"]
-    }
-    assert list(quick) == [0, 2, 3, 5, 6, 8, 9, 11, 12]
-    assert quick[12] < quick[2] and quick[12] != results[1]["validation_loss"]
-    assert [row["step"] for row in rows if "validation_loss" in row["metrics"]] == [12], "the last alone decides"
-    others = [row for row in curve(second / "run" / "metrics.jsonl") if "validation_loss_quick" not in row["metrics"]]
-    assert others == curve(first / "run" / "metrics.jsonl")
 
 
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(
     stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    for rate, warned in ((1e-9, {"no_effect": 1}), (1e-2, {})):
-        settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": rate}})
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        figures = run_here(pretrain, config, tmp_path / str(rate), inputs, settings.runtime)
-        assert figures["guard_warnings"] == warned
-    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text and "lr is 0.01" not in caplog.text
+    settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": 1e-9}})
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    assert run_here(pretrain, config, tmp_path, inputs, settings.runtime)["guard_warnings"] == {"no_effect": 1}
+    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -181,78 +162,3 @@ def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
     rows = ({"step": step, "metrics": {"validation_loss_quick": loss}} for step, loss in enumerate(losses))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert is_without_effect(tmp_path / "metrics.jsonl") == expected
-
-
-PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
-
-
-ADAPTERS: Mapping[str, Mapping[str, Any]] = {
-    "lora": {"dropout": 0.2}, "dora": {"kind": "dora", "dropout": 0.2}, "prefix": {"kind": "prefix", "virtual_tokens": 4},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "what", ["lora", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("sft", "dora", "prefix"))]
-)
-def test_chat_stages_sample_without_moving_a_bit(stage_home: Home, pretrained_base: Path, tmp_path: Path, what: str) -> None:
-    inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
-    for name, every in (("without", 0), ("with", 8)):
-        settings = stage_settings(sample_every_steps=every, sample_prompts=PROMPTS)
-        if what == "sft":
-            run_here(sft, SftConfig(sft=settings.sft), tmp_path / name, inputs, settings.runtime)
-        else:
-            given = {**settings.lora.model_dump(), **ADAPTERS[what]}
-            config = LoraConfig.model_validate({"lora": given})
-            run_here(lora, config, tmp_path / name, inputs, settings.runtime)
-    directory = "model" if what == "sft" else "adapter"
-    first, second = (sorted((tmp_path / name / directory).glob("*.safetensors")) for name in ("without", "with"))
-    assert first and [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-    lines = curve(tmp_path / "with" / "run" / "metrics.jsonl")
-    assert lines == curve(tmp_path / "without" / "run" / "metrics.jsonl")
-    steps = [line["step"] for line in lines if line["step"] % 8 == 0 and "loss" in line["metrics"]]
-    texts = sorted((tmp_path / "with" / "run" / "samples").iterdir())
-    assert [path.name for path in texts] == [f"step-{step:08d}.txt" for step in steps]
-    prompts = [line[4:] for line in texts[-1].read_text(encoding="utf-8").splitlines() if line.startswith("=== ")]
-    assert prompts == list(PROMPTS)
-
-
-def write(model: Any) -> list[tuple[str, str]]:
-    """Greedy, as stages do it."""
-    tokens = baselines.greedy(model, [5, 6, 7], new_tokens=6, stop_ids=[], device=CPU)
-    return [("5 6 7", " ".join(map(str, tokens)))]
-
-
-def train(directory: Path | None, how: TrainerOptions = PLAIN) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Nine steps with dropout; samples where there is a directory for them."""
-    model, recorder = tiny_model(dropout=0.2), Recorder()
-    callbacks = [PeriodicSamples(directory, model, lambda: write(model), every=2)] if directory else []
-    trainer = make_trainer(
-        settings_of_training(tokens=9 * 96), model, NumberedRows(52), rows_per_device=3, ranks=ALONE, how=how,
-        callbacks=[*callbacks, recorder], cadence=Cadence(log=1),
-    )  # fmt: skip
-    trainer.fit()
-    return recorder.figures("loss"), copies(trainer.weights.state())
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_samples_of_a_compiled_training_move_nothing(tmp_path: Path) -> None:
-    losses, weights = train(None, TrainerOptions(compile=True))
-    sampled, after = train(tmp_path / "samples", TrainerOptions(compile=True))
-    assert losses == sampled
-    assert same(weights, after)
-
-
-def test_a_run_that_continues_writes_the_same_texts(tmp_path: Path) -> None:
-    texts = []
-    for name, stops in (("straight", [None]), ("parts", [5, None])):
-        for stop_after in stops:
-            model = tiny_model(dropout=0.2)
-            make_trainer(
-                settings_of_training(tokens=9 * 96), model, NumberedRows(52), directory=tmp_path / name / "checkpoints",
-                callbacks=[PeriodicSamples(tmp_path / name / "samples", model, lambda model=model: write(model), every=2)],
-                stop_after=stop_after,
-            ).fit()  # fmt: skip
-        texts.append({path.name: path.read_bytes() for path in sorted((tmp_path / name / "samples").iterdir())})
-    assert texts[0] == texts[1]
-    assert [*texts[0]] == [f"step-{step:08d}.txt" for step in (2, 4, 6, 8)]

@@ -59,12 +59,6 @@ def test_rates_follow_the_table(config: Schedule, steps: int, table: list[float]
     assert [factor(step) for step in range(steps)] == pytest.approx(table, abs=1e-12)
 
 
-@pytest.mark.parametrize("steps", [2, 10, 1000])
-def test_minimind_is_at_1_and_055_and_01_of_the_peak_at_the_start_the_middle_and_the_end(steps: int) -> None:
-    factor = schedule(Schedule(kind="minimind"), steps)
-    assert [factor(step) for step in (0, steps // 2, steps)] == pytest.approx([1.0, 0.55, 0.1], abs=1e-12)
-
-
 def test_minimind_has_a_floor_of_its_own() -> None:
     with pytest.raises(ValueError, match=r"floor is 0\.3 but schedule\.kind is minimind.*cosine"):
         Schedule(kind="minimind", floor=0.3)

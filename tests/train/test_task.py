@@ -216,15 +216,6 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
     assert metrics(tmp_path)[-2 if "loss" not in metrics(tmp_path)[-1] else -1]["lr_adamw"] < 1e-3
 
 
-def test_a_larger_step_goes_on_with_the_rows_that_are_left(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted, match="after step 12 of 40"):
-        run(tmp_path, "epochs=4", "rows_per_step=10", stop=StopAfter(12))
-    with pytest.raises(UsageError, match="120 rows, which is not a multiple of the 25 rows"):
-        run(tmp_path, "epochs=4", "rows_per_step=25", allow=("rows_per_step",))
-    figures = run(tmp_path, "epochs=4", "rows_per_step=20", allow=("rows_per_step",))
-    assert (figures["resumed_from_step"], figures["steps"]) == (6, 20)
-
-
 def test_a_parameter_with_two_names_is_saved_once_and_put_back(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, "epochs=4", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(8))

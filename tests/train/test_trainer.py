@@ -14,10 +14,12 @@ import pytest
 import torch
 from support.doubles import (
     CPU,
+    SPARSE,
     VOCAB,
     NumberedRows,
     Recorder,
     WatchedTask,
+    copies,
     curve,
     distance,
     make_trainer,
@@ -29,6 +31,7 @@ from support.doubles import (
 from ttrain.config import Optim, Schedule
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import TTrainError
+from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile
 from ttrain.train.language_modeling import LanguageModeling
@@ -36,6 +39,7 @@ from ttrain.train.losses import token_loss_sum
 from ttrain.train.trainer import Cadence, Trainer
 
 NO_CLIP = Optim(lr=1e-2, clip=1e9)
+UNEVEN = [60, 5, 30, 2]
 
 
 def gradients_of_one_step(rows: int, rows_per_device: int, live: list[int] | None = None, T: int = 16) -> dict[str, Any]:
@@ -54,50 +58,22 @@ def gradients_of_one_step(rows: int, rows_per_device: int, live: list[int] | Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "rows_per_device"), [(32, 8), (32, 4), (32, 1), (33, 32), (33, 8), (33, 4)], ids=lambda value: str(value)
+    ("rows", "rows_per_device", "live", "T"),
+    [(32, 8, None, 16), (32, 1, None, 16), (33, 32, None, 16), (33, 4, None, 16), (4, 4, UNEVEN, 64), (4, 1, UNEVEN, 64)],
 )
-def test_accumulation_keeps_the_gradient(rows: int, rows_per_device: int) -> None:
-    whole = gradients_of_one_step(rows, rows)
-    parts = gradients_of_one_step(rows, rows_per_device)
-    assert distance(whole, parts) < 1e-6
-
-
-def test_accumulation_keeps_the_gradient_where_micro_batches_have_60_5_30_and_2_targets() -> None:
-    live = [60, 5, 30, 2]
-    whole = gradients_of_one_step(4, 4, live, T=64)
-    parts = gradients_of_one_step(4, 1, live, T=64)
-    assert distance(whole, parts) < 1e-6
-    rows, model = NumberedRows(4, 64, live), tiny_model()
-    task = LanguageModeling(settings_of_training(), model)
-    module = task.build_model()
-    mean = torch.stack([task.train_step(module, rows.batch([n]), CPU).total / live[n] for n in range(4)]).mean()
-    mean.backward()  # type: ignore[no-untyped-call]
-    of_means = {name: p.grad for name, p in module.named_parameters()}
-    assert distance({name: whole[name] for name in of_means}, of_means) > 0.1, "the mean of the means is another gradient"
-
-
-@pytest.mark.parametrize("rows_per_device", [4, 1])
-def test_the_gradient_is_that_of_the_loss_over_the_live_targets(rows_per_device: int) -> None:
-    """Not over the tokens of a step, of which 159 of 256 are masked here."""
-    live = [60, 5, 30, 2]
-    gradients = gradients_of_one_step(4, rows_per_device, live, T=64)
+def test_a_step_has_the_loss_and_the_gradient_of_its_sum_over_its_live_targets(
+    rows: int, rows_per_device: int, live: list[int] | None, T: int
+) -> None:
+    """Whatever the micro-batches: not over all tokens, and not the mean of the means."""
+    found = gradients_of_one_step(rows, rows_per_device, live, T)
     task = LanguageModeling(settings_of_training(), tiny_model())
-    module = task.build_model()
-    loss = task.train_step(module, NumberedRows(4, 64, live).batch(range(4)), CPU)
-    assert loss.count == sum(live)
-    (loss.total / sum(live)).backward()  # type: ignore[no-untyped-call]
-    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    assert distance({name: gradients[name] for name in expected}, expected) < 1e-6
-
-
-def test_the_loss_of_a_step_is_its_sum_over_its_targets() -> None:
-    found = gradients_of_one_step(33, 4)["loss"]
-    rows, model = NumberedRows(33), tiny_model()
-    batch = rows.batch(range(33))
-    task = LanguageModeling(settings_of_training(), model)
-    loss = task.validation_step(task.build_model(), batch, CPU)
-    assert loss.count == int((batch.labels_BT != IGNORE).sum()) < 33 * 16
-    assert float(found) == pytest.approx(float(loss.total) / loss.count, rel=1e-6)
+    module, batch = task.build_model(), NumberedRows(rows, T, live).batch(range(rows))
+    loss = task.train_step(module, batch, CPU)
+    assert loss.count == int((batch.labels_BT != IGNORE).sum()) < rows * T
+    mean = loss.total / loss.count
+    mean.backward()  # type: ignore[no-untyped-call]
+    assert float(found.pop("loss")) == pytest.approx(float(mean), rel=1e-6)
+    assert distance({name: p.grad for name, p in module.named_parameters() if p.grad is not None}, found) < 1e-6
 
 
 def test_masked_tokens_do_not_move_the_loss() -> None:
@@ -162,6 +138,7 @@ def run(directory: Path, config: Any, *, stop_after: int | None = None, seed: in
 
 @pytest.mark.parametrize(("kind", "precision"), [("adamw", "bf16"), ("muon", "fp32")])
 def test_resumed_equals_uninterrupted(tmp_path: Path, kind: Any, precision: str) -> None:
+    torch.set_num_threads(2)
     config = settings_of_training(optim=Optim(kind=kind, lr=1e-2), precision=precision)
     cadence = Cadence(log=3, checkpoint=10, validate=4)
     straight = run(tmp_path / "straight", config, cadence=cadence)
@@ -208,57 +185,10 @@ def test_resumed_equals_uninterrupted_where_the_process_died_between_two_checkpo
     assert curve(tmp_path / "straight" / "metrics.jsonl") == curve(tmp_path / "dead" / "metrics.jsonl")
 
 
-def test_dropout_is_on_in_these_tests() -> None:
-    """What makes the two tests above say something about random numbers."""
-    batch = NumberedRows(2).batch([0, 1])
-    model = tiny_model(dropout=0.1).train()
-    task = LanguageModeling(settings_of_training(), model)
-    torch.manual_seed(1)
-    losses = {float(task.validation_step(task.build_model(), batch, CPU).total) for _ in range(3)}
-    assert len(losses) == 3
-
-
 def test_a_validation_does_not_move_the_training(tmp_path: Path) -> None:
     often = run(tmp_path / "often", settings_of_training(), cadence=Cadence(log=3, checkpoint=10, validate=1))
     never = run(tmp_path / "never", settings_of_training())
     assert same(often.weights.state(), never.weights.state())
-
-
-def test_the_rows_of_a_run_and_its_continuation_are_each_read_once_an_epoch(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=26 * 96)
-    consumed: list[int] = []
-
-    class Counts(WatchedTask):
-        def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
-            consumed.extend(known[row.tobytes()] for row in batch.input_ids_BT)
-            return super().train_step(model, batch, device)
-
-    rows = NumberedRows(52)
-    known = {row.tobytes(): number for number, row in enumerate(rows.batch(range(52)).input_ids_BT)}
-    assert len(known) == 52
-    for stop_after in (7, 9, None):  # 26 steps of 6 rows are three epochs of 52 rows
-        model = tiny_model()
-        task = Counts(config, model)
-        make_trainer(config, model, rows, directory=tmp_path, stop_after=stop_after, task=task).fit()
-    epochs = [sorted(consumed[start : start + 52]) for start in range(0, 156, 52)]
-    assert epochs == [list(range(52))] * 3
-    assert len(consumed) == 156
-    assert consumed[:52] != consumed[52:104], "each epoch has an order of its own"
-
-
-def test_extended_equals_straight(tmp_path: Path) -> None:
-    def config(steps: int) -> Any:
-        return settings_of_training(tokens=steps * 96)
-
-    run(tmp_path / "short", config(20), keep=3)
-    start = checkpoint.read(tmp_path / "short" / "checkpoints" / "step-00000010")  # where the decay begins
-    straight = run(tmp_path / "straight", config(40))
-    extended = run(tmp_path / "extended", config(40), start=start, seed=2)
-    assert extended.result.resumed_from_step == 10  # type: ignore[attr-defined]
-    assert same(straight.weights.state(), extended.weights.state())
-    assert same(straight.optimizers.state(), extended.optimizers.state())
-    before, after = (curve(tmp_path / name / "metrics.jsonl") for name in ("straight", "extended"))
-    assert [line for line in before if line["step"] > 10] == after
 
 
 def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
@@ -268,13 +198,6 @@ def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
     run(tmp_path / "long", config, start=start, stop_after=3)
     resumed = run(tmp_path / "long", config, start=start)
     assert resumed.result.resumed_from_step == 13  # type: ignore[attr-defined]
-
-
-def test_weights_in_memory_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
-    trainer = run(tmp_path, settings_of_training())
-    last = checkpoint.read(tmp_path / "checkpoints" / "step-00000020")
-    assert same(last.weights, trainer.weights.state())
-    assert all(tensor.dtype == torch.float32 for tensor in {**last.weights, **last.optimizer}.values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -313,35 +236,7 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
     assert same(found.optimizer, wanted.optimizer)
 
 
-def test_checkpoints_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
-    run(tmp_path, settings_of_training())
-    wider = tiny_model(vocab=VOCAB + 1)
-    with pytest.raises(TTrainError, match=r"do not fit the model:\n  mis-shaped: model\.embed_tokens\.weight"):
-        make_trainer(settings_of_training(), wider, NumberedRows(52), directory=tmp_path / "checkpoints")
-
-
 # --- what is told -------------------------------------------------------------------------------------------------------
-
-
-def test_a_logged_loss_is_the_mean_over_the_tokens_since_the_last() -> None:
-    """Against a second run that logs every step: rows have one to sixteen targets, so that means of means differ."""
-    live = [1 + 15 * (n % 3 == 0) for n in range(52)]
-    config = settings_of_training()
-
-    def logged(every: int) -> tuple[list[float], list[int]]:
-        recorder, rows = Recorder(), NumberedRows(52, live=live)
-        trainer = make_trainer(config, tiny_model(), rows, callbacks=[recorder], cadence=Cadence(log=every))
-        trainer.fit()
-        counts = [sum(live[row] for row in trainer.loader.order.step_rows(step)) for step in range(20)]
-        assert trainer.counters.live_tokens == sum(counts)
-        return recorder.figures("loss"), counts
-
-    each, counts = logged(1)
-    by_four, _ = logged(4)
-    assert len(set(counts)) > 3
-    for number, value in enumerate(by_four):
-        steps = range(4 * number, 4 * number + 4)
-        assert value == pytest.approx(sum(each[s] * counts[s] for s in steps) / sum(counts[s] for s in steps), rel=1e-9)
 
 
 def test_the_validation_loss_does_not_depend_on_the_batch() -> None:
@@ -393,3 +288,91 @@ def test_no_figure_of_a_metrics_file_is_not_json(tmp_path: Path) -> None:
 
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["metrics"] == {"loss": None, "grad_norm": None, "lr": 0.5}
+
+
+# --- precision in the loop ----------------------------------------------------------------------------------------------
+
+
+def test_fp16_skips_a_step_that_overflows_and_halves_the_scale() -> None:
+    config, model = settings_of_training(precision="fp16", tokens=3 * 96), tiny_model()
+    task = WatchedTask(config, model, spoil=lambda passes: math.inf if passes == 2 else 1.0)
+    seen: list[tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    class Looks(Callback):
+        def log(self, record: LogRecord) -> None:
+            seen.append((trainer.loss_scale.scale, copies(factory.state(model)), copies(trainer.optimizers.state())))
+
+    trainer = make_trainer(
+        config, model, NumberedRows(52), rows_per_device=6, task=task, callbacks=[Looks()], cadence=Cadence(log=1)
+    )
+    result = trainer.fit()
+    (scale, weights, state), (halved, kept, kept_state), (still, moved, _) = seen
+    assert (scale, halved, still) == (2.0**16, 2.0**15, 2.0**15)
+    assert same(weights, kept)
+    assert same(state, kept_state)
+    assert not same(kept, moved)
+    assert (result.skipped_steps, result.step) == (1, 3)
+    assert all(p.dtype == torch.float32 and bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_the_scale_of_fp16_and_its_count_of_good_steps_survive_a_stop(tmp_path: Path) -> None:
+    config = settings_of_training(precision="fp16")
+
+    def spoil(passes: int) -> float:
+        return math.inf if passes == 2 else 1.0
+
+    for stop_after in (4, None):
+        model = tiny_model()
+        trainer = make_trainer(
+            config, model, NumberedRows(52), rows_per_device=6, directory=tmp_path, stop_after=stop_after,
+            task=WatchedTask(config, model, spoil if stop_after else None),
+        )  # fmt: skip
+        result = trainer.fit()
+    assert (trainer.loss_scale.scale, trainer.loss_scale.good_steps) == (2.0**15, 18)
+    assert result.skipped_steps == 1
+
+
+def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -> None:
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model = tiny_model()
+        rows = NumberedRows(13)
+        trainer = make_trainer(
+            settings_of_training(precision=precision), model, rows, cadence=SPARSE, validation=[rows.batch(range(13))]
+        )
+        losses[precision] = trainer.fit().validation_loss
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {t.dtype for t in trainer.optimizers.state().values()} == {torch.float32}
+    assert losses["fp32"] != losses["bf16"], "bf16 computes in another precision"
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
+    assert losses["fp32"] < math.log(VOCAB) - 0.2, "something was learnt"
+
+
+def losses_of_one_row(dropout: float) -> list[float]:
+    """The losses of six steps over the same row, at a learning rate that moves no weight that fp32 can tell."""
+    config = settings_of_training(tokens=6 * 16, tokens_per_step=16, optim=Optim(lr=1e-12, clip=1e9))
+    recorder = Recorder()
+    trainer = make_trainer(
+        config, tiny_model(dropout=dropout), NumberedRows(1), callbacks=[recorder], cadence=Cadence(log=1, checkpoint=0)
+    )
+    trainer.fit()
+    return recorder.figures("loss")
+
+
+def test_dropout_differs_from_step_to_step() -> None:
+    assert len({round(loss, 5) for loss in losses_of_one_row(0.0)}) == 1, "without dropout every step is the same"
+    assert len({round(loss, 5) for loss in losses_of_one_row(0.5)}) == 6
+
+
+def test_validation_runs_in_the_precision_of_training() -> None:
+    validation = [NumberedRows(6).batch(range(6))]
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model = tiny_model()
+        config = settings_of_training(precision=precision)
+        losses[precision] = make_trainer(config, model, NumberedRows(12), validation=validation).validate(validation)
+        task = LanguageModeling(config, model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = task.validation_step(task.build_model().eval(), validation[0], CPU)
+        assert losses[precision] == pytest.approx(float(loss.total) / loss.count, rel=1e-7)
+    assert losses["bf16"] != losses["fp32"]
