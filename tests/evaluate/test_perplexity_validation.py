@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CPU, Home, make_trainer, run_here, score_of, stage_settings
+from support.doubles import Home, run_here, score_of, stage_settings
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,6 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.stages import pretrain, sft
-from ttrain.stages.rows import open_rows, validation_batches
 
 ROW_LENGTH = 160
 Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
@@ -83,18 +82,3 @@ def test_the_validation_loss_is_that_of_each_held_out_record_alone_under_transfo
     assert trained.results[stage]["validation_loss"] == pytest.approx(total / count, rel=1e-6)
     nats, tokens = score_of(model, found, ROW_LENGTH, ROW_LENGTH)
     assert (tokens, nats / tokens) == (count, pytest.approx(total / count, rel=1e-6)), "an evaluation says the same"
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
-def test_the_validation_loss_is_the_same_at_any_batch_size(trained: Any, stage: str) -> None:
-    config = getattr(trained.settings, stage)
-    model = AutoModelForCausalLM.from_pretrained(trained.paths[stage] / "model")
-    encoder = Encoder(trained.paths[stage] / "model")
-    rows = open_rows(trained.shards[stage] / "heldout", encoder, config, heldout=True)
-    training = config.model_copy(update={"tokens": config.tokens_per_step})
-    for rows_per_batch in (1, 3, 64):
-        batches = validation_batches(rows, config.validation_rows, rows_per_batch)
-        assert len(batches) == -(-len(rows) // rows_per_batch)
-        found = make_trainer(training, model, rows, validation=batches).validate(batches)
-        assert found == pytest.approx(trained.results[stage]["validation_loss"], rel=1e-6), rows_per_batch
-    assert model.device == CPU

@@ -23,7 +23,6 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.evaluate.baselines import greedy
 from ttrain.export import export as exporting
-from ttrain.export import export as gguf
 from ttrain.export.export import Request, export, size_of
 from ttrain.model import adapters, factory
 from ttrain.pipeline.lineage import History
@@ -352,15 +351,6 @@ def test_merging_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         export(replace(resolve("lora"), adapter=prefix), tmp_path / "out", Request(merge=True))
 
 
-def test_weights_that_do_not_fit_their_config_are_not_exported(tmp_path: Path) -> None:
-    model = fresh(tmp_path)
-    tensors = load_file(model / MODEL)
-    del tensors["model.layers.0.self_attn.q_proj.weight"]
-    save_file(tensors, model / MODEL, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight"):
-        export(resolve(str(model)), tmp_path / "out", Request())
-
-
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("40KB", 40_000)])
 def test_sizes_are_decimal(text: str, size: int) -> None:
     assert size_of(text) == size
@@ -390,6 +380,9 @@ def test_the_card_tells_training_settings_and_lineage_from_the_manifests(tmp_pat
     assert str(trained.root) not in text, "no path of the user's disk"
 
 
+EXPORTED = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
+
+
 def artifact(stage: str, **manifest: Any) -> Artifact:
     return Artifact(
         stage, "k" * 64, Path("/nowhere"), {"inputs": {}, "ingredients": {}, "files": {}, "result": {}, **manifest}
@@ -404,8 +397,7 @@ def test_the_card_says_where_the_loss_of_training_is_more_than_the_validation_lo
     line = {"step": 3, "tokens": 9, "metrics": {"loss": 4.5, **parts}}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     made = replace(artifact("pretrain", result={"train_seconds": 1.0}), path=tmp_path)
-    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
-    text = card(exported, History((made,), None, {}))
+    text = card(EXPORTED, History((made,), None, {}))
     assert "| 3 | 9 | 4.5000 |  |" in text
     assert ("holds more than that of the next tokens" in text) is bool(parts)
 
@@ -416,12 +408,11 @@ def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:
         "weights": [{"name": MODEL, "sha256": "fedcba" * 10}],
     }
     history = History((artifact("base-model", ingredients={"files": files}), artifact("sft")), None, {}, "owner/name")
-    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
-    text = card(exported, history)
+    text = card(EXPORTED, history)
     assert "base_model: owner/name\n" in text.partition("---\n\n")[0]
     assert "From `owner/name` on the Hugging Face Hub" in text
     assert "| config.json | `abcdefabcdef` |" in text and f"| {MODEL} | `fedcbafedcba` |" in text
-    text = card(exported, replace(history, base=None))
+    text = card(EXPORTED, replace(history, base=None))
     assert "base_model" not in text and "From a local model" in text
 
 
@@ -462,9 +453,8 @@ def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() 
         inputs={"source": {"stage": "source", "key": "k" * 64}},
     )
     source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
-    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
     history = History((source, own, shipped, artifact("sft")), None, {"pretrain": ("hf://owner/name",)})
-    text = card(exported, history)
+    text = card(EXPORTED, history)
     assert "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |" in text
     assert "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |" in text
     assert "- sft: PSF-2.0, text of the Python documentation" in text
@@ -476,8 +466,7 @@ def test_the_card_scores_the_model_itself_and_not_what_was_trained_on_top_of_it(
     metrics = {"bits_per_byte": 1.5, "chat_loss_base": 3.0, "chat_loss_sft": 2.0, "chat_loss_lora": 2.5}
     said = {"sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}], "lora": [{"prompt": "x", "answer": "never shown"}]}
     scored = artifact("evaluate", result={"metrics": metrics, "counts": {}, "samples": said})
-    exported = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
-    text = card(exported, History((artifact("pretrain"), artifact("sft")), scored, {}))
+    text = card(EXPORTED, History((artifact("pretrain"), artifact("sft")), scored, {}))
     assert "| chats loss, sft | 2.000 | -1.000 |" in text
     assert "lora" not in text
     assert "| `Who \\| 'you'?` | `I am` |" in text
@@ -516,7 +505,7 @@ def llama_cpp(tmp_path: Path) -> Path:
     """A converter that recognises one tokenizer and refuses others, as llama.cpp's does."""
     (tmp_path / "llama.cpp" / "conversion").mkdir(parents=True)
     (tmp_path / "llama.cpp" / "conversion" / "base.py").write_text(FAKE_BASE)
-    (tmp_path / "llama.cpp" / gguf.SCRIPT).write_text(FAKE_CONVERTER)
+    (tmp_path / "llama.cpp" / exporting.SCRIPT).write_text(FAKE_CONVERTER)
     return tmp_path / "llama.cpp"
 
 
@@ -527,7 +516,7 @@ def test_the_converter_is_told_how_a_tokenizer_that_it_does_not_know_splits_word
 
 
 def test_a_converter_that_fails_is_quoted_and_nothing_is_exported(tmp_path: Path, llama_cpp: Path) -> None:
-    (llama_cpp / gguf.SCRIPT).write_text("raise SystemExit('this architecture is not supported')")
+    (llama_cpp / exporting.SCRIPT).write_text("raise SystemExit('this architecture is not supported')")
     with pytest.raises(TTrainError, match=r"(?s)made no GGUF file; leave --gguf out.*this architecture is not supported"):
         export(resolve("sft"), tmp_path / "out", Request(gguf=llama_cpp))
     assert not (tmp_path / "out").exists()
@@ -552,7 +541,7 @@ def test_only_a_tokenizer_that_splits_as_gpt2_does_is_called_so(
 ) -> None:
     tokenizer = json.loads((resolve("sft").model / "tokenizer.json").read_bytes())
     change(tokenizer)
-    assert gguf.pre_tokenizer(tokenizer) == name
+    assert exporting.pre_tokenizer(tokenizer) == name
 
 
 @pytest.mark.skipif("TTRAIN_LLAMA_CPP" not in os.environ, reason="TTRAIN_LLAMA_CPP names no clone of llama.cpp")

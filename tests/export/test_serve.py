@@ -109,7 +109,7 @@ def test_a_program_that_took_the_port_meanwhile_is_not_taken_for_the_server() ->
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-CONTEXT = 128
+CONTEXT = 64
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 NO_END = {"3": -100, "8": -100}  # as many tokens as are asked for
 ENDLESS = {"messages": QUESTION, "max_tokens": 10**6, "logit_bias": NO_END}
@@ -134,7 +134,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Makes the application of a model whose context is 128."""
+    """Makes the application of a model with a small context."""
     return applications(write_model(tmp_path_factory.mktemp("endpoint"), max_length=CONTEXT))
 
 
@@ -270,7 +270,9 @@ def test_megabytes_are_refused_by_their_characters_while_others_are_answered(
 
     ask(endpoint(), TEXT, {"prompt": "a", "max_tokens": 1})  # the model is loaded
     answer, longest = asyncio.run(scenario())
-    assert re.search(r"has 3,[\d,]+ characters, and the model's context of 128 tokens holds at most \d", message_of(answer))
+    assert re.search(
+        rf"has 3,[\d,]+ characters, and the model's context of {CONTEXT} tokens holds at most \d", message_of(answer)
+    )
     assert longest < 1
 
 

@@ -239,17 +239,6 @@ def test_the_evaluation_scores_what_there_is_under_the_same_names(ready: Any, tm
     assert result["counts"]["chats"] == result["counts"]["documents"] == 0 < result["counts"]["domain"]
 
 
-def test_an_adapter_is_not_put_on_a_base_it_was_not_trained_on(ready: Any, tmp_path: Path) -> None:
-    home, settings, base = ready
-    inputs = {"base": base, "shards": home.chats.path}
-    run_here(lora, LoraConfig(lora=settings.lora), tmp_path / "lora", inputs, settings.runtime)
-    run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
-    paths = {"base": tmp_path / "sft", "lora": tmp_path / "lora", "domain": home.chats.path}
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ArtifactError, match="was trained on"):
-        run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), tmp_path / "out", paths, settings.runtime)
-
-
 def test_resuming_with_another_number_of_layers_is_refused_with_the_difference(ready: Any, tmp_path: Path) -> None:
     home, settings, _ = ready
     inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
