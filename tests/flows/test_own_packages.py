@@ -53,8 +53,3 @@ def test_no_module_of_ours_is_imported_by_those_names() -> None:
         assert (ROOT / "ttrain" / name).resolve() == ROOT / name
     code = "import sys, ttrain.flows.deployments; assert not {'flows', 'tasks'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_servers_import_neither_prefect_nor_mlflow() -> None:
-    code = "import sys, ttrain.flows.servers; assert not {'prefect', 'mlflow', 'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -73,18 +73,6 @@ def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_i
     assert here(cli.home)["shards-sft"] == {name for name in files["shards-sft"] if name.split("/")[0] != "run"}, said
 
 
-@pytest.mark.soak
-def test_a_damaged_copy_ends_the_stage_with_what_to_do(copy_of: Callable[..., Cli]) -> None:
-    cli = copy_of()
-    shutil.rmtree(cli.home / "store")
-    [config] = (cli.home / "mlflow" / "artifacts").glob("*/artifacts/sft/model/config.json")
-    config.write_bytes(b"{" + config.read_bytes()[1:-1] + b" ")
-    said = cli("pipeline", "rerun", "evaluate", "--engine", "none", code=1)
-    assert "model/config.json of sft" in said and "is not what was published" in said
-    assert "`ttrain pipeline rerun sft`" in said and "Traceback" not in said
-    assert "evaluate" not in here(cli.home)
-
-
 @pytest.mark.long
 @pytest.mark.soak
 def test_another_machine_takes_all_from_the_server(tmp_path: Path, server: str) -> None:

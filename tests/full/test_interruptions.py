@@ -115,17 +115,6 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
 
 
 @pytest.mark.soak
-def test_a_run_whose_reader_is_gone_goes_on_to_its_end(fresh: Any) -> None:
-    process = fresh.start(*PRETRAIN_ONLY)
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=300) == 0
-    run = fresh.runs()[0]
-    assert run["outcome"] == "completed" and {stage["outcome"] for stage in run["stages"]} == {"completed"}
-    assert fresh.rows("prefect", "select state_name from flow_run") == [("Completed",)]
-
-
-@pytest.mark.soak
 def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_date(copy_of: Any) -> None:
     cli = copy_of()
     before = cli("models", "list", "--json", settings=False)
@@ -142,18 +131,6 @@ def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_d
     assert (old["keys"], old["metrics"], old["run"]) == (known["keys"], known["metrics"], known["run"])
     assert newest["run"] == cli.runs()[0]["run"]
     assert "has every run" in cli("track", "repair", settings=False)
-
-
-@pytest.mark.soak
-def test_two_runs_at_once_build_each_stage_once(fresh: Any) -> None:
-    both = [fresh.start("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=0") for _ in range(2)]
-    said = [process.communicate(timeout=240)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    outcomes: dict[str, list[str]] = {}
-    for run in fresh.runs():
-        for stage in run["stages"]:
-            outcomes.setdefault(stage["name"], []).append(stage["outcome"])
-    assert all(sorted(pair) == ["cached", "completed"] for pair in outcomes.values()), outcomes
 
 
 @pytest.mark.soak

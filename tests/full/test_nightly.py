@@ -258,16 +258,6 @@ def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_a_night_without_news_is_short_and_makes_no_run(copy: Callable[[], Cli]) -> None:
-    cli = copy()
-    (cli.data / "docs-4.jsonl").unlink()
-    runs = len(cli.runs())
-    assert "nothing new: all 5 files have been read" in night(cli)
-    assert nights(cli)[0].outcome == "nothing-new" and len(cli.runs()) == runs
-
-
-@pytest.mark.long
-@pytest.mark.soak
 def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_said_once(copy: Callable[[], Cli]) -> None:
     cli = copy()
     lines = (cli.data / "docs-3.jsonl").read_bytes().splitlines(keepends=True)
@@ -281,60 +271,6 @@ def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_s
     states = dict(cli.rows("prefect", "select name, state_type || ' ' || state_name from flow_run"))
     assert states["night-000003"] == "COMPLETED NothingNew"
     assert dict(cli.rows("mlflow", "select name, status from runs"))["night-000003"] == "FINISHED"
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_of_a_file_that_grew_a_night_learns_what_is_new_and_of_one_that_shrank_nothing(copy: Callable[[], Cli]) -> None:
-    cli = copy()
-    newer = (cli.data / "docs-4.jsonl").read_bytes()
-    with (cli.data / "docs-3.jsonl").open("ab") as file:
-        file.write(newer)
-    (cli.data / "docs-4.jsonl").unlink()
-    night(cli)
-    grown = nights(cli)[0]
-    assert grown.outcome in ("promoted", "kept") and files_of(grown) == ["docs-3.jsonl"]
-    result = json.loads((cli.home / "store" / grown.data["documents"] / "manifest.json").read_bytes())["result"]
-    skipped = result["rows"]["train"]["skipped"]
-    assert result["near_duplicates"]["of_earlier_sets"] == skipped["near-duplicate"] >= 140
-    assert result["rows"]["train"]["kept"] >= 140
-    learnt = (cli.data / "docs-3.jsonl").read_bytes().splitlines(keepends=True)
-    (cli.data / "docs-3.jsonl").write_bytes(b"".join(learnt[:100]))
-    assert "nothing-new" in night(cli)
-    assert (nights(cli)[0].outcome, nights(cli)[0].is_open) == ("nothing-new", False)
-    assert "have been read by a night before" in night(cli)
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_deadline_leaves_the_night_open_and_says_so(copy: Callable[[], Cli], tmp_path: Path) -> None:
-    cli = copy()
-    told, program = tmp_path / "told.json", tmp_path / "tell.py"
-    program.write_text(f"import sys; open({str(told)!r}, 'w').write(sys.stdin.read())", encoding="utf-8")
-    command = f"notify.command=[{sys.executable}, {program}]"
-    said = night(cli, "nightly.deadline_hours=0.0001", command, "notify.on=[unfinished]")
-    assert "unfinished" in said
-    left = nights(cli)[0]
-    assert left.is_open and left.failures == 0 and files_of(left) == ["docs-4.jsonl"]
-    assert json.loads(told.read_text(encoding="utf-8"))["event"] == "unfinished"
-    add_documents(cli, "docs-5", 5)
-    planned = json.loads(cli.in_process("pipeline", "plan", "nightly", "--json"))
-    assert "goes on" in planned["reason"] and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_list_that_fails_too_often_is_given_up_and_the_next_night_takes_a_new_one(copy: Callable[[], Cli]) -> None:
-    cli = copy()
-    (cli.data / "docs-4.jsonl").write_text("no JSON\n" * 50, encoding="utf-8")
-    night(cli, code=1)
-    failed = nights(cli)[0]
-    assert failed.is_open and failed.outcome == "failed" and failed.data["reason"]
-    assert "its list is given up" in night(cli, code=1)
-    assert not nights(cli)[0].is_open and nights(cli)[0].failures == 2
-    assert champion(cli) == "2"
-    planned = json.loads(cli.in_process("pipeline", "plan", "nightly", "--json"))
-    assert "1 new: docs-4.jsonl" in planned["reason"]
 
 
 # Kills this process before or after the n-th write of a kind: a rename of a night's record, or what is told to MLflow.
@@ -436,21 +372,3 @@ def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Cal
     said = night(cli)
     assert "version 1 became champion during the night" in said and champion(cli) == "1"
     assert nights(cli)[0].outcome == "kept"
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_night_of_new_chats_alone_keeps_the_base_and_is_decided_by_the_chats(copy: Callable[[], Cli]) -> None:
-    cli = copy()
-    (cli.data / "docs-4.jsonl").unlink()
-    turns = [
-        [{"role": "user", "content": f"Count to {n}"}, {"role": "assistant", "content": " ".join(map(str, range(n)))}]
-        for n in range(2, 60)
-    ]
-    with (cli.data / "chats.jsonl").open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps({"messages": one}) + "\n" for one in turns))
-    night(cli)
-    found = nights(cli)[0]
-    assert found.outcome in ("promoted", "kept") and found.data["decision"]["metric"] == "chat_loss_sft"
-    old, new = (tracking.find_set(cli.home, NAME, version).keys for version in ("2", "3"))
-    assert old["pretrain"] == new["pretrain"] and old["sft"] != new["sft"]

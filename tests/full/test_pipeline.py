@@ -24,21 +24,6 @@ def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.long
-@pytest.mark.soak
-@pytest.mark.parametrize("engine", ["none", "prefect"])
-def test_a_training_with_fewer_rows_than_a_step_ends_the_run_before_anything_trains(fresh: Any, engine: str) -> None:
-    domain = fresh.data / "domain.jsonl"
-    domain.write_text("".join(domain.read_text(encoding="utf-8").splitlines(keepends=True)[:13]), encoding="utf-8")
-    refused = ("pipeline", "run", "full", "--engine", engine, "lora.tokens_per_step=6400")
-    for _ in range(2):  # the second time the shards are cached
-        assert "lora.tokens_per_step is 6400, 100 rows of 64 tokens" in fresh(*refused, code=1)
-        outcomes = {stage["name"]: stage["outcome"] for stage in fresh.runs()[-1]["stages"]}
-        assert outcomes["lora"] == "failed" and outcomes["shards-lora"] in ("completed", "cached")
-        assert {outcomes[name] for name in ("pretrain", "sft")}.isdisjoint({"completed", "running", "failed"})
-        assert not list(fresh.home.glob("work/pretrain/*"))
-
-
 def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
     run = finished.runs()[-1]
     assert [stage["name"] for stage in run["stages"]] == STAGES
@@ -183,28 +168,6 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     assert {outcomes[name] for name in STAGES if name not in built} == {"cached"}
     assert logs == {path: path.stat().st_mtime_ns for path in logs}, "no finished stage ran again"
     assert cli.to_run() == []
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
-    cli = copy_of()
-    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
-    assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
-    missing = cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
-    assert "waits for sft" in missing
-    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
-    cli = copy_of()
-    larger = "pretrain.tokens=30720"
-    said = cli("stage", "run", "pretrain", larger, "--extend")
-    extended = cli.manifest("pretrain", larger)
-    assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
-    assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")
 
 
 def test_a_server_or_a_home_that_cannot_be_used_is_told_without_a_traceback(finished: Any) -> None:

@@ -87,20 +87,6 @@ def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_
     assert tries(cli, "shards-sft") == ("Failed", 1, [])
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_signal_ends_the_wait_for_a_retry(copy_of: Any) -> None:
-    cli = copy_of()
-    overrides = ("runtime.timeout_seconds=0.05", "runtime.retries=1", "runtime.retry_delay_seconds=600")
-    process = cli.start("pipeline", "run", "full", "evaluate.new_tokens=1", *overrides)
-    wait_until(lambda: cli.runs()[0]["stages"][-1]["outcome"] == "failed", 120)
-    time.sleep(1)
-    process.terminate()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, said
-    assert newest_run(cli)[2] == "Cancelled"
-
-
 @pytest.mark.soak
 def test_prefect_retries_no_refused_night_by_itself(fresh: Cli) -> None:
     environment = {**fresh.environment, "PREFECT_FLOW_DEFAULT_RETRIES": "2"}

@@ -281,18 +281,6 @@ def test_a_server_starts_on_a_busy_machine(tmp_path: Path) -> None:
     wait_until(lambda: not processes_of(tmp_path / "home"), 30)
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_server_elsewhere_is_used_and_none_is_started(tmp_path: Path) -> None:
-    with run_with_its_own_server(tmp_path / "there") as there:
-        url, token = there.split()
-        with run_with_its_own_server(tmp_path / "here", {"PREFECT_API_URL": url, "PREFECT_API_AUTH_STRING": token}) as used:
-            assert used == there
-            assert not (tmp_path / "here" / "servers" / "own.log").exists()
-        assert flow_states(tmp_path / "there") == ["Completed", "Completed"]
-    wait_until(lambda: not processes_of(tmp_path), 20)
-
-
 def test_two_ups_at_once_start_one_of_each(faked_home: Path) -> None:
     prefect_port, mlflow_port = ports()
     with ThreadPoolExecutor(2) as pool:

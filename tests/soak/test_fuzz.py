@@ -1,7 +1,7 @@
 """Mutated lines of every shape go through the whole way from a file to shards, in a process of their own.
 
 Whatever the bytes are, a TTrainError names the file, or every row is accounted for and what was kept is exactly what the
-line said. `make soak` sends 100,000 lines (TTRAIN_FUZZ_LINES says how many), the default run some thousands.
+line said. `make soak` sends 100,000 lines; TTRAIN_FUZZ_LINES says how many.
 """
 
 from __future__ import annotations
@@ -385,11 +385,6 @@ def assert_spread(found: dict[str, int]) -> None:
     assert found["rows"] == found["kept"] + found["skipped"] + found["rejected"]
     assert min(found["kept"], found["rejected"]) > 0.1 * found["rows"], found
     assert found["skipped"], found
-
-
-@pytest.mark.soak
-def test_a_sample_of_mutated_lines_is_kept_exactly_skipped_or_rejected() -> None:
-    assert_spread(fuzz_elsewhere(7, 4000))
 
 
 @pytest.mark.soak

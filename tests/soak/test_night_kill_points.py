@@ -82,10 +82,7 @@ REACHED: dict[str, Callable[[Path], bool]] = {
 CALLS = {
     "before the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "before"),
     "after the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "after"),
-    "before the decision is logged": ("ttrain.tracking", "log_decision", "before"),
-    "before the promotion": ("ttrain.tracking", "promote", "before"),
-    "after the promotion": ("ttrain.tracking", "promote", "after"),
-}
+}  # the decision and the promotion: full/test_nightly.py
 SAMPLE = "the branch"  # the first: `make soak SAMPLE=1` takes one of each file
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -81,24 +80,6 @@ def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(c
     assert not list(cli.home.glob("replaced/*/*"))
 
 
-@pytest.mark.parametrize("harm", ["altered", "deleted"])
-def test_an_output_that_was_altered_or_deleted_is_built_anew_and_the_user_is_told(cli: Cli, harm: str) -> None:
-    remember_modules(cli.home)
-    cli.here(*TOKENIZER)
-    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
-    file = manifest.with_name("tokenizer.json")
-    whole = file.read_bytes()
-    if harm == "deleted":
-        file.unlink()
-    else:
-        file.write_bytes(whole.replace(b"a", b"b", 1))
-    said = cli.here(*TOKENIZER)
-    assert f"its artifact is damaged: tokenizer.json {'is missing' if harm == 'deleted' else 'was altered'}" in said
-    assert file.read_bytes() == whole
-    assert len(list(cli.home.glob("replaced/tokenizer/*/manifest.json"))) == 1
-    assert "everything is cached" in cli.here(*TOKENIZER)
-
-
 @pytest.mark.parametrize("kilobytes", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (24, 48, 64))])
 def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
     cli: Cli, kilobytes: int
@@ -120,18 +101,6 @@ def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_o
     assert codes["refused"] == "2" and "set TTRAIN_HOME to a directory of yours" in texts["refused"], texts["refused"]
     assert codes["verify"] == "0", texts["verify"]
     assert Counter(row["state"] for row in json.loads(texts["list"])) == {"finished": 1}
-
-
-def test_a_home_that_was_copied_or_moved_has_what_the_old_one_had(cli: Cli, tmp_path: Path) -> None:
-    remember_modules(cli.home)
-    cli.here(*TOKENIZER)
-    subprocess.run(["cp", "-r", cli.home, tmp_path / "copy"], check=True)  # new times, new inodes
-    copy = Cli(tmp_path / "copy", cli.data)
-    os.rename(cli.home, tmp_path / "moved")  # noqa: PTH104
-    moved = Cli(tmp_path / "moved", cli.data)
-    for there in (copy, moved):
-        assert "everything is cached" in there.here(*TOKENIZER)
-        assert there.here("artifacts", "path", "tokenizer", settings=False).startswith(str(there.home))
 
 
 def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
