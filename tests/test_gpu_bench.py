@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,10 +22,15 @@ def gpu(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_1(tmp_path: Path) -> None:
-    ended = gpu("--markdown", tmp_path / "gpu.md")
-    assert ended.returncode == 1
-    (line,) = ended.stdout.splitlines()
+def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--markdown", str(tmp_path / "gpu.md")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "bench" / "gpu.py"), run_name="__main__")
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no CUDA device: nothing is measured")
     assert not (tmp_path / "gpu.md").exists()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,9 +262,12 @@ def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pyte
         resolve("owner/name", here / "home")
 
 
-def test_results_are_kept_below_the_run_that_made_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_kept_below_the_run_that_made_the_model(
+    here: Path, add_database: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     from ttrain import tracking
 
+    add_database(here / "home")
     tracker = tracking.open_store(here / "home", "ttrain")
     run = tracker.start_run("full-1", tags={"ttrain.run": "full-1"}, params={})
     run.finish("FINISHED")

@@ -7,7 +7,7 @@ import socket
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
@@ -50,10 +50,10 @@ def track(home: Path, params: Mapping[str, object], metrics: Mapping[str, float]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> tuple[Path, dict[str, str]]:
     """(home, {name: id}) with two runs, the newer one with another learning rate."""
     home = tmp_path_factory.mktemp("two") / "a home #1 50%"
-    home.mkdir()
+    add_database(home)
     runs = [
         track(home, SETTINGS, FIGURES),
         track(home, {**SETTINGS, "sft.optim.lr": 2e-4}, {**FIGURES, "eval/chat_loss_sft": 4.4}),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ MANIFEST = {"result": {"rows": 3}, "ingredients": {"settings": {}}, "inputs": {}
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
     """A home in which the artifact was made and tracked, in the home's own database."""
     home = tmp_path_factory.mktemp("pristine") / "home"
+    add_database(home)
     track(home, make(home))
     return home
 

@@ -80,25 +80,35 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the package and the module `errand`, in front of the path of every new process."""
-    shutil.copytree(PACKAGE, tmp_path / "ttrain", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
-    (tmp_path / "errand.py").write_text(ERRAND)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    return tmp_path
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a copy of the package and the module `errand`."""
+    directory = tmp_path_factory.mktemp("package")
+    shutil.copytree(PACKAGE, directory / "ttrain", ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
+    (directory / "errand.py").write_text(ERRAND)
+    return directory
 
 
 @pytest.fixture
-def server(place: Path) -> Iterator[ForkServer]:
-    """One that has loaded next to nothing, hence starts at once."""
-    server = ForkServer(dict(os.environ), ["json", "numpy"])
+def place(package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That directory, in front of the path of every new process."""
+    for name, value in {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return package
+
+
+@pytest.fixture(scope="module")
+def shared_server(package: Path) -> Iterator[ForkServer]:
+    server = ForkServer({**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}, ["json", "numpy"])
     yield server
-    with contextlib.suppress(OSError):
-        server.close()
+    server.close()
+
+
+@pytest.fixture
+def server(place: Path, shared_server: ForkServer) -> ForkServer:
+    """One for all tests that leave it as it is, which has loaded next to nothing, hence starts at once."""
+    return shared_server
 
 
 @contextlib.contextmanager
@@ -115,23 +125,17 @@ def errand(server: ForkServer, *arguments: str, **options: Any) -> Iterator[tupl
 
 
 def said(output: IO[bytes], wanted: str = "") -> str:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    def text() -> str:
         output.seek(0)
-        if wanted in (text := output.read().decode()):
-            return text
-        time.sleep(0.02)
-    raise AssertionError(f"it never said {wanted}, but: {text}")
+        found = output.read().decode()
+        return found if wanted in found else ""
+
+    return str(wait_until(text))
 
 
-def gone(*pids: int, seconds: float = 20.0) -> bool:
-    """Whether all of them ended in time; zombies have. A machine with other work may take seconds to tell."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(_runs(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
+def wait_for_end(*pids: int) -> None:
+    """Wait until all of them have ended; zombies have."""
+    wait_until(lambda: not any(map(_runs, pids)))
 
 
 def _runs(pid: int) -> bool:
@@ -185,10 +189,8 @@ def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
     with errand(server, "late", str(tmp_path / "late")) as (process, _):
         assert process.wait() == 0 and (tmp_path / "late").exists(), "a thread that is no daemon is waited for"
     with errand(server, "pool") as (process, _):
-        deadline = time.monotonic() + 10
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert process.returncode == 0, "a pool whose thread waits for work, and that nobody closed, does not hold it up"
+        # a pool whose thread waits for work, and that nobody closed, does not hold it up
+        assert wait_until(lambda: process.poll() is not None, 10) and process.returncode == 0
     with errand(server, "sleep") as (process, output):
         said(output, "up")
         assert process.poll() is None
@@ -207,12 +209,13 @@ def test_several_threads_may_ask_at_once(server: ForkServer) -> None:
     assert len({pid for pid, _ in ended}) == 8 and {code for _, code in ended} == {3}
 
 
-def test_a_killed_server_takes_what_it_forked_along_and_is_named(server: ForkServer) -> None:
+def test_a_killed_server_takes_what_it_forked_along_and_is_named(place: Path) -> None:
+    server = ForkServer(os.environ, ["json"])
     with errand(server, "sleep") as (stopped, output), errand(server, "sleep") as (process, _):
         said(output, "up")
         psutil.Process(stopped.pid).suspend()  # which hears of nothing any more
         psutil.Process(server.pid).kill()
-        assert gone(stopped.pid, process.pid)
+        wait_for_end(stopped.pid, process.pid)
         assert (process.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
     assert not server.alive
     with pytest.raises(ForkServerError, match="the fork server was killed by SIGKILL"):
@@ -236,7 +239,7 @@ def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert gone(*pids)
+    wait_for_end(*pids)
 
 
 def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path) -> None:
@@ -267,7 +270,7 @@ def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
     assert server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3) is None
     assert time.monotonic() - began < 20
     server.close()
-    assert gone(server.pid)
+    wait_for_end(server.pid)
 
 
 def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: ForkServer) -> None:
@@ -323,7 +326,7 @@ def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path,
     assert isinstance(started(tmp_path, Watcher())[0].processes[0], ForkedProcess)
     assert processes.fork_server_for(environment) is first, "one for all stages"
     psutil.Process(first.pid).kill()
-    assert gone(first.pid)
+    wait_for_end(first.pid)
     group, log = started(tmp_path, Watcher())
     assert isinstance(group.processes[0], ForkedProcess) and "there is no" in log
     assert isinstance(started(tmp_path, Watcher(), fork_server=False)[0].processes[0], subprocess.Popen)

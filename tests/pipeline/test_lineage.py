@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
     """The same, which MLflow knows: a run a stage, versions of the base and the SFT model, and their set."""
     home = tmp_path_factory.mktemp("tracked") / "home"
+    add_database(home)
     artifacts = make(home)
     opened = tracking.open_store(home, "ttrain")
     assert isinstance(opened, tracking.MlflowStore)

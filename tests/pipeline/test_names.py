@@ -382,10 +382,13 @@ def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
         runs_home.resolve(text)
 
 
-def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(runs_home: Home) -> None:
+def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(
+    runs_home: Home, add_database: Callable[[Path], None]
+) -> None:
     with pytest.raises(UsageError, match="nothing is registered in"):
         runs_home.resolve("mine-sft/1")
     assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
+    add_database(runs_home.store.root)
     store = tracking.open_store(runs_home.store.root, "ttrain")
     assert isinstance(store, tracking.MlflowStore)
     models = []

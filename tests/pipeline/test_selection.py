@@ -53,19 +53,12 @@ IDS = [str(selection) or "everything" for selection, _, _ in CASES]
 
 
 @pytest.mark.parametrize(("selection", "built_", "taken"), CASES, ids=IDS)
-def test_a_selection_builds_its_stages_and_takes_what_they_need(
-    house: House, selection: Selection, built_: set[str], taken: set[str]
-) -> None:
-    graph = graph_of(full, house.settings())
-    parts = selection.of(graph)
-    assert (parts.built, parts.reused) == (built_, taken)
-    assert parts.left_out == {*graph} - built_ - taken
-
-
-@pytest.mark.parametrize(("selection", "built_", "taken"), CASES, ids=IDS)
-def test_the_plan_has_what_is_built_and_what_is_taken_and_nothing_else(
+def test_a_selection_builds_its_stages_takes_what_they_need_and_leaves_out_the_rest(
     built: House, selection: Selection, built_: set[str], taken: set[str]
 ) -> None:
+    graph = graph_of(full, built.settings())
+    parts = selection.of(graph)
+    assert (parts.built, parts.reused, parts.left_out) == (built_, taken, {*graph} - built_ - taken)
     stages = built.plan("pretrain.seed=1", selection=selection)
     assert {name for name, planned in stages.items() if planned.reused} == taken
     assert {*stages} == built_ | taken and running(stages) == set()
@@ -200,9 +193,8 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
     from ttrain.cli.main import app
 
     monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
-    files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
-    own = [f"data.{name}={built.data / file}.jsonl" for name, file in files.items()]
-    done = CliRunner().invoke(app, ["pipeline", "plan", "full", "--only", "sft, shards-sft", "--only", "lora", *own])
+    words = ["pipeline", "plan", "full", "--only", "sft, shards-sft", "--only", "lora", *built.files]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     rows = {line.split()[0]: line for line in done.output.splitlines() if line.startswith(("sft", "pretrain", "lora"))}
     assert "taken from the store" in rows["pretrain"] and "taken" not in rows["sft"] + rows["lora"]

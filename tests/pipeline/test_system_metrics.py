@@ -22,7 +22,6 @@ from ttrain.errors import UsageError
 from ttrain.pipeline import launch, stage_worker
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
 from ttrain.stages import PRETRAIN
-from ttrain.store.layout import Artifact
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",
@@ -228,15 +227,11 @@ def test_without_a_gpu_or_its_library_there_is_silence(
 # --- stages -------------------------------------------------------------------------------------------------------------
 
 
-def build(home: Home, seed: int, watcher: Watcher, **runtime: Any) -> Artifact:
-    settings = stage_settings(6, {"seed": seed}, **runtime)
-    return launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher).artifact
-
-
 @pytest.mark.soak
 def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(stage_home: Home) -> None:
     watcher = Watcher()
-    run = build(stage_home, 1, watcher, devices=2, system_metrics_seconds=1).path / "run"
+    settings = stage_settings(6, devices=2, system_metrics_seconds=1)
+    run = launch.build(PRETRAIN, settings, stage_home.store, stage_home.pretrain_inputs(), watcher).artifact.path / "run"
     found = rows(run / "system.jsonl")
     assert [path.name for path in run.glob("system*")] == ["system.jsonl"]
     steps = [row["step"] for row in found]
@@ -246,9 +241,13 @@ def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(stag
     assert told and all(" rank 0: step 6/6 " in line for line in told)
 
 
-def test_they_can_be_switched_off_and_a_fraction_of_a_second_is_refused(stage_home: Home) -> None:
-    run = build(stage_home, 2, Watcher(), system_metrics_seconds=0).path / "run"
-    assert not (run / "system.jsonl").exists() and (run / "metrics.jsonl").exists()
+def test_they_can_be_switched_off_and_a_fraction_of_a_second_is_refused(tmp_path: Path) -> None:
+    for seconds, files_left in ((0, []), (600, [tmp_path / "output" / "run" / "system.jsonl"])):
+        with stage_worker.sample_system_metrics(
+            tmp_path, {"runtime": {"system_metrics_seconds": seconds, "nodes": 1}, "output": "output"}
+        ):
+            pass
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == files_left
     with pytest.raises(UsageError, match=r"runtime\.system_metrics_seconds"):
         load(["runtime.system_metrics_seconds=0.5"], environment={})
 

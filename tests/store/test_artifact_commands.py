@@ -5,32 +5,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.artifact_home import DAY, Home, keys, printed
-from support.paths import ROOT
+from support.held_locks import held_elsewhere
+from support.kill_points import number_printed_by
 
 from ttrain import tracking
 from ttrain.cli.main import main
 from ttrain.core.files import exclusive, read_json, write_json
 from ttrain.errors import TrackingError
 from ttrain.store import runs
-
-HOLD_LOCK = """
-import sys
-from pathlib import Path
-from ttrain.store.artifacts import ArtifactStore
-with ArtifactStore(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
-
 
 # In a process of its own, since it forks: cleans copies of a home, each killed one call later.
 KILLED_CLEAN = """
@@ -172,21 +161,11 @@ def test_work_that_mends_a_damaged_artifact_stays(user_home: Home) -> None:
     assert (mending / "output" / "checkpoints" / "step-7" / "state.json").exists()
 
 
-@pytest.fixture
-def locked(user_home: Home) -> Iterator[str]:
-    """The key of (sft, key) whose lock another process has."""
-    command = [sys.executable, "-P", "-c", HOLD_LOCK, str(user_home.store.root), "sft", "c" * 64]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        yield "c" * 64
-        process.kill()
-
-
-def test_work_that_a_process_is_at_stays_with_all_that_it_reads(user_home: Home, locked: str) -> None:
+def test_work_that_a_process_is_at_stays_with_all_that_it_reads(user_home: Home) -> None:
     base = user_home.publish("pretrain", "p", tokenizer=user_home.publish("tokenizer", "t"))
-    work = user_home.work("sft", locked, reads={"base": base})
-    user_home.clean()
+    work = user_home.work("sft", "c" * 64, reads={"base": base})
+    with held_elsewhere(user_home.store.root, "sft", "c" * 64):
+        user_home.clean()
     assert work.exists()
     assert base.key in user_home.keys
 
@@ -220,11 +199,9 @@ def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes
     kept, *gone = user_home.publish("pretrain", "kept"), user_home.publish("sft", "a"), user_home.publish("sft", "b")
     user_home.run(kept)
     user_home.work("lora", "d" * 64)
-    command = [sys.executable, "-P", "-c", KILLED_CLEAN, str(user_home.store.root), str(tmp_path / "copies")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
-    assert int(done.stdout) > 15, "it was killed at each of its calls"
-    for number in range(1, int(done.stdout) + 1):
+    copies = number_printed_by(KILLED_CLEAN, user_home.store.root, tmp_path / "copies")
+    assert copies > 15, "it was killed at each of its calls"
+    for number in range(1, copies + 1):
         copy = Home(tmp_path / "copies" / str(number))
         for artifact in (kept, *gone):
             found = copy.store.read(copy.store.path(artifact.stage, artifact.key))
@@ -276,9 +253,7 @@ def test_a_lock_that_somebody_has_stays(user_home: Home) -> None:
     with user_home.store.lock("sft", gone):
         pass
     for held in (gone, "e" * 64, "f" * 64 + ".process"):
-        command = [sys.executable, "-c", HOLD_LOCK, user_home.store.root, "sft", held]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with held_elsewhere(user_home.store.root, "sft", held) as process:
             user_home.clean()
             assert user_home.store.is_locked("sft", held)
             process.communicate("\n")
@@ -355,9 +330,12 @@ def test_nothing_is_removed_where_mlflow_cannot_be_asked(
     assert gone.path.exists()
 
 
-def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on(user_home: Home) -> None:
+def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on(
+    user_home: Home, add_database: Callable[[Path], None]
+) -> None:
     assert tracking.registered_keys(user_home.store.root) == frozenset(), "no database is made by asking"
     assert not (user_home.store.root / "mlflow").exists()
+    add_database(user_home.store.root)
     tracked = tracking.open_store(user_home.store.root, "test")
     for number in range(3):
         run = tracked.start_run(f"run-{number}", run_id=None, parent_run_id=None, tags={}, params={})

@@ -45,6 +45,11 @@ def fresh_home(tmp_path: Path) -> Home:
     return Home.make(tmp_path)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path)
+
+
 def test_weights_of_which_a_bit_flipped_are_refused_and_the_next_run_builds_them_anew(fresh_home: Home) -> None:
     settings = stage_settings(1)
     base = build(PRETRAIN, settings, fresh_home, fresh_home.pretrain_inputs())
@@ -161,13 +166,13 @@ def test_a_file_that_changed_a_moment_ago_is_not_remembered_whatever_its_mtime_s
 # --- large files --------------------------------------------------------------------------------------------------------
 
 
-def publish_file(home: Home, size: int, key: str = "k" * 64) -> Artifact:
+def publish_file(store: ArtifactStore, size: int, key: str = "k" * 64) -> Artifact:
     """An artifact with one file of bytes that differ from piece to piece."""
-    output = home.store.work("pretrain", key) / "output"
+    output = store.work("pretrain", key) / "output"
     output.mkdir(parents=True)
     megabytes = [number.to_bytes(4, "big") * (1 << 18) for number in range(-(-size >> 20))]
     (output / "weights").write_bytes(b"".join(megabytes)[:size])
-    return home.store.publish("pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}})
+    return store.publish("pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}})
 
 
 @pytest.fixture
@@ -177,9 +182,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_publishing_a_large_file_reads_it_once_and_records_digests_of_its_pieces(fresh_home: Home) -> None:
+def test_publishing_a_large_file_reads_it_once_and_records_digests_of_its_pieces(store: ArtifactStore) -> None:
     size, before = integrity.LARGE_BYTES + 5, read_bytes()
-    artifact = publish_file(fresh_home, size)
+    artifact = publish_file(store, size)
     assert size <= read_bytes() - before < 1.1 * size
     entry = artifact.manifest["files"]["weights"]
     data = (artifact.path / "weights").read_bytes()
@@ -192,18 +197,20 @@ def test_publishing_a_large_file_reads_it_once_and_records_digests_of_its_pieces
     assert size <= read_bytes() - before < 1.1 * size
 
 
-def test_pieces_change_no_entry_of_a_small_file_and_no_content(fresh_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = publish_file(fresh_home, 6 << 20)
+def test_pieces_change_no_entry_of_a_small_file_and_no_content(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = publish_file(store, 6 << 20)
     assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}
     monkeypatch.setattr(integrity, "LARGE_BYTES", 4 << 20)
-    large = publish_file(fresh_home, 6 << 20, key="l" * 64)
+    large = publish_file(store, 6 << 20, key="l" * 64)
     assert "pieces" in large.manifest["files"]["weights"]
     assert large.content == small.content
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(fresh_home: Home) -> None:
-    artifact = publish_file(fresh_home, 5 << 20)
+def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(store: ArtifactStore) -> None:
+    artifact = publish_file(store, 5 << 20)
     integrity.verify_artifact(artifact)
     flip_bit(artifact.path / "weights")
     with pytest.raises(DamagedFile, match=r"weights is damaged: its bytes 2,097,152 to 4,194,303 are not those that"):
@@ -215,8 +222,8 @@ def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(fresh_h
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(fresh_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = publish_file(fresh_home, 5 << 20).path / "weights"
+def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = publish_file(store, 5 << 20).path / "weights"
     entry = integrity.measure(path) | {"bytes": 5 << 20}
     stat_of = os.fstat
 
@@ -234,8 +241,8 @@ def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(fresh_home: Home, 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_the_digest_of_a_manifest_covers_pieces(fresh_home: Home) -> None:
-    artifact = publish_file(fresh_home, 5 << 20)
+def test_the_digest_of_a_manifest_covers_pieces(store: ArtifactStore) -> None:
+    artifact = publish_file(store, 5 << 20)
     manifest = json.loads((artifact.path / "manifest.json").read_bytes())
     manifest["files"]["weights"]["pieces"]["blake2b"][1] = "0" * 64
     assert altered_manifest(manifest) == "manifest.json was altered after it was written"
@@ -246,8 +253,8 @@ def test_the_digest_of_a_manifest_covers_pieces(fresh_home: Home) -> None:
     "pieces",
     [None, {}, [], {"bytes": 0, "blake2b": []}, {"bytes": 2 << 20, "blake2b": ["0" * 64]}, {"bytes": "2", "blake2b": [1]}],
 )
-def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(fresh_home: Home, pieces: Any) -> None:
-    artifact = publish_file(fresh_home, 5 << 20)
+def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(store: ArtifactStore, pieces: Any) -> None:
+    artifact = publish_file(store, 5 << 20)
     entry = {**artifact.manifest["files"]["weights"], "pieces": pieces}
     integrity.verify_entries([(artifact.path / "weights", entry)], None)
     flip_bit(artifact.path / "weights")
@@ -256,29 +263,29 @@ def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(fr
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_large_file_of_a_copied_home_is_compared_by_its_pieces(fresh_home: Home) -> None:
-    artifact = publish_file(fresh_home, 5 << 20)
+def test_a_large_file_of_a_copied_home_is_compared_by_its_pieces(store: ArtifactStore) -> None:
+    artifact = publish_file(store, 5 << 20)
     os.utime(artifact.path / "weights", ns=(LONG_AGO, LONG_AGO))
-    assert fresh_home.store.damage(artifact) is None
+    assert store.damage(artifact) is None
     flip_bit(artifact.path / "weights")
-    assert fresh_home.store.damage(artifact) == "weights was altered after it was published"
+    assert store.damage(artifact) == "weights was altered after it was published"
 
 
 # --- what was made from it ----------------------------------------------------------------------------------------------
 
 
-def chain(home: Home, *, is_verified: bool) -> list[Artifact]:
+def chain(store: ArtifactStore, *, is_verified: bool) -> list[Artifact]:
     """A model, one made from it, and one made from that, as this version or as an earlier one published them."""
     artifacts: list[Artifact] = []
     for stage in ("pretrain", "sft", "lora"):
-        output = home.store.work(stage, "k" * 64) / "output"
+        output = store.work(stage, "k" * 64) / "output"
         (output / "model").mkdir(parents=True)
         (output / "model" / "weights.bin").write_bytes(stage.encode())
         base = artifacts[-1] if artifacts else None
         inputs = {"base": {"stage": base.stage, "key": base.key, "content": base.content}} if base else {}
         manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": inputs}
         verified = {"inputs_verified": True} if is_verified else {}
-        artifacts.append(home.store.publish(stage, "k" * 64, output, {**manifest, **verified}))
+        artifacts.append(store.publish(stage, "k" * 64, output, {**manifest, **verified}))
     return artifacts
 
 
@@ -286,34 +293,34 @@ def stages(removals: list[UntrustedArtifact]) -> list[str]:
     return [removal.stage for removal in removals]
 
 
-def test_what_was_made_from_a_damaged_artifact_without_a_look_at_its_bytes_is_set_aside_with_it(fresh_home: Home) -> None:
-    base, sft, lora = chain(fresh_home, is_verified=False)
+def test_what_was_made_from_a_damaged_artifact_without_a_look_at_its_bytes_is_set_aside_with_it(
+    store: ArtifactStore,
+) -> None:
+    base, sft, lora = chain(store, is_verified=False)
     flip_bit(base.path / "model" / "weights.bin")
-    moved = artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])
+    moved = artifact_commands.set_aside(store, [UntrustedArtifact(base.path, "damaged", base)])
     assert stages(moved) == ["pretrain", "sft", "lora"]
     assert "made from pretrain kkkkkkkkkkkk without a look at its digests" in str(moved[1])
-    assert [fresh_home.store.find(one.stage, one.key) for one in (base, sft, lora)] == [None, None, None]
+    assert [store.find(one.stage, one.key) for one in (base, sft, lora)] == [None, None, None]
 
 
-def test_what_was_made_from_verified_bytes_stays(fresh_home: Home) -> None:
-    base, sft, lora = chain(fresh_home, is_verified=True)
+def test_what_was_made_from_verified_bytes_stays(store: ArtifactStore) -> None:
+    base, sft, lora = chain(store, is_verified=True)
     flip_bit(base.path / "model" / "weights.bin")
-    assert stages(artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])) == [
-        "pretrain"
-    ]
-    assert fresh_home.store.find("sft", sft.key) and fresh_home.store.find("lora", lora.key)
+    assert stages(artifact_commands.set_aside(store, [UntrustedArtifact(base.path, "damaged", base)])) == ["pretrain"]
+    assert store.find("sft", sft.key) and store.find("lora", lora.key)
 
 
-def test_what_was_made_from_an_artifact_whose_manifest_alone_is_lost_stays(fresh_home: Home) -> None:
-    base, *_ = chain(fresh_home, is_verified=False)
+def test_what_was_made_from_an_artifact_whose_manifest_alone_is_lost_stays(store: ArtifactStore) -> None:
+    base, *_ = chain(store, is_verified=False)
     (base.path / "manifest.json").write_bytes(b"[" * 100_000)
-    (problem,) = fresh_home.store.unreadable().values()
+    (problem,) = store.unreadable().values()
     assert "nested too deeply" in problem
-    assert stages(artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, problem)])) == ["pretrain"]
+    assert stages(artifact_commands.set_aside(store, [UntrustedArtifact(base.path, problem)])) == ["pretrain"]
 
 
-def test_a_suspect_is_not_taken_from_mlflow_until_it_was_built_anew(fresh_home: Home) -> None:
-    base, sft, _ = chain(fresh_home, is_verified=False)
+def test_a_suspect_is_not_taken_from_mlflow_until_it_was_built_anew(store: ArtifactStore) -> None:
+    base, sft, _ = chain(store, is_verified=False)
 
     class Copies:
         """Another place that has a copy of the adapted model."""
@@ -324,9 +331,9 @@ def test_a_suspect_is_not_taken_from_mlflow_until_it_was_built_anew(fresh_home: 
         def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
             raise AssertionError
 
-    elsewhere = ArtifactStore(fresh_home.store.root, Copies())
+    elsewhere = ArtifactStore(store.root, Copies())
     flip_bit(base.path / "model" / "weights.bin")
-    artifact_commands.set_aside(fresh_home.store, [UntrustedArtifact(base.path, "damaged", base)])
+    artifact_commands.set_aside(store, [UntrustedArtifact(base.path, "damaged", base)])
     assert elsewhere.find("sft", sft.key) is None
     sft = replace(sft, manifest={**sft.manifest, "published": sft.manifest["published"] + 60})
     assert elsewhere.find("sft", sft.key)

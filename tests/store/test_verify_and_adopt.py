@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.artifact_home import DAY, LONG_AGO, Home, keys, older, printed
+from support.planned_homes import House
 
-from ttrain.config.loading import load
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.flows.full import full
 from ttrain.pipeline import artifact_commands
-from ttrain.pipeline.plan import key_of, plan
+from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, write_manifest
 
 # --- verify -------------------------------------------------------------------------------------------------------------
@@ -78,37 +77,47 @@ def alter(manifest: Path, **values: Any) -> None:
     manifest.write_text(json.dumps(told))  # half a pair is an escape in it
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda manifest: manifest.unlink(), "manifest.json is missing"),
-        (lambda manifest: os.truncate(manifest, 40), "manifest.json cannot be read: "),
-        (lambda manifest: manifest.write_text("[" * 100_000), "manifest.json cannot be read: it is nested too deeply"),
-        (lambda manifest: manifest.write_text("[]"), "manifest.json is not one that this version of ttrain writes"),
-        (lambda manifest: write_json(manifest, {"format": 1}), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, note="\ud800"), "manifest.json cannot be read: it holds half a surrogate pair"),
-        (lambda manifest: alter(manifest, provenance=3), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, provenance={"settings": 3}), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, ingredients={"inputs": []}), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, inputs={"base": 3}), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), "manifest.json lacks what every artifact has"),
-        (lambda manifest: alter(manifest, absent=3), "manifest.json lacks what every artifact has"),
-        (
-            lambda manifest: write_json(manifest, {**read_json(manifest), "result": {"loss": 1.4}}),
-            "manifest.json was altered after it was written",
-        ),
-    ],
-    ids=[
-        *("missing", "truncated", "nested", "another value", "empty", "surrogate", "provenance", "settings", "ingredients"),
-        *("inputs", "input without a stage", "absent", "another figure"),
-    ],
-)
-def test_an_artifact_whose_manifest_is_damaged_is_named_by_list_and_verify(
-    user_home: Home, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], said: str
+UNREADABLE, LACKS = "cannot be read: ", "lacks what every artifact has"
+OTHER = "is not one that this version of ttrain writes"
+MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda manifest: manifest.unlink(), "is missing"),
+    "truncated": (lambda manifest: os.truncate(manifest, 40), UNREADABLE),
+    "empty": (lambda manifest: manifest.write_text(""), UNREADABLE),
+    "nested": (lambda manifest: manifest.write_text("[" * 100_000), f"{UNREADABLE}it is nested too deeply"),
+    "surrogate": (lambda manifest: alter(manifest, note="\ud800"), f"{UNREADABLE}it holds half a surrogate pair"),
+    "another value": (lambda manifest: manifest.write_text("[]"), OTHER),
+    "null": (lambda manifest: manifest.write_text("null"), OTHER),
+    "another format": (lambda manifest: alter(manifest, format=2), OTHER),
+    "the format alone": (lambda manifest: write_json(manifest, {"format": 1}), LACKS),
+    "provenance": (lambda manifest: alter(manifest, provenance=3), LACKS),
+    "settings": (lambda manifest: alter(manifest, provenance={"settings": 3}), LACKS),
+    "ingredients": (lambda manifest: alter(manifest, ingredients={"inputs": []}), LACKS),
+    "inputs": (lambda manifest: alter(manifest, inputs={"base": 3}), LACKS),
+    "input without a stage": (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), LACKS),
+    "absent": (lambda manifest: alter(manifest, absent=3), LACKS),
+    "another figure": (
+        lambda manifest: write_json(manifest, {**read_json(manifest), "result": {"loss": 1.4}}),
+        "was altered after it was written",
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", MANIFESTS)
+def test_an_artifact_whose_manifest_is_damaged_is_not_found_and_is_named(user_home: Home, harm: str) -> None:
+    whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
+    damage, said = MANIFESTS[harm]
+    damage(harmed.path / "manifest.json")
+    assert user_home.store.find("sft", harmed.key) is None and user_home.store.find("sft", whole.key) == whole
+    ((path, problem),) = user_home.store.damaged().items()
+    assert path == harmed.path and problem.startswith(f"manifest.json {said}")
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_listed_verified_and_set_aside(
+    user_home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
-    harm(harmed.path / "manifest.json")
-    assert user_home.store.find("sft", harmed.key) is None
+    os.truncate(harmed.path / "manifest.json", 40)
+    said = "manifest.json cannot be read: "
     rows = json.loads(printed(capsys, "artifacts", "list", "--json"))
     assert {(row["key"], row["state"].startswith(f"damaged: {said}")) for row in rows} == {
         (whole.key, False), (harmed.key, True)
@@ -141,48 +150,26 @@ def test_verify_names_what_was_made_from_damaged_bytes_and_sets_it_aside_too(
 # --- adopt --------------------------------------------------------------------------------------------------------------
 
 
-class Pipeline:
-    """A home where the first stages of `full` are finished, as if made by other code than today's."""
-
-    def __init__(self, directory: Path) -> None:
-        self.data, self.store = directory / "data", ArtifactStore(directory / "home")
-        self.data.mkdir()
-        for name in ("documents", "chats", "domain"):
-            (self.data / f"{name}.jsonl").write_text('{"text": "a"}\n')
-
-    @property
-    def overrides(self) -> list[str]:
-        files = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
-        return [f"data.{name}={self.data / file}.jsonl" for name, file in files.items()]
-
-    def plan(self, *overrides: str) -> dict[str, Planned]:
-        settings = load([*self.overrides, *overrides], environment={}).settings
-        return {planned.stage.name: planned for planned in plan(full, settings, self.store)}
-
-    def publish(self, planned: Planned, **ingredients: Any) -> Artifact:
-        """What the plan would build, but made of these other ingredients."""
-        made = {**planned.ingredients, **ingredients}
-        key = key_of(made)
-        output = self.store.work(planned.stage.name, key) / "output"
-        output.mkdir(parents=True)
-        (output / "tokenizer.json").write_text("{}")
-        rest = {"result": {}, "inputs": {}, "seconds": 1.0, "provenance": {"libraries": {"torch": "2.12"}}}
-        return self.store.publish(planned.stage.name, key, output, {**rest, "ingredients": made})
-
-
 @pytest.fixture
-def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    return Pipeline(tmp_path)
+def pipeline(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
+    monkeypatch.setenv("TTRAIN_HOME", str(house.store.root))
+    return house
+
+
+def published(house: House, planned: Planned, **ingredients: Any) -> Artifact:
+    """What the plan would build, but made of these other ingredients."""
+    made = {**planned.ingredients, **ingredients}
+    more = {"inputs": {}, "seconds": 1.0, "provenance": {"libraries": {"torch": "2.12"}}}
+    return house.publish(replace(planned, key=key_of(made), ingredients=made), "text", **more)
 
 
 def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
-    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+    pipeline: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = pipeline.plan()["tokenizer"]
-    old = pipeline.publish(planned, code=older(planned))
+    old = published(pipeline, planned, code=older(planned))
     assert pipeline.plan()["tokenizer"].state == "run"
-    text = printed(capsys, "artifacts", "adopt", "tokenizer", old.key[:8], *pipeline.overrides)
+    text = printed(capsys, "artifacts", "adopt", "tokenizer", old.key[:8], *pipeline.files)
     assert "module ttrain.data.tokenizer changed" in text
     after = pipeline.plan()["tokenizer"]
     assert (after.state, after.key) == ("cached", planned.key)
@@ -193,7 +180,7 @@ def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
     assert entry["differences"][0] == "module ttrain.data.tokenizer changed"
     assert after.artifact.manifest["provenance"] == old.manifest["provenance"], "it is still the work of that day"
     assert after.artifact.content == old.content
-    assert (after.artifact.path / "tokenizer.json").samefile(old.path / "tokenizer.json")
+    assert (after.artifact.path / "heldout" / "file").samefile(old.path / "heldout" / "file")
     assert pipeline.store.find("tokenizer", old.key) == old
     assert artifact_commands.verify(after.artifact) == []
     assert after.artifact.key == pipeline.store.latest("tokenizer").key
@@ -201,9 +188,9 @@ def test_what_differs_in_code_alone_is_kept_under_the_new_key_and_says_so(
         artifact_commands.adopt(pipeline.store, after, after.artifact.key)
 
 
-def test_what_was_adopted_before_tells_all_of_its_past(pipeline: Pipeline) -> None:
+def test_what_was_adopted_before_tells_all_of_its_past(pipeline: House) -> None:
     planned = pipeline.plan()["tokenizer"]
-    first = pipeline.publish(planned, code=older(planned))
+    first = published(pipeline, planned, code=older(planned))
     between = {**planned.ingredients, "code": {**older(planned), "ttrain.data.records": digest_of("older")}}
     second = artifact_commands.adopt(
         pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key
@@ -223,10 +210,10 @@ def test_what_was_adopted_before_tells_all_of_its_past(pipeline: Pipeline) -> No
     ids=["settings", "files", "inputs", "arguments"],
 )
 def test_what_differs_in_more_than_code_is_refused_with_the_difference(
-    pipeline: Pipeline, changed: dict[str, Any], said: str
+    pipeline: House, changed: dict[str, Any], said: str
 ) -> None:
     planned = pipeline.plan()["tokenizer"]
-    old = pipeline.publish(planned, code=older(planned), **changed)
+    old = published(pipeline, planned, code=older(planned), **changed)
     with pytest.raises(UsageError, match="more than code differs") as error:
         artifact_commands.adopt(pipeline.store, planned, old.key)
     assert said in str(error.value)
@@ -234,15 +221,15 @@ def test_what_differs_in_more_than_code_is_refused_with_the_difference(
     assert pipeline.plan()["tokenizer"].state == "run"
 
 
-def test_a_damaged_artifact_is_not_adopted(pipeline: Pipeline) -> None:
+def test_a_damaged_artifact_is_not_adopted(pipeline: House) -> None:
     planned = pipeline.plan()["tokenizer"]
-    old = pipeline.publish(planned, code=older(planned))
-    flip(old.path / "tokenizer.json")
-    with pytest.raises(ArtifactError, match=r"tokenizer\.json was altered"):
+    old = published(pipeline, planned, code=older(planned))
+    flip(old.path / "heldout" / "file")
+    with pytest.raises(ArtifactError, match="heldout/file was altered"):
         artifact_commands.adopt(pipeline.store, planned, old.key)
 
 
-def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: Pipeline) -> None:
+def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: House) -> None:
     with pytest.raises(UsageError, match="waits for pretrain, shards-sft"):
         artifact_commands.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
 

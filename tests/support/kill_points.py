@@ -6,9 +6,13 @@ import io
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from support.paths import ROOT, TESTS
 
 
 def die(*arguments: object) -> None:
@@ -59,3 +63,10 @@ def killed_everywhere(
         shutil.copytree(template, copy)
         if not killed_at(number, names, lambda: action(copy), writing=writing):  # noqa: B023
             return number
+
+
+def number_printed_by(code: str, *arguments: object) -> int:
+    """What Python code prints in a process of its own, as where it forks."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
+    return int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,23 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
-
-
 AFTER_SFT = {"sft", "lora", "evaluate"}
-
-
 EVERYTHING = {"tokenizer", *SHARDS, "pretrain", *AFTER_SFT}
-
-
 RESULT = {"rows": {"rows": 10}, "steps": 1, "tokens": 4096}
 
 
 @functools.cache
 def _digests_of_modules() -> bytes:
-    with tempfile.TemporaryDirectory() as directory:
-        cache = DigestCache(path := Path(directory) / "digests.json")
-        for stage in STAGES.values():
-            code_digests(stage.module, cache)
-        cache.save()
-        return path.read_bytes() if path.exists() else b"{}"
+    cache = DigestCache(path := ROOT / ".pytest_cache" / "digests.json")
+    for stage in STAGES.values():
+        code_digests(stage.module, cache)
+    cache.save()
+    return path.read_bytes() if path.exists() else b"{}"
 
 
 def remember_modules(home: Path) -> None:
-    """Give a home the digests of the package's modules, as an earlier run leaves them: to parse them takes 1 s."""
+    """Give a home the digests of the package's modules, as an earlier run leaves them: to parse them takes 1 s, which the
+    checkout's own memory of them spares the next session."""
     (home / "cache").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "digests.json").write_bytes(_digests_of_modules())
 
@@ -67,10 +60,14 @@ class House:
         path.write_text(text)
         return path
 
+    @property
+    def files(self) -> list[str]:
+        """The settings that name its files."""
+        names = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
+        return [f"data.{name}={self.data / file}.jsonl" for name, file in names.items()]
+
     def settings(self, *overrides: str, files: Sequence[Path] = ()) -> Settings:
-        data = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
-        own = [f"data.{name}={self.data / file}.jsonl" for name, file in data.items()]
-        return load([*own, *overrides], files=files, environment={}).settings
+        return load([*self.files, *overrides], files=files, environment={}).settings
 
     def build(
         self,

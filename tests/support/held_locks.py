@@ -1,0 +1,34 @@
+"""Locks of the store that another process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.paths import ROOT
+
+HOLD = """
+import sys
+from pathlib import Path
+from ttrain.store.artifacts import ArtifactStore
+with ArtifactStore(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def held_elsewhere(home: Path, stage: str, key: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of (stage, key) until it gets a line or is killed, at the latest at the end."""
+    command = [sys.executable, "-P", "-c", HOLD, str(home), stage, key]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
