@@ -208,6 +208,7 @@ def test_no_files_import_each_other() -> None:
         pytest.param(("ttrain",), ("mlflow",), ("ttrain.tracking",), id="mlflow only in tracking"),
         pytest.param(("ttrain.train", "ttrain.evaluate"), ("ttrain.model", "ttrain.tracking"), (), id="no model in train"),
         pytest.param(("ttrain.stages",), ("ttrain.tracking",), (), id="stages do not track"),
+        pytest.param(("ttrain",), ("flows", "tasks"), (), id="a user's packages of these names are not ours"),
         pytest.param(
             ("ttrain",), ("ttrain.stages.training", "ttrain.stages.pretrain", "ttrain.stages.sft", "ttrain.stages.lora"),
             ("ttrain.stages", "ttrain.doctor"), id="only stages and the doctor import a stage",

@@ -145,7 +145,8 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "d.jsonl", [{**chat(one, one), "poem": one} for one in texts(5)])
     assert run("data", "validate", "d.jsonl", "--text-field", "poem", "--json").json["kind"] == "documents"
     done = run("data", "shard", "a.jsonl", "c.jsonl", "--tokenizer", "t", "--out", "out")
-    assert done.code == 2 and "a.jsonl" in done.err and "c.jsonl" in done.err
+    assert done.code == 2
+    assert "c.jsonl holds documents but a.jsonl chats; shard them apart, or set --kind" in done.err.replace("\n", " ")
 
 
 # --- stats --------------------------------------------------------------------------------------------------------------
@@ -321,11 +322,3 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     assert "\x1b[31mNear" not in shown.out
     records = run("data", "inspect", "out", "--tokenizer", tok, "--records", "--json").json["records"]
     assert records[0]["headings"] == ["prompt", "chosen", "rejected"] and set(records[0]["segments"]) <= {0, 1, 2}
-
-
-def test_files_of_different_kinds_are_not_sharded_together(run: Run, tok: Path, tmp_path: Path) -> None:
-    write(tmp_path / "pairs.jsonl", [PAIR])
-    write(tmp_path / "chats.jsonl", [chat("Q", "A")])
-    done = run("data", "shard", "pairs.jsonl", "chats.jsonl", "--tokenizer", tok, "--out", "out")
-    assert done.code == 2
-    assert "chats.jsonl holds chats but pairs.jsonl pairs; shard them apart, or set --kind" in done.err.replace("\n", " ")

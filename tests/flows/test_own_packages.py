@@ -47,9 +47,7 @@ def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(folder: Path, w
     assert '"pipeline": "full"' in done.stdout
 
 
-def test_no_module_of_ours_is_imported_by_those_names() -> None:
+def test_no_module_of_ours_has_those_names() -> None:
     """In the checkout `flows` and `tasks` are at the top; ttrain/flows and ttrain/tasks are links to them."""
     for name in ("flows", "tasks"):
         assert (ROOT / "ttrain" / name).resolve() == ROOT / name
-    code = "import sys, ttrain.flows.deployments; assert not {'flows', 'tasks'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

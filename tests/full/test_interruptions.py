@@ -76,13 +76,13 @@ def check_tracking(cli: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_saves_the_state_and_tells_everyone(fresh: Any, signum: int, code: int) -> None:
+def test_a_hangup_saves_the_state_and_tells_everyone(fresh: Any) -> None:
+    """The other signals: soak/test_train_signals.py."""
     process = fresh.start(*PRETRAIN_ONLY)
     wait_until(lambda: len(checkpoints(fresh.home)) > 0, 600)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGHUP)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == code, said
+    assert process.returncode == 129, said
     assert "Traceback" not in said and "same command continues" in said
     wait_until(lambda: not processes_of(fresh.home), 20)
     run = fresh.runs()[0]

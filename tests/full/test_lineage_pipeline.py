@@ -101,15 +101,6 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
     assert places == [str(finished.data / f"docs-{number}.jsonl") for number in (1, 2)]
 
 
-def test_the_tokenizer_is_an_artifact_with_its_figures_and_a_registered_model(finished: Cli) -> None:
-    query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.stage' AND value = 'tokenizer'"
-    [(run_id,)] = finished.rows("mlflow", query)
-    assert (finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / "tokenizer").is_dir()
-    metrics = dict(finished.rows("mlflow", "SELECT key, value FROM latest_metrics WHERE run_uuid = ?", run_id))
-    assert metrics["tok/unk_rate"] == 0 and metrics["tok/bytes_per_token"] > 1
-    assert finished.rows("mlflow", "SELECT version FROM model_versions WHERE name = 'tiny-test-tokenizer'") == [(1,)]
-
-
 def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
     versions = {
         str(name): str(text) for name, text in finished.rows("mlflow", "SELECT name, description FROM model_versions")

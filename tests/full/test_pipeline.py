@@ -149,22 +149,22 @@ def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(finished: An
 
 def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(copy_of: CliFactory) -> None:
     cli = copy_of()
-    chats = cli.data / "chats.jsonl"
-    good = chats.read_text(encoding="utf-8")
-    chats.write_text("not JSON\n" * 20 + good.replace("Say", "Tell"), encoding="utf-8")
-    said = cli.here("pipeline", "run", "full", "--engine", "none", code=1)
-    assert said.count("chats.jsonl:1") == 1 and "reading.rejected_fraction" in said and "Traceback" not in said
+    domain = cli.data / "domain.jsonl"
+    good = domain.read_text(encoding="utf-8").replace("plus", "and")
+    domain.write_text("not JSON\n" * 20 + good, encoding="utf-8")
+    said = cli.here("pipeline", "run", "full", "sft.seed=2", "--engine", "none", code=1)
+    assert said.count("domain.jsonl:1") == 1 and "reading.rejected_fraction" in said and "Traceback" not in said
     run = cli.runs()[0]
     outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
-    assert run["outcome"] == "failed" and outcomes["shards-sft"] == "failed"
-    assert outcomes["pretrain"] == outcomes["sft"] == "pending", "no training begins before all shards are there"
+    assert run["outcome"] == "failed" and outcomes["shards-lora"] == "failed"
+    assert outcomes["sft"] == outcomes["lora"] == "pending", "no training begins before all shards are there"
     logs = {path: path.stat().st_mtime_ns for path in cli.home.glob("store/*/*/run/log.txt")}
-    chats.write_text(good.replace("Say", "Tell"), encoding="utf-8")
-    said = cli.here("pipeline", "rerun", "sft", "--run", run["run"], "--engine", "none", settings=False)
+    domain.write_text(good, encoding="utf-8")
+    said = cli.here("pipeline", "rerun", "lora", "--run", run["run"], "sft.seed=1", "--engine", "none", settings=False)
     assert f"settings of {run['run']}, apart from the defaults: " in said and 'name="tiny-test"' in said
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
     built = [name for name, outcome in outcomes.items() if outcome == "completed"]
-    assert built == ["shards-sft", "sft", "lora", "evaluate"]
+    assert built == ["shards-lora", "lora", "evaluate"]
     assert {outcomes[name] for name in STAGES if name not in built} == {"cached"}
     assert logs == {path: path.stat().st_mtime_ns for path in logs}, "no finished stage ran again"
     assert cli.to_run() == []

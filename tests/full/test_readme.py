@@ -17,14 +17,14 @@ from support.snippets import PAGES, ROOT, commands, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
-SERVERS = {  # run by test_interruptions, test_schedules and faults/test_nights_soak
+SERVERS = {  # run by test_interruptions, test_schedules_pipeline and soak/test_nights_kills
     "ttrain up",
     "ttrain down",
     "ttrain pipeline serve",
     "ttrain pipeline schedule nightly --cron '0 2 * * *' --timezone Europe/Berlin -c my.yaml",
 }
 ALONE = {"ttrain doctor", "ttrain train regression"}  # run by test_doctor and test_cli_train
-OTHERS = (  # run by faults/test_serve, test_gate, test_import; test_ui, test_compare, test_sweep, test_lineage_pipeline
+OTHERS = (  # run by soak/test_serve_kills, test_gate, test_import; test_ui, test_compare, test_sweep, test_lineage_pipeline
     "ttrain serve ", "ttrain gate train ", "ttrain models import ",
     "ttrain compare ", "ttrain sweep ", "ttrain reproduce ",
 )  # fmt: skip

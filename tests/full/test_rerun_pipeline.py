@@ -1,4 +1,4 @@
-"""What was killed is run again under other code, and branches side by side; a failed stage: test_pipeline.py."""
+"""What was killed is run again under other code, and a part of a pipeline; a failed stage: test_pipeline.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 from support.waiting import wait_until
-
-from ttrain import tracking
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
 
@@ -54,33 +52,6 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     weights = "model/model.safetensors"
     assert manifest["files"][weights]["sha256"] == never_killed.manifest("pretrain", LONGER)["files"][weights]["sha256"]
     assert "everything is cached" in cli(*part, LONGER)
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_two_variants_at_once_build_what_they_share_once(copy_of: Callable[..., Any]) -> None:
-    cli = copy_of()
-    base = ("pipeline", "run", "full", "--until", "sft", "--engine", "none", "pretrain.seed=5")
-    rates = ("sft.optim.lr=1e-4", "sft.optim.lr=2e-4")
-    both = [cli.start(*base, rate) for rate in rates]
-    said = [process.communicate(timeout=240)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    found = [{stage["name"]: stage for stage in run["stages"]} for run in cli.runs()[:2]]
-    assert sorted(run["pretrain"]["outcome"] for run in found) == ["cached", "completed"]
-    assert [run["sft"]["outcome"] for run in found] == ["completed", "completed"]
-    assert found[0]["pretrain"]["key"] == found[1]["pretrain"]["key"] and found[0]["sft"]["key"] != found[1]["sft"]["key"]
-    assert "lora" not in found[0]
-    for rate in rates:
-        assert cli.to_run("pretrain.seed=5", rate) == ["lora", "evaluate"]
-
-    views = [tracking.read_run(cli.home, run["run"]) for run in cli.runs()[:2]]
-    assert {name for name in views[0].params if views[0].params[name] != views[1].params[name]} == {"sft.optim.lr"}
-    params = "SELECT key, value FROM params WHERE run_uuid = ?"
-    logged = [dict(cli.rows("mlflow", params, view.run_id)) for view in views]
-    curve = "SELECT step, value FROM metrics WHERE run_uuid = ? AND key = 'Curves/pretrain loss' ORDER BY step"
-    curves = [cli.rows("mlflow", curve, view.run_id) for view in views]
-    assert {name for name in logged[0] if logged[0][name] != logged[1].get(name)} == {"sft.optim.lr"}
-    assert curves[0] == curves[1] and len(curves[0]) > 3  # also of the run that found the stage cached
 
 
 @pytest.mark.soak

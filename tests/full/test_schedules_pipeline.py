@@ -11,7 +11,6 @@ import sys
 import time
 from datetime import datetime
 
-import psutil
 import pytest
 from support.pipeline_home import Cli
 from support.served import ask, flow_runs, processes_of, serving, slot
@@ -108,30 +107,3 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
 
 def every_five_seconds(cli: Cli) -> None:
     subprocess.run([sys.executable, "-c", EVERY_FIVE_SECONDS, str(cli.home)], env=cli.environment, check=True)
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_night_by_a_cron_is_stopped_continued_and_outlives_its_server(fresh: Cli) -> None:
-    """Each minute: stopped in pretraining by a SIGTERM to what serves, continued by the next slot; the server is killed."""
-    slow = ("pretrain.tokens=61440", "evaluate.new_tokens=0")
-    with serving(fresh) as served:
-        assert "next: " in fresh("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *slow)
-        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")), 240, lambda: served.said)
-        assert served.stop() == 0
-        assert "Unfinished" in served.said or "Cancelled" in served.said, served.said
-    assert not processes_of(fresh.home)
-
-    with serving(fresh) as served:
-        wait_until(lambda: flow_runs(fresh.home, "Running"), 120, lambda: served.said)
-        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output")) or flow_runs(fresh.home, "Promoted"), 60)
-        server = server_records.live_server(fresh.home, "prefect")
-        assert server is not None
-        psutil.Process(server.pid).kill()
-        served.wait_for("the Prefect server is gone; starting it again", 60)
-        promoted = wait_until(lambda: flow_runs(fresh.home, "Promoted"), 240, lambda: served.said)
-        wait_until(lambda: flow_runs(fresh.home, "NothingNew"), 180, lambda: served.said)
-        assert len(promoted) == 1
-        result = fresh.manifest("pretrain", *slow)["result"]
-        assert result["resumed_from_step"] > 0
-    assert served.process.returncode == 0 and not processes_of(fresh.home)

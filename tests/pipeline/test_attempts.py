@@ -41,10 +41,8 @@ def test_a_stage_s_own_attempts_stand_before_those_of_all_stages() -> None:
     assert runtime.attempts_of("sft") == StageRuntime(retries=3, retry_delay_seconds=10, timeout_seconds=60)
     assert runtime.attempts_of("shards-sft") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=5)
     assert runtime.attempts_of("lora") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=60)
-
-
-def test_no_retries_of_its_own_are_not_those_of_all() -> None:
-    assert Runtime(retries=2, stages={"sft": StageRuntime(retries=0)}).attempts_of("sft").retries == 0
+    none = Runtime(retries=2, stages={"sft": StageRuntime(retries=0)})
+    assert none.attempts_of("sft").retries == 0, "which is not the same as none of its own"
 
 
 def test_each_stage_of_the_table_can_have_its_own_and_no_other_name_can() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planned_homes import AFTER_SFT, EVERYTHING, House, running
+from support.planned_homes import EVERYTHING, House, running
 
 from ttrain.config.loading import load
 from ttrain.core import hashing, machine
@@ -38,18 +38,6 @@ def test_a_change_that_is_taken_back_finds_what_was_there(built: House, copy: Pa
     replace(copy / "train" / "schedules.py", "WARMUP_STEPS = 11", "WARMUP_STEPS = 10")
     built.write("chats.jsonl", '{"messages": []}\n')
     assert running(built.plan()) == set()
-
-
-def test_an_artifact_that_came_out_with_other_bytes_reruns_what_reads_it(built: House) -> None:
-    """As where a library computes differently; to the same bytes nothing runs."""
-    base, upstream = built.store.latest("pretrain"), {*EVERYTHING} - {"sft", "lora", "evaluate"}
-    for text, runs in (("", set()), ("another", {"sft", "lora", "evaluate"})):
-        shutil.rmtree(base.path)
-        built.build(built.settings(), says=lambda stage, key, text=text: text or key, stages=upstream)
-        stages = built.plan()
-        assert running(stages) == runs
-    new = built.store.latest("pretrain")
-    assert stages["sft"].why == (f"input base: {base.content[:12]} → {new.content[:12]}",)
 
 
 # --- what does not count, and is told: libraries and Python
@@ -85,19 +73,33 @@ def remade(house: House, **provenance: Any) -> None:
     house.publish(planned, artifact.key, provenance=provenance)
 
 
-def notes_of(house: House) -> dict[str, list[str]]:
-    return {stage["name"]: stage["notes"] for stage in plan_json("full", house.plan().values())["stages"]}
+HERE = {"libraries": machine.versions(), "python": platform.python_version()}
+TORCH = f"here is torch {machine.versions()['torch']}"
 
 
-def test_another_version_of_a_library_reruns_nothing_and_is_told(built: House) -> None:
-    here = machine.versions()
-    remade(built, libraries={**here, "torch": "2.12.0", "numpy": here["numpy"]}, python=platform.python_version())
-    assert running(built.plan()) == set()
-    told = f"made with torch 2.12.0, here is torch {here['torch']}"
-    assert notes_of(built) == {name: [told] if name == "sft" else [] for name in built.plan()}
-    assert [row[3] for row in plan_rows(built.plan().values()) if row[0] == "sft"] == [
-        f"same settings, inputs and code; {told}"
-    ]
+@pytest.mark.parametrize(
+    ("provenance", "told"),
+    [
+        (HERE, ""),
+        ({**HERE, "libraries": {**machine.versions(), "torch": "2.12.0"}}, f"made with torch 2.12.0, {TORCH}"),
+        (
+            {"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"},
+            f"made with torch 2.12.0, Python 3.10.1, {TORCH}, Python {platform.python_version()}",
+        ),
+    ],
+    ids=["the same", "another library", "another Python"],
+)
+def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(
+    built: House, provenance: dict[str, Any], told: str
+) -> None:
+    remade(built, **provenance)
+    stages = built.plan()
+    assert running(stages) == set()
+    notes = {stage["name"]: stage["notes"] for stage in plan_json("full", stages.values())["stages"]}
+    assert notes == {name: [told] if told and name == "sft" else [] for name in stages}
+    [row] = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
+    assert row[3] == f"same settings, inputs and code{'; ' * bool(told)}{told}"
+    assert not any(stage["notes"] for stage in plan_json("full", built.plan("sft.seed=2").values())["stages"])
 
 
 def test_the_installed_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,23 +107,6 @@ def test_the_installed_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(metadata, "version", lambda name: pytest.fail("looked up again"))
     found["torch"] = "changed by whoever asked"
     assert machine.versions()["torch"] != found["torch"]
-
-
-def test_the_same_versions_are_not_told(built: House) -> None:
-    remade(built, libraries=machine.versions(), python=platform.python_version())
-    assert not any(notes_of(built).values())
-
-
-def test_another_python_is_told_with_the_libraries(built: House) -> None:
-    remade(built, libraries={"torch": "2.12.0", "of long ago": "1"}, python="3.10.1")
-    here = f"torch {machine.versions()['torch']}, Python {platform.python_version()}"
-    assert notes_of(built)["sft"] == [f"made with torch 2.12.0, Python 3.10.1, here is {here}"]
-
-
-def test_what_will_run_anyway_is_told_nothing_of_its_libraries(built: House) -> None:
-    remade(built, libraries={"torch": "2.12.0"})
-    stages = plan_json("full", built.plan("sft.seed=2").values())["stages"]
-    assert not any(stage["notes"] for stage in stages)
 
 
 def test_the_text_that_ships_counts_for_the_stage_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,21 +140,3 @@ def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: Ho
 def test_three_reasons_are_not_shortened() -> None:
     assert [shortened(["a", "b", "c"][:count]) for count in range(4)] == ["", "a", "a; b", "a; b; c"]
     assert shortened(["a", "b", "c", "d"]) == "a; b; c; and 1 more, which `plan --json` has"
-
-
-# --- side branches
-
-
-def test_two_variants_on_one_base_share_all_before_them(built: House) -> None:
-    """A sweep: nothing before the stage that differs is built again, and each variant keeps what it made."""
-    before = {name: planned.key for name, planned in built.plan().items()}
-    variants = [f"sft.optim.lr={rate}" for rate in ("1e-4", "2e-4", "3e-4")]
-    for variant in variants:
-        stages = built.plan(variant)
-        assert running(stages) == AFTER_SFT
-        made = built.build(built.settings(variant))
-        assert {name for name in made if made[name].key != before[name]} == AFTER_SFT
-    assert len(built.store.artifacts("sft")) == 4
-    assert [len(built.store.artifacts(name)) for name in sorted(EVERYTHING - AFTER_SFT)] == [1] * 5
-    for variant in variants:
-        assert running(built.plan(variant)) == set()

@@ -201,17 +201,6 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
     assert "left out by --only lora,sft,shards-sft: evaluate" in done.output
 
 
-def test_names_may_be_given_with_commas_and_again_and_again() -> None:
-    assert stage_names(["a, b", "c", ""]) == {"a", "b", "c"}
-    assert stage_names(None) == frozenset()
-
-
-def test_a_selection_reads_as_it_was_asked_for() -> None:
-    assert [str(selection) for selection, _, _ in CASES[2:4]] == ["--only sft", "--only sft,shards-sft"]
-    assert str(Selection(since="a", until="b")) == "--from a --until b"
-    assert not Selection() and Selection(until="a")
-
-
 @pytest.mark.parametrize("option", ["--only", "--from", "--until", "--force", "--continue"])
 def test_an_empty_variable_of_a_shell_means_no_stage_not_all_of_them(option: str) -> None:
     from ttrain.cli.main import app
