@@ -109,7 +109,7 @@ def add_database(migrated_database: Path) -> Callable[[Path], None]:
     """Give a home a database of MLflow, as a copied one: copying and claiming it takes 10 ms."""
 
     def add(home: Path) -> None:
-        tracking.database_of(home).parent.mkdir(parents=True, exist_ok=True)
+        tracking.database_of(home).parent.mkdir(parents=True)
         shutil.copy(migrated_database, tracking.database_of(home))
         tracking.repair_moved_home(home)
 

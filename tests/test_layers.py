@@ -60,8 +60,9 @@ LOADS = {
     "ttrain.flows.endpoint": "torch",
 }
 HELP = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
 import typer
+typer.main.get_command = functools.cache(typer.main.get_command)  # else each page builds all commands anew
 from ttrain.cli.main import app, main
 heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna", "vl_convert")
 def walk(command, words):

@@ -234,7 +234,7 @@ def test_a_nights_newer_model_is_not_compared_with_the_users_adapter(
     for made in (newer, newest):
         night.stage(made.stage, outcome="completed", key=made.key)  # and it goes on
 
-    words = ("pretrain", "sft", "--choices", "words.jsonl")
+    words = ("pretrain", "sft", "--choices", "words.jsonl", "--limit", "2")
     text = said(capsys, *words)
     assert f"pretrain = mine, {mine.run}:pretrain, {'3' * 12} (there is a newer pretrain, {'7' * 12}: " in text
     assert f"sft = mine, {mine.run}:sft, {'4' * 12} (there is a newer sft, " in text and "lineage" not in text
@@ -245,7 +245,7 @@ def test_a_nights_newer_model_is_not_compared_with_the_users_adapter(
     assert told["sft"]["digest"] == weights_digest(tuned.path / "model")
     told = json.loads(said(capsys, *words, "--json", "--run", night.run))["identities"]
     assert [one["key"] for one in told.values()] == [newer.key, newest.key]
-    assert "not of one lineage: pretrain, " in said(capsys, "pretrain", f"{night.run}:sft", "--choices", "words.jsonl")
+    assert "not of one lineage: pretrain, " in said(capsys, "pretrain", f"{night.run}:sft", *words[2:])
 
 
 def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_secret_parameters_are_hidden_wherever_a_text_has_them(words: str, shown
 
 def test_masking_takes_linear_time() -> None:
     seconds = []
-    for count in (20_000, 80_000):
+    for count in (10_000, 40_000):
         began = time.process_time()
         redact.text("a://b:c" * count + "a" * count + "https://h/?" * count + "a://u:p@b/" * count + "?sig=" * count)
         seconds.append(time.process_time() - began)

@@ -45,20 +45,6 @@ def runs_home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tracked_home
 
 
-@pytest.fixture
-def copied_database(add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repair finds its new database made, instead of migrating one, which takes 1 s."""
-    set_damaged_aside = tracking.set_damaged_database_aside
-
-    def set_aside_and_add(home: Path) -> tuple[str, Path] | None:
-        found = set_damaged_aside(home)
-        if found:
-            add_database(home)
-        return found
-
-    monkeypatch.setattr(tracking, "set_damaged_database_aside", set_aside_and_add)
-
-
 def overwrite(start: int, size: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         with path.open("r+b") as file:
@@ -204,7 +190,6 @@ def test_damage_that_shows_in_the_middle_loses_nothing(runs_home: Path, caplog: 
     assert {"late", "sft bbbb"} <= runs_of(runs_home).keys()
 
 
-@pytest.mark.usefixtures("copied_database")
 def test_a_repair_that_was_killed_goes_on(runs_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DAMAGES["header"](tracking.database_of(runs_home))
     with monkeypatch.context() as patch:
@@ -219,7 +204,6 @@ def test_a_repair_that_was_killed_goes_on(runs_home: Path, monkeypatch: pytest.M
     assert len(names) == len(set(names)) == 5 and len(runs_of(runs_home)["pretrain aaaa"]["points"]) == 12
 
 
-@pytest.mark.usefixtures("copied_database")
 def test_removed_artifacts_and_records_that_cannot_be_told_are_named(runs_home: Path) -> None:
     shutil.rmtree(runs_home / "store" / "sft")
     path = runs_home / "runs" / "full-20260101-000000-aaaa.json"
@@ -230,7 +214,6 @@ def test_removed_artifacts_and_records_that_cannot_be_told_are_named(runs_home: 
     assert done.runs == ("full-20260102-000000-bbbb",) and done.unreadable == ("full-20260101-000000-aaaa",)
 
 
-@pytest.mark.usefixtures("copied_database")
 def test_runs_that_a_server_had_are_named_where_its_database_may_be_the_damaged_one(
     runs_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_page_is_light_or_dark_as_the_reader_has_it(browser: Browser, pages_ho
     line = f"getComputedStyle({chart(0)}.querySelector('.legend i')).backgroundColor"
     before = browser.evaluate(line)
     assert brightness(ground) > 200 > 100 > brightness(ink)
-    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    browser.prefer("dark")
     try:
         assert brightness(ground) < 50 < 200 < brightness(ink)
         assert browser.evaluate(line) != before
@@ -199,7 +199,7 @@ def test_a_page_is_light_or_dark_as_the_reader_has_it(browser: Browser, pages_ho
         assert brightness(line) > 120
         assert browser.errors == []
     finally:
-        browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+        browser.prefer("light")
 
 
 def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Path) -> None:

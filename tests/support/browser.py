@@ -28,10 +28,10 @@ def executable() -> str | None:
 class Browser:
     """One page of one headless Chromium with a profile of its own, gone when the `with` block ends."""
 
-    def __init__(self, *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
+    def __init__(self, *, width: int = 1400, height: int = 900) -> None:
         self.errors: list[str] = []  # exceptions of the page, and what it logged as an error
         self.requests: list[str] = []  # addresses that the page sent a request to
-        self._size, self._dark = (width, height), dark
+        self._size = width, height
         self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
         self._number = 0
 
@@ -53,10 +53,8 @@ class Browser:
         self._socket = connect(until(page), max_size=None, open_timeout=SECONDS)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        width, height = self._size
-        self.resize(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.resize(*self._size)
+        self.prefer("light")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,6 +66,10 @@ class Browser:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._profile, ignore_errors=True)
+
+    def prefer(self, scheme: str) -> None:
+        """Be a reader who has it `light` or `dark`."""
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def resize(self, width: int, height: int) -> None:
         """The size of the window's inside, in pixels."""
