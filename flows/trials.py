@@ -239,7 +239,7 @@ class TrialRunner:
         record = (runs.read(self.store.root, best.run) if best.run else None) or {}
         figures = {self.request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
         row = {"step": done, "time": time.time(), "metrics": figures}
-        self._parent.keep_rows([f"{json.dumps(row)}\n".encode()])
+        self._parent.log_metrics([row])
 
     def _tracked(self) -> dict[str, str | None]:
         """The sweep's tracked run; no id as long as the tracker's server is silent."""

@@ -130,7 +130,7 @@ def damaged_run(home: Path, caplog: pytest.LogCaptureFixture) -> TrackedRun:
     run = store.start_run("late", identity="4c" * 16, tags={"ttrain.run": "late"}, params={"lr": 0.02})
     assert isinstance(run, TrackedRun)
     run.log_summary({"eval/bits_per_byte": 1.5})
-    run.keep_rows([b'{"step": 1, "tokens": 1, "time": 1700000000, "metrics": {"loss": 1.0}}\n'])
+    run.log_metrics([{"step": 1, "tokens": 1, "time": 1700000000, "metrics": {"loss": 1.0}}])
     run.set_tags({"ttrain.outcome": "completed"})
     run.finish("FINISHED")
     assert store.close() >= 5
@@ -193,7 +193,7 @@ def test_damage_that_shows_in_the_middle_loses_nothing(runs_home: Path, caplog: 
 def test_a_repair_that_was_killed_goes_on(runs_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DAMAGES["header"](tracking.database_of(runs_home))
     with monkeypatch.context() as patch:
-        patch.setattr(TrackedRun, "keep_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(TrackedRun, "log_metrics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt) as killed:
             repair(runs_home, lambda line: None)
     del killed  # with the locks of the outboxes, which die with their process

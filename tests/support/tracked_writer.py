@@ -26,7 +26,7 @@ store = tracking.open_store(home, "outages")
 known = json.loads((home / "known.json").read_text()) if (home / "known.json").exists() else {}
 run = store.start_run("writer", run_id=known.get("run_id"), identity=known.get("identity"), tags={}, params={"lr": 1})
 (home / "known.json").write_text(json.dumps({"run_id": run.id, "identity": run.identity}))
-follower = tracking.MetricsFollower(path, run, home / "followed.json", seconds=0.02)
+follower = tracking.MetricsFollower(path, run, seconds=0.02)
 lines = path.read_text().splitlines(keepends=True) if path.exists() else []
 keep = max(0, len(lines) // 10 * 10 - 10)  # back to the checkpoint
 path.write_text("".join(lines[:keep]))

@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from ttrain import tracking
 from ttrain.cli.main import app
-from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, open_store, outbox, outboxes
-from ttrain.tracking.outboxes import deliver_orphaned_outbox
+from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, open_store, outbox
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def whole_life(home: Path, before: Callable[[int], object]) -> tuple[TrackedRun,
     child = started(store, "sft", parent=parent, tags={"ttrain.stage": "sft"})
     child.link_to_parent("sft")
     path = home / "metrics.jsonl"
-    follower = MetricsFollower(path, child, home / "followed.json", seconds=0.02)
+    follower = MetricsFollower(path, child, seconds=0.02)
     before(3)
     path.write_text(rows(1, 30))
     time.sleep(0.05)
@@ -148,7 +147,7 @@ def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(
     proxy.mode = "well"
     assert [one.things for one in tracking.sync(empty_home)] == [{}, {}]
     assert_all_is_there(server, parent, child)
-    assert not outboxes.list_outboxes(empty_home) and tracking.sync(empty_home) == []
+    assert not outbox.list_outboxes(empty_home) and tracking.sync(empty_home) == []
 
 
 @pytest.mark.parametrize(("mode", "status"), [("no page", FOREIGN["no page"]), also("no entry", FOREIGN["no entry"])])
@@ -158,7 +157,7 @@ def test_a_server_that_is_no_mlflow_is_no_refusal(proxy: Proxy, empty_home: Path
     store, path = opened(empty_home), empty_home / "metrics.jsonl"
     path.write_text(rows(1, 20))
     run = started(store)
-    MetricsFollower(path, run, empty_home / "followed.json").stop()
+    MetricsFollower(path, run).stop()
     run.finish("FINISHED")
     assert store.close() == 3
     (left,) = tracking.sync(empty_home)
@@ -213,7 +212,7 @@ def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, s
     parent, child = whole_life(empty_home, lambda part: None)
     proxy.mode = "well"
     store = opened(empty_home)
-    wait_until(lambda: not outboxes.list_outboxes(empty_home))
+    wait_until(lambda: not outbox.list_outboxes(empty_home))
     store.close()
     assert_all_is_there(server, parent, child)
 
@@ -236,10 +235,10 @@ def test_a_batch_whose_answer_was_lost_is_not_doubled_by_the_steps_made_again(pr
     store, path = opened(empty_home), empty_home / "metrics.jsonl"
     run = started(store)
     path.write_text(rows(1, 10))
-    MetricsFollower(path, run, empty_home / "one.json").stop()
+    MetricsFollower(path, run).stop()
     proxy.mode = "hanging"
     path.write_text(rows(1, 20))
-    follower = MetricsFollower(path, run, empty_home / "two.json", seconds=0.02)
+    follower = MetricsFollower(path, run, seconds=0.02)
     wait_until(lambda: store.caller.is_silent)
     path.write_text(rows(1, 30))  # again from step 1, say: other times
     proxy.mode = "well"
@@ -270,7 +269,7 @@ def test_what_arrived_before_a_kill_that_came_before_its_note_is_there_once(serv
     victim.start()
     victim.join(60)
     assert victim.exitcode == -signal.SIGKILL
-    left = [json.loads((folder / "run.json").read_text()) for folder in outboxes.list_outboxes(empty_home)]
+    left = [json.loads((folder / "run.json").read_text()) for folder in outbox.list_outboxes(empty_home)]
     assert [one.things["params"] for one in tracking.undelivered_runs(empty_home)] == [1, 1], "all of it is to be told again"
     assert [one.things for one in tracking.sync(empty_home)] == [{}, {}]
     above, below = (SimpleNamespace(identity=one["id"]) for one in sorted(left, key=lambda one: one["name"]))
@@ -284,7 +283,7 @@ def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, 
     for number, run in enumerate(runs):
         path = empty_home / f"metrics-{number}.jsonl"
         path.write_text(rows(1, 50))
-        MetricsFollower(path, run, empty_home / f"followed-{number}.json").stop()
+        MetricsFollower(path, run).stop()
         run.finish("FINISHED")
     for store in stores:
         assert store.close() == 3
@@ -294,7 +293,7 @@ def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, 
         thread.start()
     for thread in syncs:
         thread.join()
-    assert not outboxes.list_outboxes(empty_home)
+    assert not outbox.list_outboxes(empty_home)
     for run in runs:
         (only,) = runs_of(stores[0].client, run.identity)
         assert (only.info.status, only.data.params) == ("FINISHED", {"lr": "0.02"})
@@ -322,10 +321,10 @@ def _be_killed(home: str, said: Any) -> None:
     child = started(store, "sft", parent=parent)
     (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
     child.lock.acquire()  # so that none of it is sent before the end
-    MetricsFollower(Path(home) / "metrics.jsonl", child, Path(home) / "followed.json")
-    MetricsFollower(Path(home) / "never-written.jsonl", child, Path(home) / "followed-never.json")
+    MetricsFollower(Path(home) / "metrics.jsonl", child)
+    MetricsFollower(Path(home) / "never-written.jsonl", child)
     (Path(home) / "removed.jsonl").write_text(rows(1, 7))
-    MetricsFollower(Path(home) / "removed.jsonl", child, Path(home) / "followed-removed.json")
+    MetricsFollower(Path(home) / "removed.jsonl", child)
     wait_until(lambda: sum("begun" in entry.parts for entry in child.outbox.entries) == 2)
     (Path(home) / "removed.jsonl").unlink()
     said.send((parent.id, child.id, child.identity))
@@ -346,7 +345,7 @@ def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
     victim.join()
     store = open_store(empty_home, "another experiment")
     assert isinstance(store, MlflowStore)
-    wait_until(lambda: not outboxes.list_outboxes(empty_home))
+    wait_until(lambda: not outbox.list_outboxes(empty_home))
     assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
     assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
     (missed,) = [record.getMessage() for record in caplog.records if "the curve is gone" in record.getMessage()]
@@ -365,7 +364,7 @@ def test_runs_side_by_side_do_not_mix(proxy: Proxy, empty_home: Path) -> None:
 
     def write(run: TrackedRun, offset: int) -> None:
         path = empty_home / f"metrics-{offset}.jsonl"
-        follower = MetricsFollower(path, run, empty_home / f"followed-{offset}.json", seconds=0.01)
+        follower = MetricsFollower(path, run, seconds=0.01)
         for first in range(1, 101, 10):
             with path.open("a") as file:
                 file.write(
@@ -465,7 +464,7 @@ def test_sync_says_what_it_did_and_what_waits(proxy: Proxy, empty_home: Path, mo
     path = empty_home / "metrics.jsonl"
     path.write_text(rows(1, 3))
     run = started(store, "full-1")
-    MetricsFollower(path, run, empty_home / "followed.json").stop()
+    MetricsFollower(path, run).stop()
     run.finish("FAILED")
     store.close()
     (waits,) = json.loads(command(app, ["track", "sync", "--dry-run", "--json"]).stdout)
@@ -485,7 +484,7 @@ def test_a_run_that_a_process_has_is_left_to_it(proxy: Proxy, empty_home: Path) 
     store = opened(empty_home)
     proxy.mode = "dead"
     run = started(store)
-    assert deliver_orphaned_outbox(store, outboxes.list_outboxes(empty_home)[0]) is None
+    assert store.deliver_orphan(outbox.list_outboxes(empty_home)[0]) is None
     proxy.mode = "well"
     (left,) = tracking.sync(empty_home)
     assert left.things and "a process still has its outbox" in left.why

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_without_mlflow_everything_is_there_and_does_nothing(tmp_path: Path, mon
     assert isinstance(store, NullStore)
     run = store.start_run("stage", run_id="kept", parent_run_id=None, tags={}, params={})
     (tmp_path / "metrics.jsonl").write_text(line(1))
-    follower = MetricsFollower(tmp_path / "metrics.jsonl", run, tmp_path / "sent.json")
+    follower = MetricsFollower(tmp_path / "metrics.jsonl", run)
     for method in ("log_metrics", "log_summary", "set_tags", "finish"):
         getattr(run, method)({})
     run.log_file(tmp_path / "metrics.jsonl", "logs")
@@ -242,10 +241,10 @@ def test_a_summary_given_again_adds_only_what_changed(odd_home: Path) -> None:
 
 
 def test_after_a_cut_the_follower_logs_each_step_once(odd_home: Path) -> None:
-    store, path, state = opened(odd_home), odd_home / "metrics.jsonl", odd_home / "sent.json"
+    store, path = opened(odd_home), odd_home / "metrics.jsonl"
     run = started(store)
     path.write_text((lines(1, 20) + line(20, val=1.0)).replace(": ", ":    ") + line(21)[:30])
-    follower = MetricsFollower(path, run, state, seconds=0.02)
+    follower = MetricsFollower(path, run, seconds=0.02)
     wait_until(lambda: run.steps.get("val") == 20)
     assert steps(run) == list(range(1, 21))  # the half-written line waits
     path.write_text(lines(1, 10))  # cut back to the checkpoint and grown again between two looks, with shorter lines
@@ -255,20 +254,19 @@ def test_after_a_cut_the_follower_logs_each_step_once(odd_home: Path) -> None:
     assert steps(run) == list(range(1, 41))
 
     path.write_text(lines(1, 30))  # killed and resumed: the file ends before what was sent
-    follower = MetricsFollower(path, started(store, run_id=run.id), state, seconds=0.02)
+    follower = MetricsFollower(path, started(store, run_id=run.id), seconds=0.02)
     with path.open("a") as file:
         file.write("not json\n" + lines(31, 60))
     follower.stop()
     assert steps(run) == steps(run, "tokens") == list(range(1, 61))
     assert steps(run, "val") == [20]
-    assert json.loads(state.read_text()) == {"run": run.id, "steps": {"loss": 60, "tokens": 60, "val": 20}}
 
 
 def test_a_half_written_last_line_is_logged_when_it_is_completed(odd_home: Path) -> None:
     store, path = opened(odd_home), odd_home / "metrics.jsonl"
     run = started(store)
     path.write_text(lines(1, 20) + line(21)[:30])
-    follower = MetricsFollower(path, run, odd_home / "sent.json", seconds=0.02)
+    follower = MetricsFollower(path, run, seconds=0.02)
     wait_until(lambda: run.steps.get("loss") == 20)
     with path.open("a") as file:
         file.write(line(21)[30:] + line(22))
@@ -276,28 +274,12 @@ def test_a_half_written_last_line_is_logged_when_it_is_completed(odd_home: Path)
     assert steps(run) == list(range(1, 23))
 
 
-@pytest.mark.parametrize("lost", ["state file", "steps in MLflow"])
-def test_either_record_of_the_steps_prevents_doubles(odd_home: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, path, state = opened(odd_home), odd_home / "metrics.jsonl", odd_home / "sent.json"
-    run = started(store)
-    path.write_text(lines(1, 10))
-    MetricsFollower(path, run, state).stop()
-    again = started(store, run_id=run.id)
-    if lost == "state file":
-        state.unlink()
-    else:
-        again.steps.clear()
-    path.write_text(lines(1, 12))
-    MetricsFollower(path, again, state).stop()
-    assert steps(run) == list(range(1, 13))
-
-
 def test_a_new_run_does_not_inherit_the_steps_of_another(odd_home: Path) -> None:
-    store, path, state = opened(odd_home), odd_home / "metrics.jsonl", odd_home / "sent.json"
+    store, path = opened(odd_home), odd_home / "metrics.jsonl"
     path.write_text(lines(1, 10))
-    MetricsFollower(path, started(store), state).stop()
+    MetricsFollower(path, started(store)).stop()
     other = started(store)
-    MetricsFollower(path, other, state).stop()
+    MetricsFollower(path, other).stop()
     assert steps(other) == list(range(1, 11))
 
 
@@ -476,10 +458,9 @@ def test_what_a_failing_database_missed_arrives_when_it_works_again(
         log_batch(*arguments, **named)
 
     monkeypatch.setattr(store.client, "log_batch", unless_down)
-    monkeypatch.setattr(import_module("ttrain.tracking.sync"), "PATIENCE_SECONDS", 0.3)  # the package has a function `sync`
     down.set()
     path.write_text(lines(1, 5))
-    follower = MetricsFollower(path, run, odd_home / "sent.json", seconds=0.02)
+    follower = MetricsFollower(path, run, seconds=0.02)
     run.log_summary({"eval/bits_per_byte": 2.1})
     run.set_tags({"note": "waited"})
     follower.stop()
@@ -498,7 +479,7 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_along(
     monkeypatch.setattr("ttrain.tracking.runs.clean", lambda key: key)
     run, path = started(opened(odd_home)), odd_home / "metrics.jsonl"
     path.write_text(lines(1, 20) + line(20, **{"../up": 1.0}) + lines(21, 40))
-    MetricsFollower(path, run, odd_home / "sent.json").stop()
+    MetricsFollower(path, run).stop()
     assert steps(run) == list(range(1, 41))
     assert [record.getMessage().count("logging ../up failed") for record in caplog.records] == [1]
 

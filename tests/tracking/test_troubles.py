@@ -22,8 +22,7 @@ from support.waiting import stopwatch, wait_until
 from ttrain import tracking
 from ttrain.pipeline import run_summary
 from ttrain.store import artifacts as artifact_store
-from ttrain.tracking import MlflowStore, SampleFollower, TrackedRun, delivery, open_store, outbox, outboxes
-from ttrain.tracking.outboxes import deliver_orphaned_outbox
+from ttrain.tracking import MlflowStore, SampleFollower, TrackedRun, delivery, open_store, outbox
 
 
 @pytest.fixture
@@ -70,7 +69,8 @@ def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everythi
         assert not run.log_metrics([row(1), row(2)])
         run.log_summary({"eval/bits_per_byte": 1.5})
         assert waited() < 2, "what cannot be told waits on disk"
-        assert [one.things for one in tracking.undelivered_runs(hasty_home)] == [{"params": 1, "summary": 1, "end": 1}]
+        (waits,) = tracking.undelivered_runs(hasty_home)
+        assert waits.things == {"params": 1, "rows": 1, "summary": 1, "end": 1}
     wait_until(lambda: not run.waiting())
     assert run.log_metrics([row(1), row(2)])
     run.finish("FINISHED")
@@ -88,7 +88,7 @@ def test_sync_says_that_the_database_is_locked(hasty_home: Path) -> None:
         (left,) = tracking.sync(hasty_home)
         assert left.things == {"params": 1, "end": 1} and "database is locked" in left.why
     (done,) = tracking.sync(hasty_home)
-    assert done.things == {} and not outboxes.list_outboxes(hasty_home)
+    assert done.things == {} and not outbox.list_outboxes(hasty_home)
 
 
 IDENTITY = "1f" * 16
@@ -122,7 +122,9 @@ def test_an_outbox_whose_making_is_killed_at_any_call_is_taken_over(tmp_path: Pa
     def make(home: Path) -> outbox.Outbox:
         return outbox.create(home, id=IDENTITY, name="stage")
 
-    calls = killed_everywhere(tmp_path / "home", tmp_path / "copies", ("mkdir", "open", "replace"), make, writing=True)
+    calls = killed_everywhere(
+        tmp_path / "home", tmp_path / "copies", ("mkdir", "open", "replace", "rename"), make, writing=True
+    )
     assert calls > 5
     for copy in (tmp_path / "copies" / str(number) for number in range(1, calls + 1)):
         directory = copy / "tracking" / IDENTITY
@@ -130,7 +132,7 @@ def test_an_outbox_whose_making_is_killed_at_any_call_is_taken_over(tmp_path: Pa
         assert (box.id, box.is_kept, box.run_info["name"]) == (IDENTITY, True, "stage")
         box.add("end", status="FINISHED", time=0)
         box.close()
-        assert [entry.kind for entry in outboxes.entries_of(directory)] == ["end"]
+        assert [entry.kind for entry in outbox.read_journal(directory).values()] == ["end"]
 
 
 def test_an_identity_that_another_process_has_made_whole_is_not_taken(tmp_path: Path) -> None:
@@ -139,18 +141,17 @@ def test_an_identity_that_another_process_has_made_whole_is_not_taken(tmp_path: 
     held.close()
     other = outbox.create(tmp_path, id=IDENTITY, name="another")
     assert other.id != IDENTITY and other.is_kept
-    assert len(outboxes.list_outboxes(tmp_path)) == 2
+    assert len(outbox.list_outboxes(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("by", ["the next run", "sync"])
-def test_outboxes_that_were_never_whole_are_removed_unless_one_is_being_made(hasty_home: Path, by: str) -> None:
-    import filelock
-
-    gone, young, held = unmade(hasty_home, "1f", age=100), unmade(hasty_home, "2f"), unmade(hasty_home, "3f", age=100)
-    with filelock.FileLock(held / "lock"):
-        opened(hasty_home) if by == "the next run" else tracking.sync(hasty_home)
-        wait_until(lambda: not gone.exists())
-    assert set(outboxes.list_outboxes(hasty_home)) == {young, held}
+def test_what_killed_makers_of_outboxes_left_is_removed_unless_one_is_being_made(hasty_home: Path, by: str) -> None:
+    left = [unmade(hasty_home, "1f", age=7200), unmade(hasty_home, "2f").rename(hasty_home / "tracking" / ".2f.0a")]
+    os.utime(left[1], (time.time() - 7200, time.time() - 7200))
+    young = unmade(hasty_home, "3f").rename(hasty_home / "tracking" / ".3f.0a")
+    opened(hasty_home) if by == "the next run" else tracking.sync(hasty_home)
+    assert not any(path.exists() for path in left)
+    assert young.exists() and not outbox.list_outboxes(hasty_home)
 
 
 def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
@@ -171,12 +172,12 @@ def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
     victim.join()
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     store = opened(hasty_home)
-    (left,) = outboxes.list_outboxes(hasty_home)
-    assert deliver_orphaned_outbox(store, left) is None
+    (left,) = outbox.list_outboxes(hasty_home)
+    assert store.deliver_orphan(left) is None
     assert store.close() == 0
     assert [(one.tracker, one.things) for one in tracking.undelivered_runs(hasty_home)] == [(elsewhere, {"end": 1})]
     (done,) = tracking.sync(hasty_home)
-    assert (done.things, outboxes.list_outboxes(hasty_home)) == ({}, [])
+    assert (done.things, outbox.list_outboxes(hasty_home)) == ({}, [])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
     assert tracking.open_reader(hasty_home).client.get_run(run_id).info.status == "KILLED"
 
@@ -212,7 +213,7 @@ def test_a_stage_that_was_killed_after_it_had_published_is_finished_in_mlflow_to
     run_id = heard.recv()
     victim.join()
     (done,) = tracking.sync(hasty_home)
-    assert (done.things, outboxes.list_outboxes(hasty_home)) == ({}, [])
+    assert (done.things, outbox.list_outboxes(hasty_home)) == ({}, [])
     run = tracking.open_reader(hasty_home).client.get_run(run_id)
     assert run.info.status == status
     files = hasty_home / "mlflow" / "artifacts" / run_id / "artifacts" / "sft"

@@ -361,8 +361,8 @@ class StageWatcher(DisplayObserver):
         files = ("metrics.jsonl", *system_metrics.files(self._execution.settings.runtime.nodes))
         later = self._execution.store.root / "store" / stage.name / (planned.key or "") / "run"
         for name in files:
-            path, state = work / "output" / "run" / name, work / f"followed-{Path(name).stem}.json"
-            self._followers.append(tracking.MetricsFollower(path, self.child, state, later_at=[later / name]))
+            path = work / "output" / "run" / name
+            self._followers.append(tracking.MetricsFollower(path, self.child, later_at=[later / name]))
 
     def prepared(self, stage: Stage, work: Path) -> None:
         if self._execution.make_parts_elsewhere and stage.reuses_parts:

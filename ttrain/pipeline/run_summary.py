@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -192,8 +191,7 @@ def log_curves(run: tracking.AnyRun, artifacts: Iterable[Artifact]) -> None:
     for artifact in artifacts:
         curve = artifact.path / "run" / "metrics.jsonl"
         with contextlib.suppress(OSError):  # the stage did not train, or the file is elsewhere or unreadable
-            rows = list(curves(artifact.stage, read_rows(curve)))
-            run.keep_rows(f"{json.dumps(row)}\n".encode() for row in rows)
+            run.log_metrics(list(curves(artifact.stage, read_rows(curve))))
 
 
 def log_page(run: tracking.AnyRun, home: Path, name: str) -> None:

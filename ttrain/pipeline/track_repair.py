@@ -6,9 +6,10 @@ identity, so that what waits in its outbox joins it. What only the database knew
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -188,8 +189,10 @@ class _RunReplay:
         run.log_inputs(tracking.read_by(inputs, trains=entry["name"] in STAGES and STAGES[entry["name"]].uses_ranks))
         if artifact:
             tracking.log_result(run, artifact)
-            for rows in self._rows(artifact):
-                run.keep_rows(rows)
+            nodes = int(self.record["settings"]["runtime"]["nodes"])
+            for name in ("metrics.jsonl", *system_metrics.files(nodes)):
+                with contextlib.suppress(FileNotFoundError):  # many stages write none
+                    run.log_metrics(runs.read_rows(artifact.path / "run" / name))
             if "sweep" not in self.record:  # whose trials keep no models in MLflow
                 self._models.register(artifact, run)
         run.finish(tracking.status_of(entry["outcome"]), at=ended)
@@ -199,11 +202,3 @@ class _RunReplay:
         """The input artifacts that are in the store."""
         listed = artifact.manifest["inputs"].items()
         return {name: source for name, entry in listed if (source := self._store.find(entry["stage"], entry["key"]))}
-
-    def _rows(self, artifact: Artifact) -> Iterator[list[bytes]]:
-        """The lines of the artifact's curves, one list per file."""
-        nodes = int(self.record["settings"]["runtime"]["nodes"])
-        for name in ("metrics.jsonl", *system_metrics.files(nodes)):
-            path = artifact.path / "run" / name
-            if path.is_file():
-                yield path.read_bytes().splitlines(keepends=True)

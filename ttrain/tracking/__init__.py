@@ -32,16 +32,16 @@ from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_
 from ttrain.tracking.model_description import CARD, LoadableModel
 from ttrain.tracking.model_sets import Member, ModelSet, copy_sets, last_of, read_copied_sets
 from ttrain.tracking.null_tracker import NullRun, NullStore
-from ttrain.tracking.outbox import FOLDER
-from ttrain.tracking.outboxes import log_result, note_run_id, status_of, undelivered_keys
+from ttrain.tracking.outbox import FOLDER, undelivered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
 from ttrain.tracking.registered_models import registered_keys as _registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import AnyRun, TrackedRun
+from ttrain.tracking.stage_results import log_result, status_of
 from ttrain.tracking.sync import MetricsFollower, SampleFollower, UndeliveredRun, undelivered_runs
 from ttrain.tracking.sync import sync as _sync
-from ttrain.tracking.tracker import AnyStore, MlflowStore, open_reader
+from ttrain.tracking.tracker import AnyStore, MlflowStore, note_run_id, open_reader
 from ttrain.tracking.views import Point, RunView
 
 __all__ = [

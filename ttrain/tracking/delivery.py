@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ttrain.core.files import exclusive, parse_object
-from ttrain.store.runs import read_rows
-from ttrain.tracking import datasets, model_sets, outboxes, registered_models, uploads
-from ttrain.tracking.calls import RefusedError, below, plain
+from ttrain.tracking import datasets, model_sets, registered_models, uploads
+from ttrain.tracking.calls import RefusedError, below, code_of, plain
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import METRICS_PER_BATCH, PARENT, TrackedRun, delete_duplicates, parent_id
-from ttrain.tracking.uploads import local_path, place_file, place_tree, with_parent, write_text
+from ttrain.tracking.runs import PARENT, MetricPoint, TrackedRun, delete_duplicates, parent_id, points_of
+from ttrain.tracking.stage_results import FINISHED, artifact_of
+from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
 
 log = logging.getLogger("ttrain")
 
 PARAMS_PER_BATCH: Final = 100  # MLflow refuses more
 
-BEGUN: Final = "begun"  # part of a followed curve's entry, once the curve has a row
+POINTS_PER_BATCH: Final = 1000  # and more of these
 
 
 def params(run: TrackedRun, entry: Entry) -> int:
@@ -61,30 +61,48 @@ def continued(run: TrackedRun, entry: Entry) -> None:
 def summary(run: TrackedRun, entry: Entry) -> int:
     """Log metrics of the whole run, without those that it has already."""
     fresh = {key: value for key, value in entry.data["values"].items() if run.values.get(key) != value}
-    points = [(key, value, entry.data["time"], 0) for key, value in fresh.items()]
-    for first in range(0, len(points), METRICS_PER_BATCH):
-        run.log_batch(points[first : first + METRICS_PER_BATCH])
+    _send(run, [(key, value, entry.data["time"], 0) for key, value in fresh.items()])
     run.values |= fresh
     return len(fresh)
 
 
 def rows(run: TrackedRun, entry: Entry) -> int:
-    """Send lines of a `metrics.jsonl` that an outage left over."""
-    return run.send(read_rows(run.outbox.saved_path(entry.data["kept"])))
+    """Send points of curves, without those whose step the metric has already passed in MLflow; return their number.
 
-
-def follow(run: TrackedRun, entry: Entry) -> int:
-    """Send the `metrics.jsonl` that a process followed until it was killed; nothing if it was never started.
-
-    Many stages write none, and the first sample of the machine comes after ten seconds.
+    What was sent but not answered is sent again unchanged: MLflow's key of a point is its step, time and value, so it is
+    stored once.
     """
-    places = [run.store.absolute(location) for location in entry.data["places"]]
-    for path in places:
-        if path.is_file():
-            return run.send(read_rows(path))
-    if BEGUN not in entry.parts:
-        return 0
-    raise RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
+    points = entry.data["points"] if "points" in entry.data else list(points_of(entry.data["lines"]))
+    fresh = [(key, value, time, step) for key, value, time, step in points if step > run.steps.get(key, -1)]
+    _send(run, fresh)
+    return len(fresh)
+
+
+def _send(run: TrackedRun, points: Sequence[MetricPoint]) -> None:
+    """Send points in batches, and note the last step of each metric after each batch."""
+    for first in range(0, len(points), POINTS_PER_BATCH):
+        batch = points[first : first + POINTS_PER_BATCH]
+        _send_batch(run, batch)
+        for key, _, _, step in batch:
+            run.steps[key] = max(step, run.steps.get(key, -1))
+
+
+def _send_batch(run: TrackedRun, batch: Sequence[MetricPoint], *, whole: bool = True) -> None:
+    """Send one batch. If MLflow refuses it, send its halves, until the refused point is alone and is dropped."""
+    kind = import_module("mlflow.entities").Metric
+    try:
+        run.call("log_batch", run.id, metrics=[kind(*point) for point in batch])
+    except Exception as error:
+        if code_of(error) != "INVALID_PARAMETER_VALUE":
+            raise
+        if whole and run.call("get_run", run.id).info.lifecycle_stage != "active":
+            raise RefusedError("the run was deleted in MLflow; restore it there to log what follows") from None
+        if len(batch) == 1:
+            run.store.caller.warn(f"logging {batch[0][0]}", error)
+            return
+        half = len(batch) // 2
+        _send_batch(run, batch[:half], whole=False)
+        _send_batch(run, batch[half:], whole=False)
 
 
 def end(run: TrackedRun, entry: Entry) -> str:
@@ -105,8 +123,7 @@ def log_inputs(run: TrackedRun, entry: Entry) -> int:
 
 def text(run: TrackedRun, entry: Entry) -> None:
     """Log a text as a file of the run."""
-    saved_name = entry.data.get("kept")
-    content = run.outbox.saved_path(saved_name).read_text(encoding="utf-8") if saved_name else plain(entry.data["text"])
+    content = plain(entry.data["text"])
     if root := _root(run):
         write_text(with_parent(below(root, entry.data["to"])), content)
     else:
@@ -114,35 +131,25 @@ def text(run: TrackedRun, entry: Entry) -> None:
             run.store.client.log_text(run.id, content, entry.data["to"])
 
 
-def file(run: TrackedRun, entry: Entry) -> None:
-    """Log a file of the run."""
-    saved_name, to, name = entry.data.get("kept"), entry.data["to"], entry.data["name"]
-    source = run.outbox.saved_path(saved_name) if saved_name else _existing(run.store.absolute(entry.data["path"]))
+def files(run: TrackedRun, entry: Entry) -> None:
+    """Log a file of the run, or those of a finished directory."""
+    source, to = run.store.absolute(entry.data["path"]), entry.data["to"]
+    if not source.exists():
+        raise RefusedError(f"{source} is gone")
+    if "name" in entry.data:  # of an earlier version, with the directory apart
+        to = f"{to}/{entry.data['name']}".lstrip("/")
+    listed = uploads.list_files(source, to) if entry.kind == "directory" else [(source, to)]
     if root := _root(run):
-        place_file(source, below(root, f"{to}/{name}".lstrip("/")))
+        for path, target in listed:
+            place_file(path, below(root, target))
     else:
-        uploads.send(run, entry, [(source, to, name)])
-
-
-def directory(run: TrackedRun, entry: Entry) -> None:
-    """Log the files of a finished directory."""
-    source, to = _existing(run.store.absolute(entry.data["path"])), entry.data["to"]
-    if root := _root(run):
-        place_tree(source, below(root, to), root)
-    else:
-        uploads.send(run, entry, uploads.list_files(source, to))
+        uploads.send(run, entry, listed)
 
 
 def _root(run: TrackedRun) -> Path | None:
     """The run's directory; None if it is not on a disk of this machine."""
     assert run.artifact_uri is not None, "the run is created in MLflow before anything is delivered"
     return local_path(run.artifact_uri)
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise RefusedError(f"{path} is gone")
-    return path
 
 
 STAGES: Final = "ttrain.stages"
@@ -194,10 +201,10 @@ def made_by(run: TrackedRun, entry: Entry) -> str | None:
 
 def _killed_after_publishing(run: TrackedRun, experiment: str, query: str) -> list[Any]:
     """The run that made a whole artifact but was marked as killed before it could report so; mark it as finished."""
-    killed = run.call("search_runs", [experiment], query.replace(outboxes.FINISHED, "KILLED"))
-    runs = [candidate for candidate in killed if outboxes.artifact_of(run.store.home, candidate.data.tags)][:1]
+    killed = run.call("search_runs", [experiment], query.replace(FINISHED, "KILLED"))
+    runs = [candidate for candidate in killed if artifact_of(run.store.home, candidate.data.tags)][:1]
     for candidate in runs:
-        run.call("set_terminated", candidate.info.run_id, outboxes.FINISHED, candidate.info.end_time)
+        run.call("set_terminated", candidate.info.run_id, FINISHED, candidate.info.end_time)
     return runs
 
 
@@ -226,7 +233,7 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
             if version is None:
                 if not model["path"]:
                     raise RefusedError(f"{model['name']} is not registered, and its files are not on this machine")
-                directory(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
+                files(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
                 _log_extra_files(run, entry, model)
             with run.store.lock:
                 version = registered_models.register(run, model)  # or describe it anew: there is an evaluation now
@@ -247,8 +254,7 @@ def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) ->
     for name, content in model.get("texts", {}).items():
         text(run, Entry(entry.number, "text", {"to": str(target / name), "text": content}, entry.parts))
     for name, source in model.get("files", {}).items():
-        file_data = {"path": source, "to": str((target / name).parent), "name": PurePosixPath(name).name}
-        file(run, Entry(entry.number, "file", file_data, entry.parts))
+        files(run, Entry(entry.number, "file", {"path": source, "to": str(target / name)}, entry.parts))
 
 
 @dataclass(frozen=True)
@@ -260,23 +266,20 @@ class DeliveryType:
     uploads: bool = False  # may take long: delivered in order by a thread of its own if files go over the network
 
 
-SENDING: Final = "sending metrics (they wait on disk)"
-
 DELIVERY_TYPES: Final[Mapping[str, DeliveryType]] = {
     "params": DeliveryType(params, "logging parameters"),
     "tags": DeliveryType(tags, "setting tags"),
     "continued": DeliveryType(continued, "continuing a run"),
     "summary": DeliveryType(summary, "logging a summary"),
-    "rows": DeliveryType(rows, SENDING),
-    "follow": DeliveryType(follow, SENDING),
+    "rows": DeliveryType(rows, "sending metrics (they wait on disk)"),
     "end": DeliveryType(end, "ending a run"),
     "stages": DeliveryType(stages, "linking a stage's run"),
     "to_parent": DeliveryType(to_parent, "linking a stage's run"),
     "made_by": DeliveryType(made_by, "linking a stage's run"),
     "inputs": DeliveryType(log_inputs, "logging data sets"),
     "text": DeliveryType(text, "logging a text", uploads=True),
-    "file": DeliveryType(file, "logging a file", uploads=True),
-    "directory": DeliveryType(directory, "logging files", uploads=True),
+    "file": DeliveryType(files, "logging a file", uploads=True),
+    "directory": DeliveryType(files, "logging files", uploads=True),
     "register": DeliveryType(register, "registering a model", uploads=True),
     "register_models": DeliveryType(register_models, "registering a set of models", uploads=True),
 }

@@ -21,7 +21,7 @@ class NullRun:
         """Does nothing."""
 
     log_metrics = log_summary = log_params = set_tags = log_file = log_directory = log_text = log_inputs = _nothing
-    keep_rows = note_stages = link_to_parent = link_made_by = finish = _nothing
+    note_stages = link_to_parent = link_made_by = finish = _nothing
 
 
 @final

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
@@ -32,11 +31,11 @@ log = logging.getLogger("ttrain")
 
 MetricPoint = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
-METRICS_PER_BATCH: Final = 1000  # MLflow refuses more
+BEGUN: Final = "begun"  # part of a followed curve's entry, once the curve has a row
+
+POINTS_PER_ENTRY: Final = 10_000  # of the outbox
 
 VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
-
-INLINE_CHARACTERS: Final = 20_000  # of a text; a longer one has a file of its own in the outbox
 
 
 class TrackingStore(Protocol):
@@ -80,12 +79,15 @@ class TrackedRun:
         self.is_bound = False
         self.is_again = False  # it was started before: MLflow may have it already
         self.failed: set[int] = set()  # numbers of entries that are not retried at once
-        self.is_orphan = False  # its process has ended, and this one delivers what it left
         self.steps: dict[str, int] = {}
         self.params: dict[str, str] = {}
         self.values: dict[str, float] = {}
         self.lock, self.upload_lock = threading.RLock(), threading.RLock()  # for deliveries of this run, and for its uploads
-        self._flight = [tuple(point) for point in box.last_batch()]
+        self._adding = threading.Lock()
+        self._added: dict[str, int] = {}  # the last step of each metric in the outbox
+        for entry in box.entries:
+            for key, _, _, step in entry.data.get("points", ()):
+                self._added[key] = max(step, self._added.get(key, -1))
 
     @property
     def identity(self) -> str:
@@ -107,35 +109,28 @@ class TrackedRun:
         self.is_bound = True
 
     def log_metrics(self, rows: Iterable[MetricRow]) -> bool:
-        """Log rows of `metrics.jsonl`; a step that a metric has already passed is not logged again.
+        """Log rows of `metrics.jsonl`; a step that a metric has already passed is not logged again. False if some wait."""
+        if self.add_rows(rows):
+            self.store.deliver(self)
+        return not self.rows_wait
 
-        False if MLflow did not accept them all; accepted ones are remembered, so the same rows can be passed again.
-        """
-        with self.lock:
-            if self._has_older_rows():  # of an earlier outage: their steps come first
-                self.store.deliver(self, again=True)
-                if self._has_older_rows():
-                    return False
-            return self.store.call_for_run("sending metrics (they wait on disk)", lambda: self.send(rows), run=self)
+    def add_rows(self, rows: Iterable[MetricRow]) -> bool:
+        """Write rows into the outbox, as `log_metrics` does, without delivering them; False if nothing in them is new."""
+        with self._adding:
+            points = []
+            for point in points_of(rows):
+                key, step = point[0], point[3]
+                if step > max(self.steps.get(key, -1), self._added.get(key, -1)):
+                    self._added[key] = step
+                    points.append(point)
+            for first in range(0, len(points), POINTS_PER_ENTRY):
+                self.outbox.add("rows", points=points[first : first + POINTS_PER_ENTRY])
+        return bool(points)
 
-    def send(self, rows: Iterable[MetricRow]) -> int:
-        """Send rows now, and before them the last batch again if it may not have arrived. Raises MLflow's errors.
-
-        That batch is sent unchanged: MLflow's key of a point is its step, time and value, so it is stored once. Its steps
-        count as sent, even if training has repeated them meanwhile. Returns the number of points.
-        """
-        with self.lock:
-            self._send(self._flight)
-            sent, batch, last_steps = 0, list[MetricPoint](), dict(self.steps)
-            for row in rows:
-                for key, value in _values_of(row):
-                    if row["step"] > last_steps.get(key, -1):
-                        last_steps[key] = row["step"]
-                        batch.append((key, value, int(1000 * (row.get("time") or time.time())), row["step"]))
-                    if len(batch) == METRICS_PER_BATCH:
-                        sent += self._send(batch)
-                        batch = []
-            return sent + self._send(batch)
+    @property
+    def rows_wait(self) -> bool:
+        """Whether rows are in the outbox that MLflow has not accepted yet."""
+        return any(entry.kind == "rows" for entry in list(self.outbox.entries))
 
     def log_summary(self, values: Mapping[str, float]) -> None:
         """Log metrics of the whole run, at step 0; without those that the run has already."""
@@ -163,33 +158,23 @@ class TrackedRun:
 
         A file that `changes`, or will be removed, is saved as it is now.
         """
-        if self._is_safe_path(f"{artifact_path}/{path.name}".lstrip("/")):
-            content, error = attempt(path.read_bytes) if changes else (None, None)
-            if error is not None:
-                self.store.caller.warn(f"logging {path}", error)
-                return
-            saved_name = None if content is None else self.outbox.save_file("file", [content])
-            self._enqueue("file", path=self.store.relative(path), to=artifact_path, name=path.name, kept=saved_name)
+        to = f"{artifact_path}/{path.name}".lstrip("/")
+        if not changes:
+            self._enqueue_file("file", to, path=self.store.relative(path))
+            return
+        text, error = attempt(lambda: path.read_text(encoding="utf-8", errors="replace"))
+        if text is None:
+            self.store.caller.warn(f"logging {path}", error or OSError())
+        else:
+            self.log_text(text, to)
 
     def log_directory(self, directory: Path, artifact_path: str = "") -> None:
         """Log a finished directory's files under the run's `artifact_path`, as `log_file` does."""
-        if self._is_safe_path(artifact_path):
-            self._enqueue("directory", path=self.store.relative(directory), to=artifact_path)
+        self._enqueue_file("directory", artifact_path, path=self.store.relative(directory))
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Log a text as the file `artifact_file` of the run."""
-        if self._is_safe_path(artifact_file):
-            saved_name = (
-                self.outbox.save_file("text", [text.encode(errors="replace")]) if len(text) > INLINE_CHARACTERS else None
-            )
-            self._enqueue("text", to=artifact_file, text=None if saved_name else text, kept=saved_name)
-
-    def keep_rows(self, chunks: Iterable[bytes]) -> bool:
-        """Save unsent lines of a `metrics.jsonl` in the outbox; False if the disk cannot be written."""
-        saved_name = self.outbox.save_file("rows.jsonl", chunks)
-        if saved_name:
-            self._enqueue("rows", kept=saved_name)
-        return saved_name is not None
+        self._enqueue_file("text", artifact_file, text=text)
 
     def note_stages(self, keys: Mapping[str, str]) -> None:
         """Note the artifact keys of the run's stages, by stage name."""
@@ -211,10 +196,7 @@ class TrackedRun:
 
     def waiting(self) -> list[Entry]:
         """The entries to deliver now: all but the curve that a follower still follows."""
-        return [entry for entry in list(self.outbox.entries) if entry.kind != "follow" or self.is_orphan]
-
-    def _has_older_rows(self) -> bool:
-        return any(entry.kind == "rows" for entry in list(self.outbox.entries))
+        return [entry for entry in list(self.outbox.entries) if entry.kind != "follow"]
 
     def _enqueue(self, kind: str, **data: Any) -> Entry:
         entry = self.outbox.add(kind, **data)
@@ -223,51 +205,19 @@ class TrackedRun:
 
     enqueue = _enqueue  # for the store's own entries, such as registrations
 
-    def _is_safe_path(self, path: str) -> bool:
+    def _enqueue_file(self, kind: str, to: str, **data: Any) -> None:
+        """Enqueue files for the path `to` below the run, if that is safe."""
         try:
-            checked(path) if path else None
+            checked(to) if to else None
         except ValueError as error:
-            self.store.caller.warn(f"logging {path[:80]!a}", error)
-            return False
-        return True
-
-    def _send(self, batch: list[Any]) -> int:
-        """Send one batch. If MLflow refuses it, send its halves, until the refused point is alone and is dropped."""
-        if not batch:
-            return 0
-        if self.store.is_http:  # a request may arrive although its answer does not
-            self._flight = batch
-            self.outbox.save_batch(batch)
-        sent = self._send_parts(batch)
-        self._flight = []
-        for key, _, _, step in batch:
-            self.steps[key] = max(step, self.steps.get(key, -1))
-        return sent
-
-    def _send_parts(self, batch: list[Any], *, whole: bool = True) -> int:
-        try:
-            self.log_batch(batch)
-        except Exception as error:
-            if code_of(error) != "INVALID_PARAMETER_VALUE":
-                raise
-            if whole and self.call("get_run", self.id).info.lifecycle_stage != "active":
-                raise RefusedError("the run was deleted in MLflow; restore it there to log what follows") from None
-            if len(batch) == 1:
-                self.store.caller.warn(f"logging {batch[0][0]}", error)
-                return 0
-            half = len(batch) // 2
-            return self._send_parts(batch[:half], whole=False) + self._send_parts(batch[half:], whole=False)
-        return len(batch)
+            self.store.caller.warn(f"logging {to[:80]!a}", error)
+            return
+        self._enqueue(kind, to=to, **data)
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of MLflow's client, under the lock. Raises MLflow's errors."""
         with self.store.lock:
             return getattr(self.store.client, method)(*arguments, **keywords)
-
-    def log_batch(self, batch: list[Any]) -> None:
-        """Send points to MLflow now."""
-        kind = import_module("mlflow.entities").Metric
-        self.call("log_batch", self.id, metrics=[kind(*metric) for metric in batch])
 
 
 AnyRun = TrackedRun | NullRun
@@ -276,6 +226,13 @@ AnyRun = TrackedRun | NullRun
 def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Tags as MLflow accepts them, without secrets."""
     return {clean(key): plain(value) for key, value in masked(tags).items()}
+
+
+def points_of(rows: Iterable[MetricRow]) -> Iterator[MetricPoint]:
+    """The points of rows of `metrics.jsonl`, as MLflow takes them."""
+    for row in rows:
+        milliseconds = int(1000 * (row.get("time") or time.time()))
+        yield from ((key, value, milliseconds, row["step"]) for key, value in _values_of(row))
 
 
 def _values_of(row: MetricRow) -> Iterator[tuple[str, float]]:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import platform
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.core.files import parse_json, read_object
+from ttrain.core.files import read_object
 from ttrain.core.redact import without_user
 from ttrain.store import references
 from ttrain.store.runs import parse_row
-from ttrain.tracking import outboxes
+from ttrain.tracking import outbox
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.database import open_client
-from ttrain.tracking.delivery import BEGUN
-from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
-from ttrain.tracking.runs import AnyRun, TrackedRun
+from ttrain.tracking.runs import BEGUN, AnyRun, TrackedRun
 from ttrain.tracking.tracker import MlflowStore
-from ttrain.tracking.uploads import write_text
 
 log = logging.getLogger("ttrain")
 
@@ -52,7 +47,7 @@ class UndeliveredRun:
 
 def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]:
     """The runs with undelivered entries in this home, oldest first. Raises UsageError if `run` is unknown."""
-    listed = [candidate for candidate in map(_read_outbox, outboxes.list_outboxes(home.resolve())) if candidate is not None]
+    listed = [candidate for candidate in map(_read_outbox, outbox.list_outboxes(home.resolve())) if candidate is not None]
     if run is None:
         return listed
     chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
@@ -73,73 +68,54 @@ def sync(
     `on_progress(bytes done, bytes in total)` is called while files are uploaded.
     """
     home = home.resolve()
-    remove_unmade(home)
-    pending_runs = undelivered_runs(home, run)
-    done: list[UndeliveredRun] = []
-    for tracker in dict.fromkeys(pending.tracker for pending in pending_runs):
-        runs_of_tracker = [pending for pending in pending_runs if pending.tracker == tracker]
+    outbox.remove_unfinished(home)
+    reports = {pending.directory: pending for pending in undelivered_runs(home, run)}
+    for tracker in dict.fromkeys(pending.tracker for pending in reports.values()):
+        directories = [pending.directory for pending in reports.values() if pending.tracker == tracker]
         uri = uri_of(tracker)
         client, error = attempt(lambda: open_client(uri, home))  # noqa: B023
         if client is None:
-            done += [_undelivered(pending, {}, (error and first_line(error)) or "") for pending in runs_of_tracker]
+            why = (error and first_line(error)) or ""
+            reports |= {directory: replace(reports[directory], why=why) for directory in directories}
             continue
         store = MlflowStore(client, uri, home, "")
         store.on_upload(on_progress)
-        _, silence = store.caller.try_call(lambda: None)
-        done += _deliver_all(store, runs_of_tracker, silence, elsewhere=run is not None)
+        # The small entries of all runs, then the files, those of a run after those of its stages
+        for uploads, ordered in ((False, directories), (True, outbox.children_first(directories))):
+            for directory in ordered:
+                if reports[directory].things and not reports[directory].why:
+                    reports[directory] = _deliver(store, reports[directory], uploads=uploads, elsewhere=run is not None)
         store.close()
-    return done
+    return list(reports.values())
 
 
-def _deliver_all(
-    store: MlflowStore, pending_runs: list[UndeliveredRun], silence: Exception | None, *, elsewhere: bool
-) -> list[UndeliveredRun]:
-    """Deliver the small entries of all runs, then the files, those of a run after those of its stages."""
-    done = {}
-    for pending in pending_runs:
-        done[pending.directory] = _deliver_one(store, pending, silence, elsewhere=elsewhere, uploads=False)
-    for directory in outboxes.children_first(done):
-        earlier = done[directory]
-        if earlier.things and not earlier.why:
-            now = _deliver_one(store, earlier, None, elsewhere=elsewhere, uploads=True)
-            done[directory] = replace(now, delivered={**earlier.delivered, **now.delivered})
-    return list(done.values())
-
-
-def _deliver_one(
-    store: MlflowStore, pending: UndeliveredRun, silence: Exception | None, *, elsewhere: bool, uploads: bool
-) -> UndeliveredRun:
+def _deliver(store: MlflowStore, pending: UndeliveredRun, *, uploads: bool, elsewhere: bool) -> UndeliveredRun:
+    """Deliver one outbox; return what is left of it, and why."""
     counts_before, result = dict(store.counts), None
+    _, silence = store.caller.try_call(lambda: None)
     for _ in range(TRIES):
-        if silence is None:
-            result = deliver_orphaned_outbox(store, pending.directory, elsewhere=elsewhere, uploads=uploads)
-        if result is not False or silence is not None:
-            break
-        _, silence = store.caller.try_call(lambda: None)
+        if silence is None and result is not True:
+            result = store.deliver_orphan(pending.directory, elsewhere=elsewhere, uploads=uploads)
+            if result is None:
+                break
+            _, silence = store.caller.try_call(lambda: None)
     arrived = {name: number - counts_before.get(name, 0) for name, number in store.counts.items()}
-    arrived = {name: number for name, number in arrived.items() if number}
-    if result:
-        return _undelivered(pending, arrived, "")
-    if result is None and silence is None:
-        host = read_object(pending.directory / "run.json").get("host")
+    host, why = read_object(pending.directory / outbox.RUN).get("host"), ""
+    if silence is not None or result is False:
+        why = f"MLflow at {without_user(store.uri)}: {first_line(silence) if silence else store.caller.last_error}"
+    elif result is None:
         host_note = "" if host == platform.node() else f" on {host}; name the run to deliver it all the same"
-        return _undelivered(pending, arrived, f"a process still has its outbox and delivers it itself{host_note}")
-    why = first_line(silence) if silence else store.caller.last_error
-    return _undelivered(pending, arrived, f"MLflow at {without_user(store.uri)}: {why}")
-
-
-def _undelivered(pending: UndeliveredRun, delivered: Mapping[str, int], why: str) -> UndeliveredRun:
+        why = f"a process still has its outbox and delivers it itself{host_note}"
     now = _read_outbox(pending.directory)
-    return UndeliveredRun(
-        pending.run, pending.name, pending.tracker, pending.directory, now.things if now else {}, delivered, why
-    )
+    delivered = {**pending.delivered, **{name: number for name, number in arrived.items() if number}}
+    return replace(pending, things=now.things if now else {}, delivered=delivered, why=why)
 
 
 def _read_outbox(directory: Path) -> UndeliveredRun | None:
     run_info = read_object(directory / "run.json")
     if not run_info:
         return None
-    things = Counter(entry.kind for entry in outboxes.entries_of(directory))
+    things = Counter(entry.kind for entry in outbox.read_journal(directory).values())
     if not run_info.get("ended"):
         things["end"] = 1
     run = str(run_info.get("tags", {}).get("ttrain.run") or run_info.get("name"))
@@ -148,70 +124,56 @@ def _read_outbox(directory: Path) -> UndeliveredRun | None:
 
 READ_BYTES: Final = 1 << 22
 
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS: Final = 15.0  # to wait for a request that the thread has made
 
 
 @final
 class MetricsFollower:
-    """Sends the lines that a stage appends to its `metrics.jsonl` to a run, about once a second, from its own thread.
+    """Logs the lines that a stage appends to its `metrics.jsonl` to a run, about once a second, from its own thread.
 
-    `state_file` remembers which step each metric reached, for this run. A resumed stage may cut the file back to its
-    checkpoint and write the same steps again: they are skipped, and no step is logged twice or left out. A
-    half-written last line waits for the next read. Starts at once; `stop()` before the files move. `later_at`: where
-    the file will be then, for a later process that delivers the rest.
+    A resumed stage may cut the file back to its checkpoint and write the same steps again, which the run skips. A
+    half-written last line waits for the next read, and new lines wait in their file while older ones wait for a silent
+    server. Starts at once; `stop()` before the file moves. `later_at`: where it will be then, for a later process that logs
+    the rest if this one is killed.
     """
 
-    def __init__(
-        self, path: Path, run: AnyRun, state_file: Path, *, later_at: Sequence[Path] = (), seconds: float = 1.0
-    ) -> None:
-        self._path, self._run, self._state_file, self._seconds = path, run, state_file, seconds
+    def __init__(self, path: Path, run: AnyRun, *, later_at: Sequence[Path] = (), seconds: float = 1.0) -> None:
+        self._path, self._run, self._seconds = path, run, seconds
         self._offset, self._tail = 0, b""
-        self._stopping, self._drained, self._given_up = threading.Event(), False, False
-        self._thread: threading.Thread | None = None
+        self._reading, self._stopping = threading.Lock(), threading.Event()
         if isinstance(run, TrackedRun):
             self._entry = run.outbox.add("follow", places=[run.store.relative(location) for location in (path, *later_at)])
-            self._recall(run)
             self._thread = threading.Thread(target=self._follow, args=(run,), name="metrics-follower", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Send what is there; rows that a server does not take within 15 s are kept for later."""
-        if self._thread is None or not isinstance(self._run, TrackedRun):
-            return
-        self._stopping.set()
-        self._thread.join(PATIENCE_SECONDS)
-        self._thread, self._given_up = None, True
-        if self._drained or self._run.keep_rows(self._rest()):
+        """Write the remaining lines into the run's outbox, and deliver them if MLflow answers."""
+        if isinstance(self._run, TrackedRun) and not self._stopping.is_set():
+            self._stopping.set()
+            self._add_new_lines(self._run)
             self._run.outbox.mark_delivered(self._entry)
-        else:
-            last = max(self._run.steps.values(), default=None)
-            uri = without_user(self._run.store.uri)
-            log.warning("MLflow at %s has the metrics up to step %s; the rest is in %s", uri, last, self._path)
+            self._thread.join(PATIENCE_SECONDS)
+            self._run.store.deliver(self._run)
 
     def _follow(self, run: TrackedRun) -> None:
-        while not self._drained and not self._given_up:
-            stopping = self._stopping.is_set()  # read before draining, so that the last drain sees every line
-            all_sent = self._drain(run)
-            self._drained = all_sent and stopping
-            if stopping and not all_sent:
-                if run.store.caller.is_silent:  # it may be so for hours
-                    return
-                time.sleep(0.5)
+        while not self._stopping.is_set():
+            if not run.rows_wait and self._add_new_lines(run):
+                run.store.deliver(run)
             self._stopping.wait(self._seconds)
 
-    def _drain(self, run: TrackedRun) -> bool:
-        while not self._given_up and (chunk := self._read()):
-            if BEGUN not in self._entry.parts:
-                run.outbox.mark_part_delivered(self._entry, BEGUN)
-            if not run.log_metrics(row for line in chunk.splitlines() if (row := parse_row(line)) is not None):
-                return False
-            self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
-            with contextlib.suppress(OSError):  # MLflow's own record of the steps is enough
-                write_text(self._state_file, json.dumps({"run": run.id, "steps": run.steps}))
-        return True
+    def _add_new_lines(self, run: TrackedRun) -> bool:
+        """Write the new lines into the outbox; False if they hold nothing new."""
+        is_new = False
+        with self._reading:
+            while chunk := self._read():
+                if BEGUN not in self._entry.parts:
+                    run.outbox.mark_part_delivered(self._entry, BEGUN)
+                is_new |= run.add_rows(row for line in chunk.splitlines() if (row := parse_row(line)) is not None)
+                self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
+        return is_new
 
     def _read(self) -> bytes:
-        """Read the whole lines after the last ones sent; from the start if the file was cut or replaced."""
+        """Read the whole lines after the last ones read; from the start if the file was cut or replaced."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset - len(self._tail))
@@ -222,19 +184,6 @@ class MetricsFollower:
         except OSError:
             return b""
         return chunk[: chunk.rfind(b"\n") + 1]
-
-    def _rest(self) -> Iterator[bytes]:
-        """The unsent lines; all lines if that is unknown."""
-        while chunk := self._read():
-            yield chunk
-            self._offset, self._tail = self._offset + len(chunk), (self._tail + chunk)[-256:]
-
-    def _recall(self, run: TrackedRun) -> None:
-        """Add the steps of the state file, if it is of this run, to those that MLflow reported."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            state = parse_json(self._state_file.read_text(encoding="utf-8"))
-            for key, step in state["steps"].items() if run.id and state["run"] == run.id else ():
-                run.steps[key] = max(int(step), run.steps.get(key, -1))
 
 
 @final

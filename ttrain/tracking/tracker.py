@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,23 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
+from ttrain.core.files import read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
+from ttrain.store.runs import read_rows
 from ttrain.tracking import client as tracking_client
-from ttrain.tracking import outbox, outboxes, runs
+from ttrain.tracking import outbox, runs
 from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_refusal, run_name
 from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
 from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
 from ttrain.tracking.delivery import DELIVERY_TYPES
 from ttrain.tracking.null_tracker import NullRun, NullStore
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.outboxes import deliver_orphaned_outbox, remove_unmade
-from ttrain.tracking.runs import AnyRun, TrackedRun, clean_tags
+from ttrain.tracking.runs import BEGUN, AnyRun, TrackedRun, clean_tags
+from ttrain.tracking.stage_results import FINISHED, artifact_of, log_result
 from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
 
-COUNT_NAMES: Final = {"rows": "metrics", "follow": "metrics"}
+COUNT_NAMES: Final = {"rows": "metrics"}
 
 RETRY_PAUSE_SECONDS = 2.0  # before a silent server is tried again; doubled each time, up to half a minute
 
@@ -197,8 +200,60 @@ class MlflowStore:
     def deliver_orphans(self) -> None:
         """From now on, also deliver outboxes of processes that were killed, or that met a silent server."""
         self._delivers_orphans = True
-        if outboxes.list_outboxes(self.home):
+        outbox.remove_unfinished(self.home)
+        if outbox.list_outboxes(self.home):
             self._upload_thread.wake()
+
+    def deliver_orphan(self, directory: Path, *, uploads: bool = True, elsewhere: bool = False) -> bool | None:
+        """Deliver an outbox that an ended process left; return whether all of it arrived, None if a process still has it or
+        if it is for another MLflow. `elsewhere`: also that of a process of another machine.
+        """
+        if not elsewhere and not outbox.may_be_taken(directory):
+            return None
+        if read_object(directory / outbox.RUN).get("tracker") != self.tracker:
+            return None  # before it is taken: an outbox without entries is removed when it is released
+        changed = outbox.last_change(directory)
+        box = outbox.take(directory)
+        if box is None:
+            return None
+        try:
+            run = TrackedRun(self, box)
+            run.is_again = True
+            if run.id is None:
+                box.run_info["doubtful"] = True
+            if not self.call_for_run(f"opening the run {box.run_info.get('name')}", lambda: None, run):
+                return False
+            self._add_followed_rows(run)
+            if not box.run_info.get("ended"):
+                artifact = artifact_of(self.home, box.run_info.get("tags", {}))
+                if artifact:  # killed after it was published
+                    log_result(run, artifact)
+                    if box.run_info.get("keeps_files"):
+                        run.log_directory(artifact.path, artifact.stage)
+                box.update_run_info(ended=True)
+                box.add("end", status=FINISHED if artifact else "KILLED", time=int(1000 * changed))
+            done = self.deliver(run, again=True)
+            return done and (not uploads or self.deliver(run, uploads=True, again=True))
+        finally:
+            note_run_id(self.home, box.run_info)
+            box.close()
+
+    def _add_followed_rows(self, run: TrackedRun) -> None:
+        """Add the rows of the curves that a process followed until it was killed; of those that were never begun nothing.
+
+        Many stages write none, and the first sample of the machine comes after ten seconds.
+        """
+        for entry in [entry for entry in run.outbox.entries if entry.kind == "follow"]:
+            places = [self.absolute(location) for location in entry.data["places"]]
+            for path in [path for path in places if path.is_file()][:1]:
+                run.add_rows(read_rows(path))
+                break
+            else:
+                if BEGUN in entry.parts:
+                    gone = RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
+                    self.caller.warn(DELIVERY_TYPES["rows"].label, gone)
+                    self._count("lost", 1)
+            run.outbox.mark_delivered(entry)
 
     def close(self) -> int:
         """Deliver what one more try can, and release the outboxes; return the number of entries left."""
@@ -264,18 +319,16 @@ class MlflowStore:
         self, identity: str | None, run_id: str | None, run_info: dict[str, Any], parent: TrackedRun | None
     ) -> TrackedRun:
         """The run with its outbox: the one that is open, the one that an earlier process left, or a new one."""
-        identity = identity if outbox.ID.fullmatch(identity or "") else None
+        identity = identity if identity and outbox.ID.fullmatch(identity) else ""
         with self._opening:
-            run = self._open.get(identity or "")
+            run = self._open.get(identity)
             if run is None:
-                folder = self.home / outbox.FOLDER / (identity or "none")
-                box = outbox.take(folder, TAKE_SECONDS) if identity else None
+                box = outbox.take(self.home / outbox.FOLDER / identity, TAKE_SECONDS) if identity else None
                 run_info = {"ended": False, **run_info}
                 tracker_info = {"tracker": self.tracker, "experiment": self._experiment}
                 if box is None:  # or another process holds it, and this becomes another run
-                    fixed_id: dict[str, Any] = {"id": identity} if identity and not (folder / "run.json").exists() else {}
                     run_info["doubtful"] = bool(identity) and run_id is None
-                    box = outbox.create(self.home, **fixed_id, run_id=run_id, **tracker_info, **run_info)
+                    box = outbox.create(self.home, id=identity, run_id=run_id, **tracker_info, **run_info)
                 else:
                     if box.run_info.get("tracker") != self.tracker:  # this one has no such run
                         box.run_info |= {"run_id": None, **tracker_info}
@@ -299,17 +352,17 @@ class MlflowStore:
         runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
         done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
         if uploads and self._delivers_orphans:  # small entries of all of them first
-            remove_unmade(self.home)
-            directories = outboxes.list_outboxes(self.home)
-            done += [deliver_orphaned_outbox(self, directory, uploads=False) is not False for directory in directories]
-            done += [
-                deliver_orphaned_outbox(self, directory) is not False for directory in outboxes.children_first(directories)
-            ]
+            directories = outbox.list_outboxes(self.home)
+            done += [self.deliver_orphan(directory, uploads=False) is not False for directory in directories]
+            done += [self.deliver_orphan(directory) is not False for directory in outbox.children_first(directories)]
         return all(done)
 
     def _next(self, run: TrackedRun, uploads: bool) -> Entry | None:
-        waiting = (entry for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads)
-        return next((entry for entry in waiting if entry.number not in run.failed), None)
+        """The next entry to deliver; a curve's points only after all earlier ones, whose steps they pass."""
+        waiting = [entry for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads]
+        has_failed = any(entry.kind == "rows" and entry.number in run.failed for entry in waiting)
+        ready = (entry for entry in waiting if entry.number not in run.failed and not (has_failed and entry.kind == "rows"))
+        return next(ready, None)
 
     def _deliver_entry(self, run: TrackedRun, entry: Entry) -> None:
         entry.answer = DELIVERY_TYPES[entry.kind].deliver(run, entry)
@@ -327,6 +380,20 @@ class MlflowStore:
         """Wake the thread that retries; return False."""
         (self._upload_thread if uploads else self._retry_thread).wake()
         return False
+
+
+def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
+    """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
+    path = home / "runs" / f"{_file_name(str(run_info.get('name')))}.json"
+    record = read_object(path) if run_info.get("run_id") else {}
+    if record and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
+        with contextlib.suppress(OSError):
+            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run_info["run_id"]}})
+
+
+def _file_name(name: str) -> str:
+    """The name of a run as a file name: never a path, never a pattern."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name).lstrip(".") or "_"
 
 
 AnyStore = MlflowStore | NullStore

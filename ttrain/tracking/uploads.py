@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
 from urllib.parse import unquote, urlsplit
 
-from ttrain.tracking.calls import artifact_path, below
+from ttrain.tracking.calls import artifact_path
 from ttrain.tracking.outbox import Entry
 
 if TYPE_CHECKING:
     from ttrain.tracking.runs import TrackedRun
 
 
-File = tuple[Path, str, str]  # source, target directory below the run, name there
+File = tuple[Path, str]  # source, and target path below the run
 
 # From the last byte of a file to the answer: a server that passes 10 GB on to S3 answers when that is done.
 ANSWER_SECONDS: Final = 600.0
@@ -54,23 +54,20 @@ class UploadProgress:
 
 def list_files(directory: Path, to: str) -> list[File]:
     """The files below a directory with their targets. Raises ValueError if one is not a path below a run."""
-    files = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            target = artifact_path("/".join(filter(None, (to, path.relative_to(directory).as_posix()))))
-            files.append((path, target.rpartition("/")[0], path.name))
-    return files
+    paths = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return [(path, artifact_path("/".join(filter(None, (to, path.relative_to(directory).as_posix()))))) for path in paths]
 
 
 def send(run: TrackedRun, entry: Entry, files: list[File]) -> None:
     """Upload the files that have not arrived yet. Raises MLflow's errors; files that arrived stay marked."""
     progress = run.store.progress
-    waiting = [file for file in files if f"{file[1]}/{file[2]}" not in entry.parts]
-    ahead = sum(path.stat().st_size for path, _, _ in waiting)
+    waiting = [file for file in files if file[1] not in entry.parts]
+    ahead = sum(path.stat().st_size for path, _ in waiting)
     progress.total += ahead
-    for path, to, name in waiting:
+    for path, target in waiting:
         done_before, size = progress.done, path.stat().st_size
         progress.at(done_before)
+        to, _, name = target.rpartition("/")
         try:
             with patient_uploads(progress), _linked_as(path, name) as source:
                 run.store.client.log_artifact(run.id, str(source), to or None)
@@ -79,7 +76,7 @@ def send(run: TrackedRun, entry: Entry, files: list[File]) -> None:
             raise
         progress.at(done_before + size)
         ahead -= size
-        run.outbox.mark_part_delivered(entry, f"{to}/{name}")
+        run.outbox.mark_part_delivered(entry, target)
 
 
 @contextlib.contextmanager
@@ -184,14 +181,6 @@ def place_file(source: Path, target: Path) -> None:
         shutil.copy2(source, temporary)
 
     _replace(with_parent(target), link_or_copy)
-
-
-def place_tree(directory: Path, target: Path, root: Path) -> None:
-    """Put a directory's files below `target`. Raises ValueError if a path would be outside `root`."""
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            relative = (target / path.relative_to(directory)).relative_to(root)
-            place_file(path, below(root, relative.as_posix()))
 
 
 def with_parent(target: Path) -> Path:
