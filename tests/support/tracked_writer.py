@@ -42,12 +42,14 @@ store.close()
 """
 
 
-def write_through(proxy: Proxy, home: Path, *, steps_in_all: int, modes: tuple[str, ...], seconds: float = 0.4) -> None:
-    """A process that trains and is tracked, killed and continued, while the server comes and goes."""
+def write_through(
+    proxy: Proxy, home: Path, *, steps_in_all: int, modes: tuple[str, ...], seconds: float = 0.4, pace: float = 0.001
+) -> None:
+    """A process that trains and is tracked, killed and continued while the server comes and goes; a step takes `pace` s."""
     code = [sys.executable, "-c", WRITER, str(home), str(home / "metrics.jsonl"), str(steps_in_all)]
     environment = {**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1", "PYTHONPATH": str(ROOT)}
     for mode in modes:
-        process = subprocess.Popen([*code, "0.001"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*code, str(pace)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not (home / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.02)

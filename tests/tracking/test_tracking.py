@@ -473,6 +473,23 @@ def test_what_a_failing_database_missed_arrives_when_it_works_again(
     assert (data.metrics["eval/bits_per_byte"], data.tags["note"]) == (2.1, "waited")
 
 
+def test_points_that_failed_are_not_passed_by_later_ones(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later steps in MLflow would make the earlier ones look as if they had been sent."""
+    store = opened(odd_home)
+    run, log_batch, failures = started(store), store.client.log_batch, [ConnectionError("odd"), ConnectionError("odd")]
+
+    def fail_first(*arguments: Any, **named: Any) -> None:
+        if failures:
+            raise failures.pop()
+        log_batch(*arguments, **named)
+
+    monkeypatch.setattr(store.client, "log_batch", fail_first)
+    assert not run.log_metrics([json.loads(line(1))])
+    run.log_metrics([json.loads(line(2))])
+    wait_until(lambda: not run.waiting())
+    assert steps(run) == [1, 2]
+
+
 def test_a_metric_that_mlflow_refuses_takes_no_other_along(
     odd_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -154,6 +154,58 @@ def test_what_killed_makers_of_outboxes_left_is_removed_unless_one_is_being_made
     assert young.exists() and not outbox.list_outboxes(hasty_home)
 
 
+def test_the_journal_of_a_long_run_is_cut_to_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "COMPACT_BYTES", 2000)
+    box = outbox.create(tmp_path, id=IDENTITY, name="stage")
+    first = box.add("file", path="weights", to="model")
+    box.mark_part_delivered(first, "model")
+    for step in range(1, 201):
+        box.mark_delivered(box.add("rows", points=[["loss", 1.0, 1, step]]))
+    directory = tmp_path / "tracking" / IDENTITY
+    assert (directory / "journal.jsonl").stat().st_size < 2500
+    (left,) = outbox.read_journal(directory).values()
+    assert (left.number, left.kind, left.data, left.parts) == (first.number, "file", dict(first.data), {"model"})
+    box.close()
+
+
+def test_what_an_earlier_version_left_is_delivered(hasty_home: Path) -> None:
+    """It had long texts, saved files and rows of outages in files of their own, and the points that it was sending."""
+    box = outbox.create(hasty_home, id=IDENTITY, name="stage", tags={}, tracker="", experiment="ttrain", ended=True)
+    box.close()
+    directory = hasty_home / "tracking" / IDENTITY
+    (directory / "files").mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps(box.run_info))
+    for name, text in {
+        "a-text": "long",
+        "b-file": "log",
+        "c-rows.jsonl": f"{json.dumps(row(2))}\n{json.dumps(row(3))}\n",
+    }.items():
+        (directory / "files" / name).write_text(text)
+    (directory / "flight.json").write_text(json.dumps([["loss", 9.0, 1_700_000_000_000, 1], ["loss", 8.0, 1, 2]]))
+    (hasty_home / "weights").write_text("w")
+    left: list[dict[str, Any]] = [
+        {"what": "params", "values": {"lr": "0.02"}},
+        {"what": "text", "to": "notes/long.md", "text": None, "kept": "a-text"},
+        {"what": "file", "path": "gone.txt", "to": "logs", "name": "gone.txt", "kept": "b-file"},
+        {"what": "file", "path": "weights", "to": "model", "name": "weights", "kept": None},
+        {"what": "rows", "kept": "c-rows.jsonl"},
+        {"what": "end", "status": "FINISHED", "time": 1_700_000_000_000},
+    ]
+    journal = "".join(json.dumps({"number": number, **entry}) + "\n" for number, entry in enumerate(left, 1))
+    (directory / "journal.jsonl").write_text(journal)
+    (done,) = tracking.sync(hasty_home)
+    assert done.things == {} and not outbox.list_outboxes(hasty_home)
+    client = tracking.open_reader(hasty_home).client
+    experiment = client.get_experiment_by_name("ttrain").experiment_id
+    (found,) = client.search_runs([experiment], f"tags.`ttrain.id` = '{IDENTITY}'")
+    assert (found.info.status, found.data.params) == ("FINISHED", {"lr": "0.02"})
+    points = sorted((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss"))
+    assert points == [(1, 9.0), (2, 8.0), (3, 1 / 3)], "the points in flight come first, and their steps once"
+    root = hasty_home / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
+    assert texts == {"notes/long.md": "long", "logs/gone.txt": "log", "model/weights": "w"}
+
+
 def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
     hasty_home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,17 +330,17 @@ def test_samples_and_curves_that_cannot_be_read_end_no_pipeline(hasty_home: Path
     run = started(store)
     samples = tmp_path / "run" / "samples"
     follower = SampleFollower(samples, run, "pretrain/run/samples")
-    follower.log_changes()  # there are none yet
+    follower.log_new(only_if_changed=True)  # there are none yet
     samples.mkdir(parents=True)
     (samples / "step-00000001.txt").symlink_to(tmp_path / "gone")
     (samples / "step-00000002.txt").write_bytes(b"caf\xe9")
-    follower.log_changes()
+    follower.log_new(only_if_changed=True)
     kept = hasty_home / "mlflow" / "artifacts" / str(run.id) / "artifacts" / "pretrain" / "run" / "samples"
     assert [path.name for path in kept.iterdir()] == ["step-00000002.txt"]
     before = samples.stat()
     (samples / "step-00000003.txt").write_text("seen at the next change")
     os.utime(samples, ns=(before.st_atime_ns, before.st_mtime_ns))
-    follower.log_changes()
+    follower.log_new(only_if_changed=True)
     assert len(list(kept.iterdir())) == 1, "what did not change is not looked at again"
     follower.log_new()
     assert len(list(kept.iterdir())) == 2

@@ -17,7 +17,7 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
 from ttrain.core.files import read_object, write_json
 from ttrain.errors import Interrupted, NothingNew, TTrainError
-from ttrain.pipeline import launch, processes, registration, run_summary, system_metrics
+from ttrain.pipeline import launch, processes, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
@@ -77,7 +77,6 @@ class PipelineRun(StopRequest):
         self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
         self._champion: dict[str, dict[str, Any]] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
-        self._cached: list[str] = []
         self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
@@ -184,7 +183,6 @@ class PipelineRun(StopRequest):
 
     def link_cached(self, artifact: Artifact) -> None:
         """Link the tracked run to the run that made a cached artifact."""
-        self._cached.append(artifact.stage)
         self._parent.link_made_by(artifact.stage, artifact.key)
 
     def _note_tracked(self) -> None:
@@ -279,20 +277,11 @@ class PipelineRun(StopRequest):
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.finish(outcome, metrics)
-        self._parent.log_summary(metrics)
-        # After the summary: MLflow's compare page begins with the metric that was logged first.
-        run_summary.log_curves(self._parent, self.artifacts.values())
-        if evaluation := self.artifacts.get("evaluate"):
-            registration.log_evaluation(self._parent, evaluation, self.evaluation_table())
-            if self.registers:
-                self._models.log_cards(self.artifacts)
-        note = self.description()
-        self._parent.set_tags({"ttrain.outcome": outcome, tracking.NOTE: note, "ttrain.cached": " ".join(self._cached)})
-        self._parent.note_stages({name: artifact.key for name, artifact in self.artifacts.items()})
-        run_summary.log_page(self._parent, self.store.root, self.record.run)
-        if self.log.path.is_file():  # no log if everything was cached
-            self._parent.log_file(self.log.path)
-        self._parent.finish(tracking.status_of(outcome))
+        if "evaluate" in self.artifacts and self.registers:
+            self._models.log_cards(self.artifacts)
+        table, versions = self.evaluation_table(), self._models.versions
+        record = self.record.snapshot()
+        run_summary.log_end(self._parent, record, self.store.root, self.artifacts, self._changed, table, versions=versions)
         self._tracker.close()
         tracking.refresh_views(self._tracker)
         self._note_tracked()
@@ -371,7 +360,7 @@ class StageWatcher(DisplayObserver):
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         super().progressed(stage, progress)
         if self._samples:
-            self._samples.log_changes()
+            self._samples.log_new(only_if_changed=True)
 
     def logged(self, stage: Stage, line: str) -> None:
         self._execution.log.add(stage.name, line)

@@ -18,6 +18,7 @@ from ttrain.core.files import read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
+from ttrain.pipeline import registration
 from ttrain.reports import facts, summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -184,6 +185,38 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, A
 
         comparable["suites"] = {**suites, "tasks": list(filter(is_comparable, suites["tasks"]))}
     return comparable
+
+
+def log_end(
+    run: tracking.AnyRun,
+    record: Mapping[str, Any],
+    home: Path,
+    artifacts: Mapping[str, Artifact],
+    changed: Mapping[str, Any],
+    evaluation_table: Sequence[tuple[str, str, str]],
+    *,
+    versions: Mapping[str, str] = MappingProxyType({}),
+    ended: float | None = None,
+) -> None:
+    """Log all that a run has at its end to its tracked run, from its record. `versions`: of the models that it registered.
+
+    `ended`: in seconds since 1970, if not now.
+    """
+    run.log_summary(record["metrics"])
+    # After the summary: MLflow's compare page begins with the metric that was logged first.
+    log_curves(run, artifacts.values())
+    if evaluation := artifacts.get("evaluate"):
+        registration.log_evaluation(run, evaluation, evaluation_table)
+    run.note_stages({name: artifact.key for name, artifact in artifacts.items()})
+    log_page(run, home, record["run"])
+    log_file = home / "runs" / f"{record['run']}.log"
+    if log_file.is_file():  # no log if everything was cached
+        run.log_file(log_file)
+    cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
+    text = description(record, changed, record["metrics"], evaluation_table, versions)
+    run.set_tags({tracking.NOTE: text, "ttrain.cached": cached})
+    run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair logs the run again
+    run.finish(tracking.status_of(record["outcome"]), at=ended)
 
 
 def log_curves(run: tracking.AnyRun, artifacts: Iterable[Artifact]) -> None:

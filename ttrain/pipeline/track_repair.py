@@ -18,7 +18,7 @@ from ttrain import tracking
 from ttrain.config import flatten
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
-from ttrain.pipeline import names, registration, run_summary, system_metrics
+from ttrain.pipeline import names, run_summary, system_metrics
 from ttrain.pipeline.run_models import RunModels
 from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
@@ -140,22 +140,12 @@ class _RunReplay:
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
         if record.get("model_set") and {"tokenizer", "evaluate"} <= self._artifacts.keys():
             self._models.register_set(self._artifacts, record["run"], record["metrics"], run)
-        run.log_summary(record["metrics"])
-        run_summary.log_curves(run, self._artifacts.values())
-        evaluation, rows = self._artifacts.get("evaluate"), list[tuple[str, str, str]]()
-        if evaluation:
-            rows = summary.rows(record["metrics"], {name: artifact.result for name, artifact in self._artifacts.items()})
-            registration.log_evaluation(run, evaluation, rows)
-        run.note_stages({name: artifact.key for name, artifact in self._artifacts.items()})
-        run_summary.log_page(run, self._store.root, record["run"])
-        log_file = self._store.root / "runs" / f"{record['run']}.log"
-        if log_file.is_file():
-            run.log_file(log_file)
-        cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
-        note = run_summary.description(record, changed, record["metrics"], rows)
-        run.set_tags({tracking.NOTE: note, "ttrain.cached": cached})
-        run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair logs the run again
-        run.finish(tracking.status_of(record["outcome"]), at=self._began + (record["seconds"] or 0.0))
+        table = list[tuple[str, str, str]]()
+        if "evaluate" in self._artifacts:
+            results = {name: artifact.result for name, artifact in self._artifacts.items()}
+            table = summary.rows(record["metrics"], results)
+        ended = self._began + (record["seconds"] or 0.0)
+        run_summary.log_end(run, record, self._store.root, self._artifacts, changed, table, ended=ended)
         tracking.record_run_id(self._store.root, run)
         return absent
 

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
@@ -48,11 +48,6 @@ class TrackingStore(Protocol):
     caller: MlflowCaller
     lock: contextlib.AbstractContextManager[object]
     progress: Any  # `uploads.UploadProgress`, which imports this module
-
-    @property
-    def tracker(self) -> str: ...
-
-    def call_for_run(self, label: str, action: Callable[[], object], run: TrackedRun) -> bool: ...
 
     def deliver(self, run: TrackedRun, *, uploads: bool = False, again: bool = False) -> bool: ...
 
@@ -136,22 +131,22 @@ class TrackedRun:
         """Log metrics of the whole run, at step 0; without those that the run has already."""
         finite = {key: value for key, value in _values_of({"metrics": values}) if math.isfinite(value)}
         if finite:
-            self._enqueue("summary", values=finite, time=int(1000 * time.time()))
+            self.enqueue("summary", values=finite, time=int(1000 * time.time()))
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Log parameters, without secrets; one that the run already has keeps its value: MLflow's cannot change."""
         values = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in masked(params).items()}
         if values:
-            self._enqueue("params", values=values)
+            self.enqueue("params", values=values)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, replacing old values."""
-        self._enqueue("tags", values=clean_tags(tags))
+        self.enqueue("tags", values=clean_tags(tags))
 
     def log_inputs(self, inputs: Iterable[DataInput]) -> None:
         """Log the data sets that the run reads."""
         if listed := [asdict(data_input) for data_input in inputs]:
-            self._enqueue("inputs", inputs=listed)
+            self.enqueue("inputs", inputs=listed)
 
     def log_file(self, path: Path, artifact_path: str = "", *, changes: bool = False) -> None:
         """Log a file under the run's directory `artifact_path`; linked, not copied, if possible.
@@ -179,31 +174,30 @@ class TrackedRun:
     def note_stages(self, keys: Mapping[str, str]) -> None:
         """Note the artifact keys of the run's stages, by stage name."""
         if keys:
-            self._enqueue("stages", values={stage: {"key": key} for stage, key in keys.items()})
+            self.enqueue("stages", values={stage: {"key": key} for stage, key in keys.items()})
 
     def link_to_parent(self, stage: str) -> None:
         """Note this run in its parent's tag, as the one of its stage."""
-        self._enqueue("to_parent", stage=stage)
+        self.enqueue("to_parent", stage=stage)
 
     def link_made_by(self, stage: str, key: str) -> None:
         """Note the run that made a stage's artifact, if one is found, as the one of this stage."""
-        self._enqueue("made_by", stage=stage, key=key)
+        self.enqueue("made_by", stage=stage, key=key)
 
     def finish(self, status: str, *, at: float | None = None) -> None:
         """End the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued."""
         self.outbox.update_run_info(ended=True)
-        self._enqueue("end", status=status, time=int(1000 * (time.time() if at is None else at)))
+        self.enqueue("end", status=status, time=int(1000 * (time.time() if at is None else at)))
 
     def waiting(self) -> list[Entry]:
         """The entries to deliver now: all but the curve that a follower still follows."""
         return [entry for entry in list(self.outbox.entries) if entry.kind != "follow"]
 
-    def _enqueue(self, kind: str, **data: Any) -> Entry:
+    def enqueue(self, kind: str, **data: Any) -> Entry:
+        """Add an entry to the outbox, and deliver it if that is quick."""
         entry = self.outbox.add(kind, **data)
         self.store.deliver_soon(self, entry)
         return entry
-
-    enqueue = _enqueue  # for the store's own entries, such as registrations
 
     def _enqueue_file(self, kind: str, to: str, **data: Any) -> None:
         """Enqueue files for the path `to` below the run, if that is safe."""
@@ -212,7 +206,7 @@ class TrackedRun:
         except ValueError as error:
             self.store.caller.warn(f"logging {to[:80]!a}", error)
             return
-        self._enqueue(kind, to=to, **data)
+        self.enqueue(kind, to=to, **data)
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of MLflow's client, under the lock. Raises MLflow's errors."""

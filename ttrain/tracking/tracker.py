@@ -384,16 +384,11 @@ class MlflowStore:
 
 def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
     """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
-    path = home / "runs" / f"{_file_name(str(run_info.get('name')))}.json"
+    path = home / "runs" / f"{Path(str(run_info.get('name'))).name}.json"
     record = read_object(path) if run_info.get("run_id") else {}
     if record and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
         with contextlib.suppress(OSError):
             write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run_info["run_id"]}})
-
-
-def _file_name(name: str) -> str:
-    """The name of a run as a file name: never a path, never a pattern."""
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name).lstrip(".") or "_"
 
 
 AnyStore = MlflowStore | NullStore
@@ -415,31 +410,28 @@ class RetryThread:
     """Calls `work` when woken; if it returns False, again after a pause that doubles up to half a minute."""
 
     def __init__(self, name: str, work: Callable[[], bool], pause: Callable[[], float]) -> None:
-        self._name, self._work, self._pause = name, work, pause
+        self._work, self._pause = work, pause
         self._woken, self._stopping = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._starting = threading.Lock()
 
     def wake(self) -> None:
         """Wake the thread, starting it at the first call."""
         self._woken.set()
         with self._starting:
-            if self._thread is None and not self._stopping.is_set():
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            if self._thread.ident is None and not self._stopping.is_set():
                 self._thread.start()
 
     def stop(self, seconds: float) -> None:
         """Stop after the current call of `work`; wait for it at most this long."""
-        self._stopping.set()
-        self._woken.set()
         with self._starting:
-            thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
+            self._stopping.set()
+            self._woken.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._woken.wait()
+        while self._woken.wait() and not self._stopping.is_set():
             self._woken.clear()
             pause = self._pause()
             while not self._stopping.is_set() and not self._done():
@@ -447,8 +439,5 @@ class RetryThread:
                 pause = min(2 * pause, LONGEST_SECONDS)
 
     def _done(self) -> bool:
-        try:
-            return self._work()
-        except Exception:  # a thread that dies would leave everything to the next command
-            log.debug("in the thread %s", self._name, exc_info=True)
-            return False
+        done, _ = attempt(self._work)  # a thread that dies would leave everything to the next command
+        return bool(done)
