@@ -221,9 +221,6 @@ class MlflowStore:
             run.is_again = True
             if run.id is None:
                 box.run_info["doubtful"] = True
-            if not self.call_for_run(f"opening the run {box.run_info.get('name')}", lambda: None, run):
-                return False
-            self._add_followed_rows(run)
             if not box.run_info.get("ended"):
                 artifact = artifact_of(self.home, box.run_info.get("tags", {}))
                 if artifact:  # killed after it was published
@@ -232,6 +229,8 @@ class MlflowStore:
                         run.log_directory(artifact.path, artifact.stage)
                 box.update_run_info(ended=True)
                 box.add("end", status=FINISHED if artifact else "KILLED", time=int(1000 * changed))
+            if self.call_for_run(f"opening the run {box.run_info.get('name')}", lambda: None, run):
+                self._add_followed_rows(run)
             done = self.deliver(run, again=True)
             return done and (not uploads or self.deliver(run, uploads=True, again=True))
         finally:
@@ -245,14 +244,13 @@ class MlflowStore:
         """
         for entry in [entry for entry in run.outbox.entries if entry.kind == "follow"]:
             places = [self.absolute(location) for location in entry.data["places"]]
-            for path in [path for path in places if path.is_file()][:1]:
+            path = next((path for path in places if path.is_file()), None)
+            if path is not None:
                 run.add_rows(read_rows(path))
-                break
-            else:
-                if BEGUN in entry.parts:
-                    gone = RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
-                    self.caller.warn(DELIVERY_TYPES["rows"].label, gone)
-                    self._count("lost", 1)
+            elif BEGUN in entry.parts:
+                gone = RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
+                self.caller.warn(DELIVERY_TYPES["rows"].label, gone)
+                self._count("lost", 1)
             run.outbox.mark_delivered(entry)
 
     def close(self) -> int:
@@ -326,16 +324,20 @@ class MlflowStore:
                 box = outbox.take(self.home / outbox.FOLDER / identity, TAKE_SECONDS) if identity else None
                 run_info = {"ended": False, **run_info}
                 tracker_info = {"tracker": self.tracker, "experiment": self._experiment}
+                dropped = {"follow"}  # the process that continues the run follows its files again
                 if box is None:  # or another process holds it, and this becomes another run
                     run_info["doubtful"] = bool(identity) and run_id is None
                     box = outbox.create(self.home, id=identity, run_id=run_id, **tracker_info, **run_info)
                 else:
-                    if box.run_info.get("tracker") != self.tracker:  # this one has no such run
+                    if (
+                        box.run_info.get("tracker") != self.tracker
+                    ):  # this one has no such run, and no rows before those left
                         box.run_info |= {"run_id": None, **tracker_info}
+                        dropped.add("rows")
                     run_info["started"] = box.run_info["started"]
                     box.update_run_info(**run_info, doubtful=box.run_info.get("run_id") is None)
                 for entry in list(box.entries):
-                    if entry.kind == "follow":  # the process that continues the run follows it again
+                    if entry.kind in dropped:
                         box.mark_delivered(entry)
                 run = self._open[box.id] = TrackedRun(self, box)
             else:
