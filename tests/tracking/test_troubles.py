@@ -22,7 +22,7 @@ from support.waiting import stopwatch, wait_until
 from ttrain import tracking
 from ttrain.pipeline import run_summary
 from ttrain.store import artifacts as artifact_store
-from ttrain.tracking import MlflowStore, SampleFollower, TrackedRun, delivery, open_store, outbox
+from ttrain.tracking import MetricsFollower, MlflowStore, SampleFollower, TrackedRun, delivery, open_store, outbox
 
 
 @pytest.fixture
@@ -232,6 +232,49 @@ def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
     assert (done.things, outbox.list_outboxes(hasty_home)) == ({}, [])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
     assert tracking.open_reader(hasty_home).client.get_run(run_id).info.status == "KILLED"
+
+
+def test_a_killed_run_that_had_delivered_all_is_noted_as_killed_once_mlflow_answers(
+    hasty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        said.send(started(opened(hasty_home)).id)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    run_id = heard.recv()
+    victim.join()
+    (left,) = outbox.list_outboxes(hasty_home)
+    assert not outbox.read_journal(left)
+    store = tracking.open_reader(hasty_home)
+    store.caller.is_silent = True
+    monkeypatch.setattr(store.caller, "probe", lambda: ConnectionError("away"))
+    assert store.deliver_orphan(left) is False and left.exists()
+    (done,) = tracking.sync(hasty_home)
+    assert done.things == {} and store.client.get_run(run_id).info.status == "KILLED"
+
+
+def test_rows_that_waited_for_one_mlflow_do_not_hide_earlier_ones_from_another(
+    hasty_home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, store = hasty_home / "metrics.jsonl", opened(hasty_home)
+    run = started(store)
+    path.write_text("".join(f"{json.dumps(row(step))}\n" for step in (1, 2)))
+    MetricsFollower(path, run).stop()
+    with locked(hasty_home):
+        store.caller.is_silent = True
+        assert not run.log_metrics([row(3)])
+        store.close()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}")
+    store = opened(hasty_home)
+    again = store.start_run("stage", identity=run.identity, tags={}, params={})
+    assert isinstance(again, TrackedRun)
+    MetricsFollower(path, again).stop()
+    assert sorted(point.step for point in store.client.get_metric_history(again.id, "loss")) == [1, 2]
+    store.close()
 
 
 STAGE = {"ttrain.stage": "sft", "ttrain.key": "k" * 64, "ttrain.run": "full-1"}
