@@ -50,7 +50,8 @@ def write_through(
     environment = {**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1", "PYTHONPATH": str(ROOT)}
     for mode in modes:
         process = subprocess.Popen([*code, str(pace)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not (home / "metrics.jsonl").exists():
+        size = _size(home / "metrics.jsonl")
+        while _size(home / "metrics.jsonl") == size:  # until it writes: its libraries take seconds
             assert process.poll() is None
             time.sleep(0.02)
         time.sleep(seconds / 2)
@@ -60,6 +61,10 @@ def write_through(
         proxy.mode = "well"
         process.wait(120)
     subprocess.run([*code, "0"], env=environment, check=True, timeout=300)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def assert_whole(url: str, home: Path, last: int) -> None:
