@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
                 results.append({**cost.result, "cpu": cost.cpu})
                 print(f"  {size}, seed {seed}, {side}: {whole(results[-1]['nights'][-1], names):.4f} bits per byte after "
                       f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
-        show(runs[sides[0]], names, size, sides[0])
+        show(runs[sides[0]], runs["everything"], names, size, sides[0])
         for side in sides:
             report(table, f"{size}, {side}", runs[side], runs["everything"], names, limited=side == "ours")
 
@@ -127,18 +127,22 @@ def report(
     table.ratio(f"{label}: tokens, of retraining every night", ours[0]["tokens"], retrained, most=rules["tokens"])
 
 
-def show(runs: Sequence[Mapping[str, Any]], names: Sequence[str], size: str, side: str) -> None:
-    """The table of nights and domains: bits per byte before the night, and after it; means over the seeds."""
+def show(
+    runs: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]], names: Sequence[str], size: str, side: str
+) -> None:
+    """The table of nights and domains: bits per byte before the night, and after it, and of one training on everything;
+    means over the seeds."""
     width = max(10, *map(len, names)) + 2
     print(f"\n{size}, {side}: bits per byte of each domain before and after each night")
     print(f"{'':<{width}}{''.join(f'{name:>14}' for name in names)}{'all':>14}")
     before: list[str] = [""] * (len(names) + 1)
-    for night, name in enumerate(names):
-        nights = [run["nights"][night] for run in runs]
+    rows = [(f"{night + 1} {name}", [run["nights"][night] for run in runs]) for night, name in enumerate(names)]
+    for label, nights in [*rows, ("at once", [run["nights"][-1] for run in everything])]:
+        before = before if label != "at once" else [""] * len(before)
         after = [f"{statistics.mean(bits(found[domain]) for found in nights):.3f}" for domain in names]
         after.append(f"{statistics.mean(whole(found, names) for found in nights):.3f}")
         cells = (f"{old} {new}".strip() for old, new in zip(before, after, strict=True))
-        print(f"{f'{night + 1} {name}':<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
+        print(f"{label:<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
         before = after
     print()
 
