@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ttrain.data.records import (
     parse_conversation,
     position,
     read,
+    split,
 )
 
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
@@ -338,11 +340,64 @@ def test_a_record_written_as_json_is_read_back_equal() -> None:
         assert parse_conversation(json.loads(json.dumps(talk.to_json()))) == talk
 
 
-# --- places in the split
+# --- the split
 
 
-def documents(count: int) -> list[TextDocument]:
-    return [TextDocument(f"document {number}") for number in range(count)]
+def documents(count: int, prefix: str = "document") -> list[TextDocument]:
+    return [TextDocument(f"{prefix} {number}") for number in range(count)]
+
+
+def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
+    return {record for held, record in split(iter(rows), fraction) if held}
+
+
+def test_the_split_loses_and_doubles_nothing() -> None:
+    for count in (0, 1, 2, 3, 50, 500):
+        for fraction in (0.0, 0.001, 0.1, 0.9):
+            rows = documents(count)
+            after = [record for _, record in split(iter(rows), fraction)]
+            assert sorted(after, key=position) == sorted(rows, key=position)
+
+
+def test_the_split_does_not_depend_on_the_order_of_the_rows() -> None:
+    for count, fraction in ((300, 0.1), (5, 0.01), (40, 0.001)):
+        rows = documents(count)
+        expected = heldout(rows, fraction)
+        for seed in range(5):
+            shuffled = random.Random(seed).sample(rows, count)
+            assert heldout(shuffled, fraction) == expected
+
+
+def test_files_that_are_added_move_no_row_to_the_other_side() -> None:
+    before, more = documents(300), documents(300, "another")
+    assert heldout(more + before, 0.1) == heldout(before, 0.1) | heldout(more, 0.1)
+
+
+def test_the_fraction_is_respected() -> None:
+    rows = documents(20_000)
+    for fraction in (0.01, 0.1, 0.5):
+        expected = 20_000 * fraction
+        assert abs(len(heldout(rows, fraction)) - expected) < 5 * expected**0.5
+    assert heldout(rows, 0.0) == set()
+    assert heldout(rows, 0.01) < heldout(rows, 0.1) < heldout(rows, 0.5), "a larger part contains the smaller"
+
+
+def test_at_least_one_row_is_held_out_of_a_small_set() -> None:
+    for count in range(1, 30):
+        rows = documents(count)
+        assert heldout(rows, 1e-6) == {min(rows, key=position)}
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.02, 0.3])
+def test_no_content_stands_on_both_sides(fraction: float) -> None:
+    """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
+    for count in (1, 3, 20):
+        for seed in range(10):
+            rows = random.Random(seed).sample(documents(count) * 3, 3 * count)
+            sides: dict[bool, set[Record]] = {True: set(), False: set()}
+            for held, record in split(iter(rows), fraction):
+                sides[held].add(record)
+            assert not sides[True] & sides[False]
 
 
 def test_a_place_depends_on_the_content_alone_and_is_uniform() -> None:

@@ -1,4 +1,4 @@
-"""Parse documents, conversations and preferences from JSON objects; where each stands in the split of a set."""
+"""Parse documents, conversations and preferences from JSON objects, and split them into training and held-out part."""
 
 from __future__ import annotations
 
@@ -211,6 +211,30 @@ def hash_of(content: bytes) -> bytes:
 def position(record: Record) -> float:
     """A number in [0, 1) by the record's content: uniform, and the same in every file."""
     return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big") / 2**64
+
+
+def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
+    """(held out?, record): held out are positions below `fraction`, so no record moves when files are added.
+
+    If there are none, the lowest row (and its copies) is held out, so that a small set can be evaluated too; it is yielded
+    last.
+    """
+    lowest: list[Record] = []
+    lowest_place = 1.0
+    any_heldout = fraction == 0
+    for record in rows:
+        record_position = position(record)
+        if record_position < fraction:
+            any_heldout = True
+            yield True, record
+        elif any_heldout or record_position > lowest_place:
+            yield False, record
+        else:
+            if record_position < lowest_place:
+                yield from ((False, earlier) for earlier in lowest)
+                lowest, lowest_place = [], record_position
+            lowest.append(record)
+    yield from ((not any_heldout, record) for record in lowest)
 
 
 KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
