@@ -47,7 +47,7 @@ SUBJECTS = {
     "files": "shutil.py tarfile.py zipfile.py zipfile os.py pathlib.py pathlib tempfile.py glob.py fnmatch.py posixpath.py "
     "ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py importlib zipimport.py fileinput.py filecmp.py",
 }
-PIECE_BYTES = 1500  # of a module, from one of its definitions on: a document
+PIECE_BYTES = 1500  # of a text, at least, from a definition or paragraph on: a document
 HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it that is scored, more where there is less text
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
@@ -193,7 +193,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Parts of a module of at least PIECE_BYTES, which end before a line that is not indented."""
+    """Parts of a text of at least PIECE_BYTES, which end before a line that is not indented."""
     lines: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -207,14 +207,18 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def sources(path: str, nights: int) -> dict[str, list[str]]:
-    """Texts of the sources of a file with the most bytes, the largest first."""
+    """Pieces of the sources of a file with the most bytes, the largest first.
+
+    Of few long texts none may be held out by its hash. Then the lowest is, where a night reads this source alone, and one
+    training on everything would learn it.
+    """
     from ttrain.data import records
     from ttrain.data.records import Tally
 
     found: dict[str, list[str]] = {}
     for record in records.read([path], records.document_parser("text"), Tally(), 32 << 20):
         assert isinstance(record, records.TextDocument), "the parser is that of documents"
-        found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).append(record.text)
+        found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).extend(pieces_of(record.text))
     largest = sorted(found, key=lambda name: -sum(len(text.encode()) for text in found[name]))[:nights]
     return {name: shuffled(found[name]) for name in largest}
 
