@@ -146,7 +146,7 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     assert run("data", "validate", "d.jsonl", "--text-field", "poem", "--json").json["kind"] == "documents"
     done = run("data", "shard", "a.jsonl", "c.jsonl", "--tokenizer", "t", "--out", "out")
     assert done.code == 2
-    assert "c.jsonl holds documents but a.jsonl chats; shard them apart, or set --kind" in done.err.replace("\n", " ")
+    assert "a.jsonl holds chats but c.jsonl documents; shard them apart, or set --kind" in done.err.replace("\n", " ")
 
 
 # --- stats --------------------------------------------------------------------------------------------------------------
