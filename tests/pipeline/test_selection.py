@@ -106,6 +106,7 @@ def test_a_selection_that_cannot_be_is_refused(
 
 
 def test_only_goes_with_neither_from_nor_until() -> None:
+    assert Selection(until="sft") and Selection(since="sft") and only("sft") and not Selection()
     for other in ({"since": "sft"}, {"until": "sft"}):
         with pytest.raises(UsageError, match="--only lora,sft cannot be combined with --from or --until"):
             Selection(only=frozenset({"sft", "lora"}), **other)
