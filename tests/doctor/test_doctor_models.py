@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from doctor.test_doctor import FP32, ROWS, forked, language
-from support.doubles import CPU, settings_of_training, tiny_model
+from doctor.test_doctor import FP32, ROWS, language
+from support.doubles import CPU, in_ranks, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Lora, Optim, Runtime
 from ttrain.config.model import MultiToken
 from ttrain.doctor import model
-from ttrain.doctor.parts import Check, Learner, trainer_of
+from ttrain.doctor.parts import Check, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
@@ -108,10 +108,14 @@ def case_id(case: tuple[str, str]) -> str:
     return f"{adapter} on {name}" if adapter else name
 
 
+def learner_of(case: tuple[str, str]) -> Learner:
+    config = settings_of_training(optim=Optim(lr={"prefix": 0.2, "lora on attention": 5e-2}.get(case[1], 2e-2)))
+    return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *case), language)
+
+
 @pytest.fixture
 def learner(request: pytest.FixtureRequest) -> Learner:
-    config = settings_of_training(optim=Optim(lr={"prefix": 0.2, "lora on attention": 5e-2}.get(request.param[1], 2e-2)))
-    return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *request.param), language)
+    return learner_of(request.param)
 
 
 def ok(check: Check | None) -> None:
@@ -126,10 +130,24 @@ def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_noth
     ok(model.first_loss(learner, ROWS, FP32, trained=False))
 
 
-@pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)
-def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(learner: Learner, tmp_path: Path) -> None:
-    ok(model.accumulation(learner, ROWS, CPU))
-    ok(model.two_ranks(learner, ROWS, forked(tmp_path)))
+@pytest.fixture(scope="module")
+def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[model.Step]]:
+    """What each of two ranks has after a step on the doctor's rows, of all that are trained: two forks for all of them."""
+    sample = unevenly_masked(select_rows(ROWS, model.ROWS))
+
+    def steps(ranks: Ranks) -> dict[tuple[str, str], model.Step]:
+        return {case: model.first_step(learner_of(case), sample, ranks, rows_per_device=1) for case in TRAINED}
+
+    found = in_ranks(2, tmp_path_factory.mktemp("ranks"), steps)
+    return {case: [of_rank[case] for of_rank in found] for case in TRAINED}
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=case_id)
+def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(
+    case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]]
+) -> None:
+    ok(model.accumulation(learner_of(case), ROWS, CPU))
+    ok(model.two_ranks(learner_of(case), ROWS, lambda learner, rows: steps_of_ranks[case]))
 
 
 @pytest.mark.parametrize("learner", TRAINED, indirect=True, ids=case_id)
