@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kill_points import die
-from support.shard_sets import ALL, BLOCK, build, digests, rows_of, write_lines
+from support.shard_sets import ALL, BLOCK, build, digests, make_or_die, rows_of, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import sharding
@@ -132,16 +131,17 @@ build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(heldout_fraction=0
 
 
 def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(60))
+    path, environment = write_lines(tmp_path / "a.jsonl", rows_of(60)), dict(os.environ)
 
     class Killing(Processes):
         def map(self, function: Any, tasks: Any) -> Any:
-            return super().map(die, tasks)
+            return super().map(make_or_die, tasks)
 
     with pytest.raises(StageFailed, match=r"killed.*runtime\.workers"):
         build(tmp_path / "out", [path], recipe, pool=Killing(2))
     assert build(tmp_path / "out", [path], recipe).parts["train"]["rows"] == 60
     assert multiprocessing.active_children() == []
+    assert dict(os.environ) == environment, "what the workers need is not left behind"
 
 
 def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:

@@ -15,10 +15,6 @@ from typing import Any
 from support.paths import ROOT, TESTS
 
 
-def die(*arguments: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def killed_at(fatal: int, names: Sequence[str], action: Callable[[], object], *, writing: bool = False) -> bool:
     """Run `action` in a fork that dies right before its call number `fatal` of these functions of `os`, and with `writing`
     of those that open a file to write; whether it came so far."""

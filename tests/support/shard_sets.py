@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ from support.doubles import documents
 
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
-from ttrain.data import sharding
+from ttrain.data import blocks, sharding
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
@@ -30,6 +33,13 @@ def write_lines(path: Path, rows: Sequence[Any]) -> Path:
 
 def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"text": f"{seed}.{n} {text}"} for n, text in enumerate(documents(count, seed))]
+
+
+def make_or_die(*arguments: Any) -> tuple[str, str, bool]:
+    """Make a block in the process of a test; kill one that a pool started."""
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return blocks.make(*arguments)
 
 
 def build(
