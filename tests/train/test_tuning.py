@@ -56,6 +56,27 @@ def test_a_difference_of_noise_changes_nothing() -> None:
     assert found == (START, 1.0)
 
 
+def test_several_gains_of_a_hundredth_are_taken_together() -> None:
+    def measure(choice: Choice) -> float:
+        return (0.985 if choice.attention == "masked" else 1.0) * (0.985 if choice.loss_chunk_tokens == 512 else 1.0)
+
+    best, gain = Search(measure, ALONE).run(START, [AXES[0], AXES[2]])
+    assert best == Choice(4, "masked", 512, False)
+    assert gain == pytest.approx(1 / 0.985**2)
+
+
+def test_what_was_slow_while_another_program_ran_is_measured_again() -> None:
+    calls: list[Choice] = []
+
+    def measure(choice: Choice) -> float:
+        calls.append(choice)
+        disturbed = choice.loss_chunk_tokens == 512 and calls.count(choice) == 1
+        return seconds(choice) * (1.14 if disturbed else 1.0)
+
+    best, _ = Search(measure, ALONE).run(START, AXES)
+    assert best == Choice(16, "masked", 512, False)
+
+
 def test_it_ends_when_the_time_is_over_with_the_best_so_far() -> None:
     now = [0.0]
 
