@@ -130,13 +130,19 @@ def test_what_auto_became_is_logged_and_an_emulated_precision_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(precision, "BF16_FLAGS", frozenset())
     with caplog.at_level(logging.INFO, "ttrain"):
         precision.resolve_precision("auto", CUDA)
     assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "precision fp16 on cuda:0 (from auto)")]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "ttrain"):
         precision.resolve_precision("bf16", CUDA)
-    assert "only emulates" in caplog.text
+        precision.resolve_precision("bf16", CPU)
+        precision.resolve_precision("bf16", MPS)
+    assert [record.message for record in caplog.records] == [
+        "precision is bf16, which this cuda only emulates; fp16 is faster",
+        "precision is bf16, which this cpu only emulates; fp32 is faster",
+    ]
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:

@@ -100,8 +100,9 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
         word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
     if word == "tf32" and not _is_ampere(device):
         raise UsageError(f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto")
-    if requested == "bf16" and device.type == "cuda" and not _is_ampere(device):
-        log.warning("precision is bf16, which %s only emulates; fp16 is faster there", device)
+    if requested == "bf16" and device.type != "mps" and not has_bf16(device):
+        faster = "fp16" if device.type == "cuda" else "fp32"
+        log.warning("precision is bf16, which this %s only emulates; %s is faster", device.type, faster)
     torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
     log.info("precision %s on %s%s", word, device, " (from auto)" if requested == "auto" else "")
     return Precision(word, device)
