@@ -3,64 +3,67 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from support.outage_proxy import Proxy
-from support.paths import ROOT
 
 from ttrain import tracking
 
-WRITER = """
-import json, sys, time
-from pathlib import Path
-from ttrain import tracking
-home, path, last, seconds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-store = tracking.open_store(home, "outages")
-known = json.loads((home / "known.json").read_text()) if (home / "known.json").exists() else {}
-run = store.start_run("writer", run_id=known.get("run_id"), identity=known.get("identity"), tags={}, params={"lr": 1})
-(home / "known.json").write_text(json.dumps({"run_id": run.id, "identity": run.identity}))
-follower = tracking.MetricsFollower(path, run, seconds=0.02)
-lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-keep = max(0, len(lines) // 10 * 10 - 10)  # back to the checkpoint
-path.write_text("".join(lines[:keep]))
-with path.open("a") as file:
-    for step in range(keep + 1, last + 1):
-        row = {"step": step, "tokens": 100 * step, "time": time.time(), "metrics": {"loss": 1 / step}}
-        file.write(json.dumps(row) + "\\n")
-        file.flush()
-        time.sleep(seconds)
-follower.stop()
-run.finish("FINISHED")
-store.close()
-"""
+CONTEXT = multiprocessing.get_context("forkserver")  # the libraries are loaded once, not by each of a hundred writers
+CONTEXT.set_forkserver_preload(["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"])
+
+
+def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> None:
+    """Go on with the curve at its checkpoint, up to the step `last`, and track it."""
+    os.environ.update(environment)
+    path, known_path = home / "metrics.jsonl", home / "known.json"
+    store = tracking.open_store(home, "outages")
+    known = json.loads(known_path.read_text()) if known_path.exists() else {}
+    options = {"run_id": known.get("run_id"), "identity": known.get("identity")}
+    run = store.start_run("writer", **options, tags={}, params={"lr": 1})
+    known_path.write_text(json.dumps({"run_id": run.id, "identity": run.identity}))
+    follower = tracking.MetricsFollower(path, run, seconds=0.02)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    keep = max(0, len(lines) // 10 * 10 - 10)  # back to the checkpoint
+    path.write_text("".join(lines[:keep]))
+    with path.open("a") as file:
+        for step in range(keep + 1, last + 1):
+            row = {"step": step, "tokens": 100 * step, "time": time.time(), "metrics": {"loss": 1 / step}}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            time.sleep(pace)
+    follower.stop()
+    run.finish("FINISHED")
+    store.close()
 
 
 def write_through(
     proxy: Proxy, home: Path, *, steps_in_all: int, modes: tuple[str, ...], seconds: float = 0.4, pace: float = 0.001
 ) -> None:
     """A process that trains and is tracked, killed and continued while the server comes and goes; a step takes `pace` s."""
-    code = [sys.executable, "-c", WRITER, str(home), str(home / "metrics.jsonl"), str(steps_in_all)]
-    environment = {**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1", "PYTHONPATH": str(ROOT)}
+    environment = {"MLFLOW_TRACKING_URI": proxy.url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
     for mode in modes:
-        process = subprocess.Popen([*code, str(pace)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, environment))
         size = _size(home / "metrics.jsonl")
-        while _size(home / "metrics.jsonl") == size:  # until it writes: its libraries take seconds
-            assert process.poll() is None
-            time.sleep(0.02)
+        writer.start()
+        while _size(home / "metrics.jsonl") == size:
+            assert writer.is_alive()
+            time.sleep(0.01)
         time.sleep(seconds / 2)
         proxy.mode = mode
         time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
+        writer.kill()
         proxy.mode = "well"
-        process.wait(120)
-    subprocess.run([*code, "0"], env=environment, check=True, timeout=300)
+        writer.join(120)
+    last = CONTEXT.Process(target=write, args=(home, steps_in_all, 0.0, environment))
+    last.start()
+    last.join(300)
+    assert last.exitcode == 0
 
 
 def _size(path: Path) -> int:
