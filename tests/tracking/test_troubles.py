@@ -257,6 +257,20 @@ def test_a_killed_run_that_had_delivered_all_is_noted_as_killed_once_mlflow_answ
     assert done.things == {} and store.client.get_run(run_id).info.status == "KILLED"
 
 
+def test_an_outbox_of_which_all_had_arrived_before_a_kill_is_removed(hasty_home: Path) -> None:
+    box = outbox.create(hasty_home, name="stage", tags={}, tracker="", experiment="ttrain", ended=True)
+    entry = box.add("params", values={})
+    directory = box.directory
+    assert directory is not None
+    copy = shutil.copytree(directory, hasty_home / "copy")
+    box.mark_delivered(entry)
+    box.close()
+    copy.rename(directory)
+    (directory / "journal.jsonl").unlink()
+    (done,) = tracking.sync(hasty_home)
+    assert done.things == {} and done.why == "" and not outbox.list_outboxes(hasty_home)
+
+
 def test_rows_that_waited_for_one_mlflow_do_not_hide_earlier_ones_from_another(
     hasty_home: Path, tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

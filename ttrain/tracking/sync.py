@@ -83,7 +83,7 @@ def sync(
         # The small entries of all runs, then the files, those of a run after those of its stages
         for uploads, ordered in ((False, directories), (True, outbox.children_first(directories))):
             for directory in ordered:
-                if reports[directory].things and not reports[directory].why:
+                if not reports[directory].why and (reports[directory].things or not uploads):
                     reports[directory] = _deliver(store, reports[directory], uploads=uploads, elsewhere=run is not None)
         store.close()
     return list(reports.values())
