@@ -6,19 +6,17 @@ Letters in names: B rows of a batch, T positions of a row, A answers of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar, Self, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows, best_fit
+from ttrain.data.packing import IGNORE, Array, Batch, Counts
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
-from ttrain.data.record_rows import sums_by_record
+from ttrain.data.record_rows import NONE, PieceRows, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
 PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
-NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def finished_pairs(batch: PairBatch) -> PairBatch:
 
 
 @final
-class PairRows(Rows):
-    """Rows of whole pairs: several share a row by best fit, or, if they are not packed, each is a row of its own.
+class PairRows(PieceRows):
+    """Rows whose pieces are whole pairs.
 
     A pair that is longer than a row loses the first turns of its prompt, as few as possible, but never the last one. If it
     is still too long it is left out and counted: half an answer has another probability than the whole one. A record in
@@ -102,47 +100,21 @@ class PairRows(Rows):
         self, shards: ShardSet, row_length: int, pad_id: int, end_id: int, *, header_length: int = 0, packed: bool = True
     ) -> None:
         """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
-        self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
-        self.trimmed = not packed
         self._end_id, self._header_length = end_id, header_length
         self._cut = self._too_long = self._all_masked = self._targets = self._used = self._pairs = 0
-        plans, first = [], 0
-        for column in shards.columns():
-            plans.append(self._plan(column, first))
-            first += len(column)
-        self._records, self._starts, self._sizes = (
-            np.concatenate([NONE, *(plan[field_index] for plan in plans)]) for field_index in range(3)
-        )
-        self._rows = best_fit(self._sizes.tolist(), row_length) if packed else [[pair] for pair in range(len(self._sizes))]
-        row_of_pair = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
-        self._lengths = np.zeros(len(self._rows), np.int64)
-        np.add.at(self._lengths, row_of_pair, self._sizes[list(chain.from_iterable(self._rows))])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def lengths(self) -> Array:
-        return self._lengths
+        super().__init__(shards, row_length, pad_id, packed=packed)
 
     def finished(self, batch: Batch) -> Batch:
         """The batch with its answers numbered."""
         assert isinstance(batch, PairBatch)
         return finished_pairs(batch)
 
-    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+    def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         assert isinstance(batch, PairBatch)
-        for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
-            position = 0
-            for segment, pair in enumerate(self._rows[row]):
-                position = self._fill(pair, batch, line, position, segment)
-
-    def _fill(self, pair: int, batch: PairBatch, line: int, position: int, segment: int) -> int:
-        """Write a pair from `position` on; returns the position after it."""
-        record, start = int(self._records[pair]), int(self._starts[pair])
-        ids, live, parts, number = self.shards.preference(record)
-        prompt = ids[start : int((parts == PROMPT).sum())]
+        ids, live, parts, number = self.shards.preference(int(self.records[piece]))
+        prompt = ids[int(self.starts[piece]) : int((parts == PROMPT).sum())]
         context, last = prompt[:-1], prompt[-1:]
-        end = position + int(self._sizes[pair])
+        end = position + int(self.sizes[piece])
         batch.segments_BT[line, position:end] = segment
         batch.input_ids_BT[line, position : position + len(context)] = context
         batch.positions_BT[line, position : position + len(context)] = np.arange(len(context))
@@ -164,7 +136,6 @@ class PairRows(Rows):
             batch.answers_BT[line, span] = np.where(targets, answer, -1)
             position = span.stop
         assert position == end, f"{position} positions, planned {end}"
-        return position
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""
@@ -173,20 +144,17 @@ class PairRows(Rows):
             "row_length": self.row_length,
             "records": len(self.shards),
             "pairs": self._pairs,
-            "rated_answers": len(self._records) - self._pairs,
+            "rated_answers": len(self.records) - self._pairs,
             "target_tokens": self._targets,
             "dropped_tokens": self.shards.tokens - self._used,
             "cut_records": self._cut,
             "too_long_dropped": self._too_long,
             "all_masked_dropped": self._all_masked,
-            "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
+            "fill": self.filled,
         }
 
-    def _plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
-        """(record, first token of its prompt, positions) of every usable record of a shard, numbered from `first` on.
-
-        Only records longer than a row are handled one by one.
-        """
+    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+        """Only records longer than a row are handled one by one."""
         sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
         prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]
         shared = np.minimum(prompts, 1)  # tokens that each branch repeats

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
 from ttrain.data.shards import Column, ShardSet, counted_up
 
+NONE: Array = np.zeros(0, np.int64)
+
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
 
 PACKED_TOGETHER = 1 << 18  # documents; their rows are lists for a moment, 40 MB
@@ -208,12 +210,56 @@ def windows_over(places: Array, count: npt.ArrayLike, row_length: int, stride: i
     return np.asarray(last - first + 1)
 
 
+class PieceRows(Rows):
+    """Rows of pieces of records. Packed, several share a row by best fit; else each is a row of its own."""
+
+    def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
+        """Plan and pack; what `plan` reads is set before."""
+        self.shards, self.row_length, self.pad_id, self.trimmed = shards, row_length, pad_id, not packed
+        plans, first = [(NONE, NONE, NONE)], 0
+        for column in shards.columns():
+            plans.append(self.plan(column, first))
+            first += len(column)
+        self.records, self.starts, self.sizes = map(np.concatenate, zip(*plans, strict=True))
+        pieces = len(self.sizes)
+        self._rows = best_fit(self.sizes.tolist(), row_length) if packed else [[piece] for piece in range(pieces)]
+        row_of_piece = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
+        self._lengths = np.zeros(len(self._rows), np.int64)
+        np.add.at(self._lengths, row_of_piece, self.sizes[list(chain.from_iterable(self._rows))])
+
+    @abstractmethod
+    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+        """(record, its first token, positions) of every piece of a shard, whose records are numbered from `first`."""
+
+    @abstractmethod
+    def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
+        """Write a piece into a line of the batch, from `position` on."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lengths(self) -> Array:
+        return self._lengths
+
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
+            position = 0
+            for segment, piece in enumerate(self._rows[row]):
+                self.fill_piece(piece, batch, line, position, segment)
+                position += int(self.sizes[piece])
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows that holds tokens."""
+        return int(self._lengths.sum()) / max(1, len(self) * self.row_length)
+
+
 @final
-class ChatRows(Rows):
+class ChatRows(PieceRows):
     """Every live token is a target exactly once in an epoch, and every piece has one.
 
-    Packed, several pieces share a row of `row_length` by best fit; else each piece is a row of its own, and a batch is as
-    wide as its longest row. A conversation without a live token is left out and counted.
+    If they are not packed, a batch is as wide as its longest row. A conversation without a live token is left out and
+    counted.
     """
 
     def __init__(
@@ -226,50 +272,24 @@ class ChatRows(Rows):
         packed: bool = True,
         masks: Intervals = NO_MASKS,
     ) -> None:
-        self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
-        self.trimmed = not packed
+        self.masks, self._end_id = masks, end_id
         self._cut = self._targets = self._all_masked = 0
         self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
-        plans, first = [], 0
-        for column in shards.columns():
-            plans.append(self._plan(column, first, end_id))
-            first += len(column)
-        self._records, self._starts, self._ends = (
-            _joined([plan[field_index] for plan in plans]) for field_index in range(3)
-        )
-        inputs = self._ends - self._starts - 1
-        self._rows = best_fit(inputs.tolist(), row_length) if packed else [[piece] for piece in range(len(inputs))]
-        row_of_piece = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
-        self._lengths = np.zeros(len(self._rows), np.int64)
-        np.add.at(self._lengths, row_of_piece, inputs[list(chain.from_iterable(self._rows))])
+        super().__init__(shards, row_length, pad_id, packed=packed)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def lengths(self) -> Array:
-        return self._lengths
-
-    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
-            self._fill(row, batch, at)
-
-    def _fill(self, row: int, batch: Batch, at: int) -> None:
-        position = 0
-        for segment, piece in enumerate(self._rows[row]):
-            ids, live = self.shards.row(int(self._records[piece]))
-            assert live is not None
-            targets = live != 0
-            if self.masks:
-                targets &= ~self.masks.masked(ids, np.arange(len(ids)) == 0)
-            start, end = int(self._starts[piece]), int(self._ends[piece])
-            row_range = slice(position, position + end - start - 1)
-            batch.input_ids_BT[at, row_range] = ids[start : end - 1]
-            batch.labels_BT[at, row_range] = np.where(
-                targets[start + 1 : end], ids[start + 1 : end].astype(np.int64), IGNORE
-            )
-            batch.positions_BT[at, row_range] = np.arange(end - start - 1)
-            batch.segments_BT[at, row_range] = segment
-            position = row_range.stop
+    def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
+        ids, live = self.shards.row(int(self.records[piece]))
+        assert live is not None
+        targets = live != 0
+        if self.masks:
+            targets &= ~self.masks.masked(ids, np.arange(len(ids)) == 0)
+        start, size = int(self.starts[piece]), int(self.sizes[piece])
+        inputs, following = slice(start, start + size), slice(start + 1, start + size + 1)
+        row_range = slice(position, position + size)
+        batch.input_ids_BT[line, row_range] = ids[inputs]
+        batch.labels_BT[line, row_range] = np.where(targets[following], ids[following].astype(np.int64), IGNORE)
+        batch.positions_BT[line, row_range] = np.arange(size)
+        batch.segments_BT[line, row_range] = segment
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of conversations left out, and context that no piece of a long one holds."""
@@ -277,37 +297,34 @@ class ChatRows(Rows):
             "rows": len(self),
             "row_length": self.row_length,
             "records": len(self.shards),
-            "pieces": len(self._records),
+            "pieces": len(self.records),
             "target_tokens": self._targets,
             "dropped_tokens": self.shards.tokens - self._used,
             "cut_records": self._cut,
             "all_masked_dropped": self._all_masked,
-            "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
+            "fill": self.filled,
         }
 
-    def _plan(self, column: Column, first: int, end_id: int) -> tuple[Array, Array, Array]:
-        """(record, start, end) of every piece of a shard whose records are numbered from `first` on.
-
-        Only records longer than a row are handled one by one, so 200,000 chats take a second.
-        """
+    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+        """Only records longer than a row are handled one by one, so 200,000 chats take a second."""
         lengths, live = np.diff(column.offsets), self._live(column)
         targets = sums_by_record(live, column.offsets)
         self._targets += int(targets.sum())
         self._all_masked += int((targets == 0).sum())
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
         self._used += int(lengths[whole].sum())
-        records, starts, ends = [whole], [np.zeros_like(whole)], [lengths[whole]]
+        records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             spans = np.array(
-                cut(live[token_range], np.flatnonzero(column.tokens[token_range] == end_id) + 1, self.row_length)
+                cut(live[token_range], np.flatnonzero(column.tokens[token_range] == self._end_id) + 1, self.row_length)
             )
             self._cut += 1
             self._used += int((spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])).sum())
             records.append(np.full(len(spans), record))
             starts.append(spans[:, 0])
-            ends.append(spans[:, 1])
-        return first + _joined(records), _joined(starts), _joined(ends)
+            sizes.append(spans[:, 1] - spans[:, 0] - 1)
+        return first + np.concatenate(records), np.concatenate(starts), np.concatenate(sizes)
 
     def _live(self, column: Column) -> Flags:
         """Which tokens of a shard are targets; a record's first token never is, since nothing precedes it."""
@@ -359,7 +376,3 @@ def sums_by_record(flags: Flags, offsets: Array) -> Array:
     if filled.any():
         sums[filled] = np.add.reduceat(flags, offsets[:-1][filled], dtype=np.int64)
     return sums
-
-
-def _joined(parts: list[Array]) -> Array:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
