@@ -357,19 +357,11 @@ def test_an_error_of_the_model_is_an_answer_and_a_line_of_the_log(
     assert record.getMessage().endswith(message) and record.exc_info is None
 
 
-@pytest.mark.parametrize("path", ["/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json", "/load_model", "/reset"]
+)
 def test_routes_that_load_other_models_or_show_pages_are_not_there(endpoint: Callable[..., Any], path: str) -> None:
     assert [ask(endpoint(), path, {}, method)[0] for method in ("GET", "POST")] == [404, 404]
-
-
-@pytest.mark.parametrize("path", ["/load_model", "/reset"])
-def test_only_the_model_that_is_served_can_be_loaded_and_unloaded(endpoint: Callable[..., Any], path: str) -> None:
-    app = endpoint()
-    for body in ({}, {"model": "other"}, {"model": f"{endpoint.model}@other"}):  # type: ignore[attr-defined]
-        status, refusal = ask(app, path, body)
-        assert status == 400 and isinstance(refusal, dict) and "this server serves" in refusal["detail"]
-    assert ask(app, path, {"model": endpoint.model})[0] == 200  # type: ignore[attr-defined]
-    assert ask(app, CHAT, {"messages": QUESTION, "max_tokens": 1})[0] == 200
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read_whole(endpoint: Callable[..., Any]) -> None:

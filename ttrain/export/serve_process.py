@@ -11,13 +11,13 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import ValidationError
 from transformers import GenerationConfig, StoppingCriteria
@@ -100,29 +100,7 @@ def application(
     )
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
     app.add_exception_handler(RequestValidationError, _refuse_unread)
-    _add_routes_of_the_model(app, model_manager)
     return LimitedRequests(app, GENERATING, max_requests=max_requests)
-
-
-def _add_routes_of_the_model(app: Any, model_manager: Any) -> None:
-    """`/load_model` and `/reset` for the model that is served, and no other."""
-    name = model_manager.force_model
-
-    def check(body: Mapping[str, Any]) -> None:
-        if body.get("model") != name:
-            raise HTTPException(400, f"model is {str(body.get('model'))[:60]!r}, but this server serves {name!r} only")
-
-    @app.post("/load_model")  # type: ignore[untyped-decorator]
-    async def load_model(body: dict[str, Any]) -> StreamingResponse:
-        check(body)
-        events = model_manager.load_model_streaming(model_manager.process_model_name(name))
-        return StreamingResponse(events, media_type="text/event-stream")
-
-    @app.post("/reset")  # type: ignore[untyped-decorator]
-    def reset(body: dict[str, Any]) -> dict[str, str]:
-        check(body)
-        model_manager.shutdown()
-        return {"status": "ok"}
 
 
 class CheckedHandler:
