@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -178,6 +179,6 @@ def test_the_shipped_costs_of_presets_are_those_of_models_of_these_sizes() -> No
     row_length = Settings().pretrain.row_length
     computed = {name: cost(Model(preset=name), vocab_size=vocab_size_of(name), row_length=row_length) for name in names()}
     if os.environ.get("TTRAIN_WRITE_PRESETS"):
-        text = json.dumps({name: cost.to_json() for name, cost in computed.items()}, indent=1)
+        text = json.dumps({name: asdict(cost) for name, cost in computed.items()}, indent=1)
         (configs_directory() / model.PRESETS).write_text(f"{text}\n", encoding="utf-8")
     assert model.of_presets() == computed

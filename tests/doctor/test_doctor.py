@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -131,7 +131,7 @@ def ok(check: Check | None) -> bool:
     """Whether a check is ok; it has a cure where it is not, and only there."""
     assert check is not None
     assert (check.cure is None) == check.ok
-    assert json.loads(json.dumps(check.to_json())) == {
+    assert json.loads(json.dumps(asdict(check))) == {
         "name": check.name, "ok": check.ok, "figure": check.figure, "cure": check.cure,
     }  # fmt: skip
     return check.ok

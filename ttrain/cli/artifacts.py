@@ -45,7 +45,7 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
         references.need_stage(stage, STAGES)
     artifacts = artifact_rows(_store(), stage or None)
     if as_json:
-        print_json([row.to_json() for row in artifacts])
+        print_json(artifacts)
         return
     shown = [
         (row.stage, row.key[:SHOWN_KEY], format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import typer
 
+from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
 from ttrain.core.files import exclusive, write_json
 from ttrain.core.hashing import stamp
@@ -29,7 +30,6 @@ from ttrain.data.sharding import Here, Pool, Processes
 from ttrain.data.shards import COUNTED, INDEX
 from ttrain.data.validate import Report, validate
 from ttrain.errors import DataError, UsageError
-from ttrain.store.layout import MANIFEST
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
 SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
@@ -249,8 +249,7 @@ def shard(
 
 def check_output(output: Path, patterns: Sequence[str], sources: Sequence[str]) -> None:
     """Raise UsageError where shards must not be written: over other files, or into an input folder."""
-    if any((above / MANIFEST).exists() for above in (output, *output.absolute().parents)):
-        raise UsageError(f"--out is {output}, which holds an artifact of a pipeline; name another directory")
+    check_no_artifact(output)
     if output.exists() and not (output / BLOCKS).is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which holds files that are not shards; name an empty directory or a new one")
     real = output.resolve()

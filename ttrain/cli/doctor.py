@@ -64,7 +64,7 @@ def doctor(
                 _print(check)
     failures = [check for check in checks if not check.ok]
     if as_json:
-        print_json({"checks": [check.to_json() for check in checks]})
+        print_json({"checks": checks})
     else:
         if examination.shown is not None:
             row, special = examination.shown

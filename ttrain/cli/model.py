@@ -96,7 +96,7 @@ def size(
     shipped = of_presets().get(presets[0]) if preset_vocabulary and _is_preset(loaded.settings, presets[0]) else None
     cost = shipped or of_settings(loaded.settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
     if as_json:
-        print_json(cost.to_json())
+        print_json(cost)
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
 
@@ -137,7 +137,7 @@ def _show_presets(as_json: bool) -> None:
 
     costs = of_presets()
     if as_json:
-        print_json({name: {"settings": sizes_of(name), **cost.to_json()} for name, cost in costs.items()})
+        print_json({name: {"settings": sizes_of(name), **asdict(cost)} for name, cost in costs.items()})
         return
     columns = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
     rows = []
@@ -239,10 +239,6 @@ class ModelCost:
     memory_bytes: Mapping[str, int]  # weights, gradients and state, by optimizer
     checkpoint_bytes: Mapping[str, int]  # weights and state, by optimizer
     model_bytes: int  # of the weights that a stage writes
-
-    def to_json(self) -> dict[str, Any]:
-        """The cost as JSON."""
-        return asdict(self)
 
 
 def cost(config: Model, *, vocab_size: int, row_length: int) -> ModelCost:

@@ -313,6 +313,15 @@ def checked_name(option: str | None) -> str:
     return (option or "").strip()
 
 
+def check_no_artifact(out: Path) -> None:
+    """Raise UsageError where a directory to write lies in an artifact of a pipeline."""
+    from ttrain.errors import UsageError
+    from ttrain.store.layout import MANIFEST
+
+    if any((above / MANIFEST).exists() for above in (out, *out.absolute().parents)):
+        raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")
+
+
 def check_output_file(path: Path) -> None:
     """Raise UsageError where a file cannot be written there."""
     from ttrain.errors import UsageError

@@ -85,7 +85,7 @@ def repair(as_json: AsJson = False) -> None:
         raise UsageError("the MLflow server of `ttrain up` has the database open; stop it first: ttrain down")
     done = track_repair.repair(root, lambda line: console(stderr=True).print(escaped(line), highlight=False, soft_wrap=True))
     if as_json:
-        print_json(done.to_json())
+        print_json(done)
     elif not (done.runs or done.unreadable or done.aside):
         print("the database is intact and has every run of this home")
     else:

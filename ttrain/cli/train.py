@@ -14,13 +14,14 @@ import typer
 from ttrain.cli.options import (
     AsJson,
     Files,
+    check_no_artifact,
     task_settings,
 )
 from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
 from ttrain.core.terminal import console, outlast_output, print_json, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.store.layout import MANIFEST, usable_home
+from ttrain.store.layout import usable_home
 
 if TYPE_CHECKING:
     from ttrain.config import Runtime
@@ -166,8 +167,7 @@ def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
     from ttrain.pipeline.stage_worker import JOB
 
-    if any((above / MANIFEST).exists() for above in (out, *out.parents)):
-        raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")
+    check_no_artifact(out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out is {out}, which is a file; name a directory")
     if out.exists() and not (out / WORK / JOB).exists() and any(out.iterdir()):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +24,21 @@ INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"
 @functools.cache
 def processor() -> str:
     """Model and cores of the CPU, and whether it has the instructions on which speed depends most."""
-    text = ""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    text = _cpu_info()
     flags = [name if f" {flag}" in text else f"no {name}" for name, flag in INSTRUCTIONS.items()]
-    return ", ".join([(models or [platform.processor()])[0], f"{os.cpu_count()} cores", *flags])
+    return ", ".join([processor_model(), f"{os.cpu_count()} cores", *flags])
+
+
+def processor_model() -> str:
+    """Model of the CPU, or where Linux does not tell it, its architecture."""
+    match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _cpu_info() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 VERSION: Final = "0.1.0"  # of ttrain

@@ -12,6 +12,8 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ttrain.errors import TTrainError
@@ -89,10 +91,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Conso
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Print JSON, with what a terminal may obey escaped; `indent` None: in one line, flushed at once."""
+    """Print JSON, with what a terminal may obey escaped; `indent` None: in one line, flushed at once.
+
+    A dataclass is printed with all its fields.
+    """
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    text = json.dumps(value, indent=indent, ensure_ascii=not encoding.startswith("utf"))  # no letter is lost in a pipe
+    is_ascii = not encoding.startswith("utf")  # no letter is lost in a pipe
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii, default=_as_json)
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=indent is None)
+
+
+def _as_json(value: Any) -> object:
+    return str(value) if isinstance(value, Path) else asdict(value)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:

@@ -6,7 +6,7 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -187,9 +187,6 @@ class Check:
     ok: bool
     figure: float | str
     cure: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_check(name: str, ok: bool, figure: float | str, fix: str) -> Check:

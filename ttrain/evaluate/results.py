@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ttrain.core.hashing import digest_of
@@ -48,7 +48,7 @@ class ModelComparison:
 
     def to_json(self, rule: Rule) -> dict[str, Any]:
         """All fields and the verdict as JSON."""
-        comparison = dict.fromkeys(COMPARED) if self.compared is None else self.compared.to_json()
+        comparison = dict.fromkeys(COMPARED) if self.compared is None else asdict(self.compared)
         names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
         return finite({**names, **comparison, "p_of_all": self.p_of_all, "verdict": self.verdict(rule)})
 

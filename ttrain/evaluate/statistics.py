@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -56,10 +56,6 @@ class PairedComparison:
     p: float
     smallest: float | None
     items: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field."""
-        return asdict(self)
 
 
 def interval(figure: Metric, rule: Rule) -> tuple[float, float] | None:

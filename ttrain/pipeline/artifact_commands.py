@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,6 @@ class ArtifactRow:
     bytes: int
     published_unix: float | None = None  # seconds since 1970
     run: str | None = None  # the newest run that made or used it
-
-    def to_json(self) -> dict[str, Any]:
-        """The form that `list --json` prints."""
-        return {**asdict(self), "path": str(self.path)}
 
 
 def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[ArtifactRow]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -183,10 +183,6 @@ class LineageData:
     bytes: int | None = None
     location: str | None = None  # None: not recorded
 
-    def to_json(self) -> dict[str, Any]:
-        """The form that `lineage --json` prints."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Link:
@@ -230,7 +226,7 @@ class Link:
             "settings": dict(self.settings),
             "chosen": self.chosen or None,
             "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in self.inputs.items()},
-            "data": [entry.to_json() for entry in self.data],
+            "data": list(self.data),
             "libraries": dict(self.libraries),
             "runtime": self.provenance.get("runtime"),
             "machine": self.provenance.get("machine"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
 from ttrain.core.files import parse_json, read_object
-from ttrain.core.machine import VERSION
+from ttrain.core.machine import VERSION, processor_model
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
 from ttrain.pipeline.stage_worker import JOB, TRACKED
@@ -58,15 +56,7 @@ def _shown_location(location: str) -> str:
 @functools.cache
 def machine() -> Mapping[str, Any]:
     """Processor and number of cores: sums of floats may depend on both."""
-    return {"processor": _processor(), "cores": os.cpu_count() or 1}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    return {"processor": processor_model(), "cores": os.cpu_count() or 1}
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

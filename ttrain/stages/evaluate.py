@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -138,7 +139,7 @@ def _paired(
         for earlier, later in pairwise(models):
             first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
             if first and second and statistics.comparable(first, second):
-                compared = statistics.compare(first, second, rule).to_json()
+                compared = asdict(statistics.compare(first, second, rule))
                 paired[metric.of(later)] = {"against": earlier, **task_result.finite(compared)}
     return paired
 

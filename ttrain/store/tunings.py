@@ -6,12 +6,14 @@ It decides about speed alone, so a file that is damaged or gone costs a minute o
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ttrain.core.files import PRIVATE_FILE, parse_json, write_json
 from ttrain.core.hashing import digest_of
@@ -20,20 +22,24 @@ FILE = Path("cache", "tuning.json")
 LOCK = Path("cache", "tuning.lock")
 LARGEST_BYTES = 1_000_000
 ENTRIES = 200  # the newest so many
-ATTENTIONS = ("records", "masked")
-LARGEST_NUMBER = 1 << 31
+Attention = Literal["records", "masked"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+Number = Annotated[StrictInt, Field(le=1 << 31)]
 
 log = logging.getLogger("ttrain")
 
 
-@dataclass(frozen=True)
+WHOLE = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, config=WHOLE)
 class Choice:
     """Values of settings of `runtime`, all of them resolved."""
 
-    rows_per_device: int
-    attention: str
-    loss_chunk_tokens: int
-    compile: bool
+    rows_per_device: Annotated[Number, Field(ge=1)]
+    attention: Attention
+    loss_chunk_tokens: Annotated[Number, Field(ge=0)]
+    compile: StrictBool
 
     def __str__(self) -> str:
         return (
@@ -42,7 +48,7 @@ class Choice:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=WHOLE)
 class Tuning:
     """A choice, how many times as fast as the settings it was, and what it was measured on."""
 
@@ -104,22 +110,7 @@ def read(home: Path) -> dict[str, Tuning]:
 def _parsed(key: str, entry: Any) -> Tuning | None:
     """The tuning of an entry; None where it is not what `remember` wrote."""
     try:
-        choice = Choice(**entry["choice"])
-        tuning = Tuning(choice, float(entry["gain"]), dict(entry["subject"]), float(entry["time"]))
-        is_whole = (
-            entry.keys() == {"choice", "gain", "subject", "time"}
-            and _is_number(choice.rows_per_device, 1)
-            and choice.attention in ATTENTIONS
-            and _is_number(choice.loss_chunk_tokens, 0)
-            and isinstance(choice.compile, bool)
-            and math.isfinite(tuning.gain)
-            and math.isfinite(tuning.time)
-            and digest_of(tuning.subject) == key
-        )
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        tuning = TypeAdapter(Tuning).validate_python(entry)
+    except ValidationError:
         return None
-    return tuning if is_whole else None
-
-
-def _is_number(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_NUMBER
+    return tuning if digest_of(tuning.subject) == key else None
