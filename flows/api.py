@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.pipeline.recipe import Planned, Selection
+from ttrain.pipeline.recipe import Planned, Rerun, Selection
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
@@ -91,7 +91,7 @@ class Plan(Sequence[PlannedStage]):
     store: ArtifactStore
     stages: list[Planned]
     selection: Selection
-    options: Mapping[str, Any]  # force, extend and resume_key, for `flows.run.run_pipeline`
+    rerun: Rerun
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -154,9 +154,9 @@ def plan(
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(frozenset(only), since, until)
-    options: dict[str, Any] = {"force": frozenset(force), "extend": extend, "resume_key": resume_key}
-    stages = plan_stages(recipe(pipeline), settings, store, selection=selection, **options)
-    return Plan(pipeline, settings, store, stages, selection, options)
+    rerun = Rerun(frozenset(force), extend, resume_key)
+    stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection)
+    return Plan(pipeline, settings, store, stages, selection, rerun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,10 +287,10 @@ def run(
                 planned.store,
                 planned.stages,
                 _console(progress),
+                planned.rerun,
                 engine=engine,
                 labels=labels,
                 display=_CallbackDisplay(progress) if callable(progress) else None,
-                **planned.options,
             )
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

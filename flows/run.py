@@ -21,7 +21,7 @@ from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display, StageDisplay
-from ttrain.pipeline.recipe import Planned, Recipe, planned_part
+from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planned_part
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -34,11 +34,9 @@ def run_pipeline(
     store: ArtifactStore,
     stages: list[Planned],
     console: Console,
+    rerun: Rerun = NOTHING_AGAIN,
     *,
     engine: str = "prefect",
-    force: frozenset[str] = frozenset(),
-    extend: bool = False,
-    resume_key: str = "",
     own_recipe: Recipe | None = None,
     on_begin: Callable[[PipelineRun], object] = lambda execution: None,
     extra_tags: Mapping[str, str] = MappingProxyType({}),
@@ -65,10 +63,7 @@ def run_pipeline(
             from ttrain.flows import prefect_run
 
             wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
-        execution = _begin(
-            pipeline, settings, store, shown_on, stages, force=force, extend=extend, resume_key=resume_key,
-            extra_tags=extra_tags, labels=labels,
-        )  # fmt: skip
+        execution = _begin(pipeline, settings, store, shown_on, stages, rerun, extra_tags=extra_tags, labels=labels)
         try:
             with _recorded(execution):
                 for planned in stages:
@@ -110,7 +105,13 @@ def _screen(console: Console, display: StageDisplay | None = None) -> Iterator[S
 
 
 def _begin(
-    pipeline: str, settings: Settings, store: ArtifactStore, display: StageDisplay, stages: Sequence[Planned], **options: Any
+    pipeline: str,
+    settings: Settings,
+    store: ArtifactStore,
+    display: StageDisplay,
+    stages: Sequence[Planned],
+    rerun: Rerun,
+    **options: Any,
 ) -> PipelineRun:
     """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
     signums: list[int] = []
@@ -120,7 +121,7 @@ def _begin(
         display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
 
     with catching_signals(on_signal, _EarlySignal):
-        execution = PipelineRun(pipeline, settings, store, display, stages, **options)
+        execution = PipelineRun(pipeline, settings, store, display, stages, rerun, **options)
     execution.signum = signums[0] if signums else 0
     return execution
 
@@ -163,9 +164,7 @@ def run_one_stage(
     store: ArtifactStore,
     stages: list[Planned],
     console: Console,
-    *,
-    force: bool,
-    extend: bool,
+    rerun: Rerun,
 ) -> tuple[Artifact, str]:
     """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
     input is missing."""
@@ -180,8 +179,7 @@ def run_one_stage(
         )
     stage = planned[name].stage
     with _screen(console) as display:
-        forced = frozenset({name} if force else ())
-        execution = _begin(f"stage-{name}", settings, store, display, [planned[name]], force=forced, extend=extend)
+        execution = _begin(f"stage-{name}", settings, store, display, [planned[name]], rerun)
         with _recorded(execution):
             execution.raise_if_signalled()
             with execution.catching_signals():

@@ -19,7 +19,7 @@ from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.model import registry
 from ttrain.pipeline.plan import plan, plan_json, plan_stage
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.recipe import Planned, Rerun
 from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 from ttrain.store.layout import Artifact
 
@@ -326,7 +326,7 @@ def test_the_plan_as_json_has_its_shape(built: House) -> None:
 def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Planned:
     store = house.store
     inputs = {"tokenizer": store.latest("tokenizer"), "shards": store.latest("shards-pretrain")}
-    return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, extend=extend)
+    return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, Rerun(extend=extend))
 
 
 def trained(house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)) -> Artifact:

@@ -16,12 +16,13 @@ from ttrain.config.loading import load
 from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.flows.full import full
 from ttrain.pipeline.plan import plan, plan_stage
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.recipe import Planned, Rerun, Selection
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
+ALL = Selection()
 AFTER_SFT = {"sft", "lora", "evaluate"}
 EVERYTHING = {"tokenizer", *SHARDS, "pretrain", *AFTER_SFT}
 RESULT = {"rows": {"rows": 10}, "steps": 1, "tokens": 4096}
@@ -103,9 +104,10 @@ class House:
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
     def plan(
-        self, *overrides: str, files: Sequence[Path] = (), force: frozenset[str] = frozenset(), **options: Any
+        self, *overrides: str, files: Sequence[Path] = (), selection: Selection = ALL, **rerun: Any
     ) -> dict[str, Planned]:
-        stages = plan(full, self.settings(*overrides, files=files), ArtifactStore(self.store.root), force, **options)
+        settings, store = self.settings(*overrides, files=files), ArtifactStore(self.store.root)
+        stages = plan(full, settings, store, Rerun(**rerun), selection=selection)
         return {planned.stage.name: planned for planned in stages}
 
 

@@ -22,6 +22,7 @@ from ttrain.core.hashing import sha256_file
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import launch
 from ttrain.pipeline.plan import plan_stage
+from ttrain.pipeline.recipe import Rerun
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN, pretrain
 from ttrain.store.layout import Artifact
@@ -225,7 +226,7 @@ def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
         begins = 4 * ((result["steps"] - 1) // 4)
     manifest = {"result": result, "ingredients": planned.ingredients}
     home.store.publish("pretrain", planned.key, tmp_path / "short", manifest)
-    extension = plan_stage(PRETRAIN, second, home.store, inputs, extend=True)
+    extension = plan_stage(PRETRAIN, second, home.store, inputs, Rerun(extend=True))
     assert extension.start_from is not None
     assert extension.start_from.name == f"step-{begins:08d}"
     extended = build_here(home, second, tmp_path / "extended", start_from=extension.start_from)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -156,12 +157,11 @@ def stage_run(
 
     outlast_output()
     layout.usable_home()
-    loaded, extend = given.load(), options.extend
-    planned = api.plan("full", loaded.settings, extend=extend)
+    loaded = given.load()
+    planned = api.plan("full", loaded.settings, extend=options.extend)
     screen = console(stderr=options.as_json)
-    artifact, state = run_one_stage(
-        stage, loaded.settings, planned.store, planned.stages, screen, force=options.force, extend=extend
-    )
+    rerun = replace(planned.rerun, force=frozenset({stage} if options.force else ()))
+    artifact, state = run_one_stage(stage, loaded.settings, planned.store, planned.stages, screen, rerun)
     if options.as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})

@@ -145,7 +145,7 @@ def pipeline_plan(
     tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}
-        print_json({**planned.to_json(), **needs, "auto": auto, "tuned": [asdict(tuning) for tuning in tuned]})
+        print_json({**planned.to_json(), **needs, "auto": auto, "tuned": tuned})
         return
     table(("stage", "state", "key", "why"), planned.rows())
     for key, rule in automatic.items():
@@ -236,9 +236,8 @@ def plan_and_run(
     from ttrain.flows.run import run_pipeline
 
     run_pipeline(
-        pipeline, loaded.settings, planned.store, planned.stages, console(),
-        engine=engine, labels=labels, **planned.options,
-    )  # fmt: skip
+        pipeline, loaded.settings, planned.store, planned.stages, console(), planned.rerun, engine=engine, labels=labels
+    )
 
 
 def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> LoadedSettings:

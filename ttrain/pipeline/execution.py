@@ -22,7 +22,7 @@ from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.run_models import RunModels
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import facts, summary
@@ -44,10 +44,8 @@ class PipelineRun(StopRequest):
         store: ArtifactStore,
         display: StageDisplay,
         stages: Sequence[Planned],
+        rerun: Rerun = NOTHING_AGAIN,
         *,
-        force: frozenset[str] = frozenset(),
-        extend: bool = False,
-        resume_key: str = "",
         extra_tags: Mapping[str, str] = MappingProxyType({}),
         labels: Labels = NO_LABELS,
         registers: bool = True,
@@ -58,7 +56,7 @@ class PipelineRun(StopRequest):
         interrupted run whose tracked run this one continues."""
         super().__init__(display.say)
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
-        self.force, self.extend, self.resume_key = force, extend, resume_key
+        self.rerun = rerun
         self.registers = registers  # whether its models go to the tracker, and become versions there
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.labels = labels
@@ -115,11 +113,12 @@ class PipelineRun(StopRequest):
     def run_stage(self, stage: Stage, inputs: Mapping[str, Artifact], logged: Callable[[str], None]) -> tuple[Artifact, str]:
         """Build one stage, or take it from the store; return the artifact and its state: cached, completed, ..."""
         watcher = StageWatcher(self, stage, logged)
-        forced = stage.name in self.force or any((a.stage, a.key) in self._forced for a in inputs.values())
+        forced = stage.name in self.rerun.force or any((a.stage, a.key) in self._forced for a in inputs.values())
         planned = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
-        options: dict[str, Any] = {"forced": forced, "extend": self.extend, "resume_key": self.resume_key}
         try:
-            outcome = launch.build(stage, self.settings, self.store, inputs, watcher, planned=planned, **options)
+            outcome = launch.build(
+                stage, self.settings, self.store, inputs, watcher, self.rerun, forced=forced, planned=planned
+            )
         except BaseException as error:
             if not isinstance(error, Interrupted):
                 self.failures[stage.name] = error
@@ -271,12 +270,11 @@ class PipelineRun(StopRequest):
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
         self.outcome = outcome
-        metrics = self.metrics()
         if notes := {**({"error": error} if error else {}), **({"stopped": self.stop_reason} if self.signum else {})}:
             self.record.note(**notes)
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
-        self.record.finish(outcome, metrics)
+        self.record.finish(outcome, self.metrics())
         if "evaluate" in self.artifacts and self.registers:
             self._models.log_cards(self.artifacts)
         table, versions = self.evaluation_table(), self._models.versions
@@ -404,7 +402,7 @@ class StageWatcher(DisplayObserver):
             self._execution.register(artifact, self.child)
             self.child.finish("FINISHED")
         else:
-            self._execution.link_cached(artifact)
+            self._execution._parent.link_made_by(name, artifact.key)
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""

@@ -18,7 +18,7 @@ from ttrain.pipeline import artifact_commands, processes, provenance, resume, st
 from ttrain.pipeline.input_files import data_files, file_digests
 from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.pipeline.processes import StageObserver
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
 from ttrain.stages import Stage
 from ttrain.store import integrity, runs
@@ -47,10 +47,9 @@ def build(
     store: ArtifactStore,
     inputs: Mapping[str, Artifact],
     observer: StageObserver,
+    rerun: Rerun = NOTHING_AGAIN,
     *,
     forced: bool = False,
-    extend: bool = False,
-    resume_key: str = "",
     planned: Planned | None = None,
 ) -> StageOutcome:
     """Take the stage's artifact from the store, or make it. `planned`: its plan, taken where these are its inputs.
@@ -59,7 +58,7 @@ def build(
     """
     began = time.monotonic()
     if planned is None or planned.forced != forced or not planned.has_inputs(inputs):
-        planned = plan_stage(stage, settings, store, inputs, forced=forced, extend=extend, resume_key=resume_key)
+        planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced)
     assert planned.key is not None, "the inputs exist, so the key is known"
     if planned.state == "cached":
         assert planned.artifact is not None, "cached means there is an artifact"

@@ -15,7 +15,7 @@ from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
 from ttrain.pipeline.input_files import check_suite, data_files, file_digests
-from ttrain.pipeline.recipe import LEFT_OUT, Planned, Recipe, Selection, graph_of
+from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
@@ -38,28 +38,16 @@ WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-as
 
 
 class Planner:
-    """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of other stages.
+    """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of others."""
 
-    `force` names stages to rebuild although they are finished; what depends on a forced stage is forced with it.
-    `resume_key`: key or key prefix of unfinished work that its stage resumes although something has changed.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        store: ArtifactStore,
-        force: frozenset[str] = frozenset(),
-        *,
-        extend: bool = False,
-        resume_key: str = "",
-    ) -> None:
-        self.settings, self.store, self.force, self.extend, self.resume_key = settings, store, force, extend, resume_key
+    def __init__(self, settings: Settings, store: ArtifactStore, rerun: Rerun = NOTHING_AGAIN) -> None:
+        self.settings, self.store, self.rerun = settings, store, rerun
         self.stages: dict[str, Planned] = {}
 
     def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
         present = {name: planned for name, planned in inputs.items() if planned is not None}
         planned_inputs = [planned for planned in present.values() if isinstance(planned, Planned)]
-        forced = stage.name in self.force or any(planned.forced for planned in planned_inputs)
+        forced = stage.name in self.rerun.force or any(planned.forced for planned in planned_inputs)
         pending = tuple(dict.fromkeys(planned.stage.name for planned in planned_inputs if planned.artifact is None))
         if pending:
             data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
@@ -67,9 +55,7 @@ class Planner:
         else:
             artifacts_by_name = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
             artifacts = {name: artifact for name, artifact in artifacts_by_name.items() if artifact}
-            planned = plan_stage(
-                stage, self.settings, self.store, artifacts, forced=forced, extend=self.extend, resume_key=self.resume_key
-            )
+            planned = plan_stage(stage, self.settings, self.store, artifacts, self.rerun, forced=forced)
         if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
             registry.check_shape(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
         self.stages[stage.name] = planned
@@ -80,11 +66,9 @@ def plan(
     recipe: Recipe,
     settings: Settings,
     store: ArtifactStore,
-    force: frozenset[str] = frozenset(),
+    rerun: Rerun = NOTHING_AGAIN,
     *,
-    extend: bool = False,
     selection: Selection = EVERYTHING,
-    resume_key: str = "",
 ) -> list[Planned]:
     """Plan every stage of the recipe, in its order, except those that the selection leaves out.
 
@@ -94,9 +78,9 @@ def plan(
     loggers.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
     graph = graph_of(recipe, settings)
-    required_by = {f"--force {name}": name for name in sorted(force)}
-    if resume_key:
-        required_by[f"--continue {resume_key}"] = resume.find_stage(store, resume_key)
+    required_by = {f"--force {name}": name for name in sorted(rerun.force)}
+    if rerun.resume_key:
+        required_by[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
     for name in (*selection.names, *required_by.values()):
         if name not in graph:
             raise no_stage(name, graph, settings)
@@ -104,7 +88,7 @@ def plan(
     for option, name in required_by.items():
         if name not in parts.built:
             raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
-    planner = Planner(settings, store, force, extend=extend, resume_key=resume_key)
+    planner = Planner(settings, store, rerun)
 
     def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
         if stage.name in parts.left_out:
@@ -151,10 +135,9 @@ def plan_stage(
     settings: Settings,
     store: ArtifactStore,
     inputs: Mapping[str, Artifact],
+    rerun: Rerun = NOTHING_AGAIN,
     *,
     forced: bool = False,
-    extend: bool = False,
-    resume_key: str = "",
 ) -> Planned:
     """Plan one stage whose inputs exist: its key and state."""
     ingredients = ingredients_of(stage, settings, store, inputs)
@@ -165,9 +148,9 @@ def plan_stage(
     why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
     start_from = work = None
     begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
-    if resume_key and begins and (work := resume.find_partial_run(stage, resume_key, ingredients, store)):
+    if rerun.resume_key and begins and (work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)):
         why = (f"continues the unfinished work {work.key[:12]} at step {work.step}", *resume.changes(work, ingredients))
-    elif extend and begins:
+    elif rerun.extend and begins:
         start_from, reason = extension_of(stage, settings, ingredients, store)
         why = (reason, *why)
     return Planned(

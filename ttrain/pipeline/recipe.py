@@ -45,6 +45,17 @@ class Planned:
         return {"name": self.stage.name, "state": self.state, "key": self.key, "path": path, "why": list(self.why)}
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """What is built although its artifact exists, or goes on from other work. Not for a stage that the store has else."""
+
+    force: frozenset[str] = frozenset()  # stages to rebuild; what depends on a forced stage is forced with it
+    extend: bool = False  # continue the checkpoint of a run with a smaller budget
+    resume_key: str = ""  # key, or its beginning, of unfinished work that its stage resumes although something has changed
+
+
+NOTHING_AGAIN = Rerun()
+
 LEFT_OUT = object()  # output of a stage that is not called; None would mean that the recipe has no such stage
 
 

@@ -1,4 +1,4 @@
-"""Extra data of a registered model in the tracker: card, loading files, tags, evaluation tables."""
+"""Texts about registered models in the tracker: descriptions and evaluation tables."""
 
 from __future__ import annotations
 
@@ -8,111 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ttrain.config.training import BASES, CHOSEN_BASE, TRAINING_STAGES, model_order
-from ttrain.core.files import read_object
-from ttrain.core.hashing import digest_of
 from ttrain.pipeline.lineage import History, seed_of
-from ttrain.pipeline.model_card import Exported, card, evaluation_rows, numbers_in, parameters_of, summary
-from ttrain.pipeline.names import base_digest_of
+from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
-from ttrain.tracking import data_of, model_description
-from ttrain.tracking.calls import attempt, first_line
-from ttrain.tracking.model_description import ADAPTER, HERE, MODEL, LoadableModel
-from ttrain.tracking.null_tracker import NullRun
-from ttrain.tracking.runs import AnyRun, TrackedRun
+from ttrain.tracking import data_of
+from ttrain.tracking.model_description import HERE
+from ttrain.tracking.runs import AnyRun
 
 log = logging.getLogger("ttrain")
 
 LOGGED_TABLES: Final = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
 EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
-
-
-def extra_files(
-    artifact: Artifact, directory: str, name: str, store: ArtifactStore, run: AnyRun, examples: Sequence[str]
-) -> LoadableModel:
-    """Extra files for the directory of a registered model; none for a tokenizer, or if its files are not on this disk.
-
-    An adapter includes its base if the run's files are on the same disk, where that takes no space. A model whose files
-    cannot be described is registered without them: the run does not depend on it.
-    """
-    if directory not in (MODEL, ADAPTER) or artifact.absent or isinstance(run, NullRun):
-        return LoadableModel()
-    extra_files, error = attempt(lambda: _described_files(artifact, directory, name, store, run, examples))
-    if error is not None:
-        log.warning("%s is registered without a description of its files: %s", name, first_line(error))
-    return extra_files or LoadableModel()
-
-
-def _described_files(
-    artifact: Artifact, directory: str, name: str, store: ArtifactStore, run: TrackedRun, examples: Sequence[str]
-) -> LoadableModel:
-    below = artifact.manifest["inputs"].get("base") if directory == ADAPTER else None
-    base = store.path(below["stage"], below["key"]) / MODEL if below else None
-    if base is not None and not ((base / "config.json").is_file() and model_description.shares_disk(run, base)):
-        base = None
-    text = card_of(artifact, directory, name, store)
-    return model_description.loadable(artifact, directory, base=base, card=text, examples=examples)
-
-
-def card_of(artifact: Artifact, directory: str, name: str, store: ArtifactStore) -> str:
-    """The model card of a registered model, with any evaluation; "" if its files cannot be read."""
-    text, error = attempt(lambda: card(_exported(artifact, directory, name), History.of(artifact, store)))
-    if error is not None:
-        log.warning("%s is registered without a card: %s", name, first_line(error))
-    return text or ""
-
-
-def descriptions_of(
-    artifact: Artifact, directory: str, name: str, pipeline: str, store: ArtifactStore, *, opens: bool
-) -> dict[str, str]:
-    """Descriptions of a version and of its registered model; {} if its files cannot be read.
-
-    `opens`: whether MLflow can open it.
-    """
-
-    def words() -> dict[str, str]:
-        exported = _exported(artifact, directory, name) if directory else None
-        text = of_model(exported, History.of(artifact, store), opens=opens)
-        return {"description": text, "about": of_all_versions(artifact.stage, pipeline)}
-
-    descriptions, error = (None, None) if artifact.absent else attempt(words)
-    if error is not None:
-        log.warning("%s is registered without a description: %s", name, first_line(error))
-    return descriptions or {}
-
-
-def _exported(artifact: Artifact, directory: str, name: str) -> Exported:
-    model_directory = artifact.path / directory
-    is_adapter = directory == ADAPTER
-    parameters = numbers_in(model_directory / ADAPTER_WEIGHTS) if is_adapter else parameters_of(model_directory)
-    config = read_object(model_directory / "config.json")
-    return Exported(
-        name=name,
-        files="adapter" if is_adapter else "model",
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        parameters=parameters,
-        config=config,
-        base_digest=base_digest_of(model_directory) if is_adapter else None,
-        has_code=bool(config.get("auto_map")),
-    )
-
-
-def tags_of(artifact: Artifact) -> dict[str, str]:
-    """Tags of a registered version: its artifact and provenance."""
-    manifest = artifact.manifest
-    provenance, seed = artifact.provenance, seed_of(artifact.stage, manifest["ingredients"].get("settings", {}))
-    optional_tags = {"ttrain.seed": seed, "ttrain.commit": provenance.get("commit"), "ttrain.run": provenance.get("run")}
-    return {
-        "ttrain.stage": artifact.stage,
-        "ttrain.key": artifact.key,
-        "ttrain.content": artifact.content,
-        **{f"ttrain.input.{name}": entry["key"] for name, entry in manifest["inputs"].items()},
-        "ttrain.code": digest_of(manifest["ingredients"]["code"]),
-        **{name: str(value) for name, value in optional_tags.items() if value is not None},
-    }
 
 
 def evaluation_tables(

@@ -47,10 +47,6 @@ class Repair:
     waiting: int  # tracked runs with undelivered entries
     by_servers: tuple[str, ...] = ()  # logged to a server over HTTP, which may have used this database
 
-    def to_json(self) -> dict[str, Any]:
-        """What `track repair --json` prints."""
-        return {**self.__dict__, "aside": str(self.aside) if self.aside else None}
-
 
 def repair(home: Path, say: Callable[[str], object]) -> Repair:
     """Set the home's own database aside if it is damaged, and log every run that the current one lacks.
