@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import NumberedRows, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.doubles import NumberedRows, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim, Schedule
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks
+from ttrain.train.schedules import RATES
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
@@ -47,6 +48,13 @@ def test_larger_steps_leave_no_checkpoint_that_passes_for_a_later_one(tmp_path: 
     larger.fit()
     assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000008", "step-00000009"]
     assert trainer(tmp_path, total_rows=120, changes={"tokens_per_step": 192}).first == 9
+
+
+def test_a_run_that_ended_within_a_step_is_not_lengthened_with_rows_lost(tmp_path: Path) -> None:
+    trainer(tmp_path, total_rows=28).fit()  # four steps of six rows and one of four
+    assert trainer(tmp_path, total_rows=28).first == 5, "it is finished"
+    with pytest.raises(UsageError, match="consumed 28 rows, which is not a multiple of the 6 rows"):
+        trainer(tmp_path, total_rows=60)
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -128,3 +136,16 @@ def test_a_checkpoint_kept_for_the_new_count_stays(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, files=dict)
     kept.forget_after(5)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
+
+
+def test_a_run_that_goes_on_with_another_rate_takes_its_next_steps_with_it(tmp_path: Path) -> None:
+    """Resuming puts back the optimizer's state, and the rate is that of the settings now."""
+    rates = [Optim(lr=1e-2), Optim(lr=1e-3)]
+    allow = {"allow": RATES, "callbacks": [recorder := Recorder()]}
+    identities: list[dict[str, Any]] = [{"identity": {"optim.lr": optim.lr}} for optim in rates]
+    trainer(tmp_path, stop_after=5, changes={"optim": rates[0]}, **identities[0]).fit()
+    with pytest.raises(UsageError, match=r"optim\.lr: 0\.01 → 0\.001"):
+        trainer(tmp_path, changes={"optim": rates[1]}, **identities[1])
+    slower = trainer(tmp_path, changes={"optim": rates[1]}, **identities[1], **allow)
+    slower.fit()
+    assert slower.first == 5 and max(recorder.figures("lr")) == pytest.approx(1e-3)
