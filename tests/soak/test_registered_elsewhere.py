@@ -13,7 +13,7 @@ import pytest
 from support.loadable_models import adapted, fresh
 
 from ttrain import tracking
-from ttrain.pipeline.registration import extra_files, tags_of
+from ttrain.pipeline.run_models import Registered
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking import Member
@@ -57,15 +57,16 @@ def test_a_set_on_a_server_opens_as_its_full_model_since_no_base_is_uploaded_aga
     for stage, artifact in made.items():
         run = opened.start_run(stage, parent=parent, tags={"ttrain.stage": stage}, params={})
         assert isinstance(run, tracking.TrackedRun)
-        directory, name = DIRECTORIES[stage], f"mine-{'base' if stage == 'pretrain' else stage}"
+        model = Registered(artifact, "mine", ArtifactStore(home))
+        directory, name = model.directory, model.name
         run.log_directory(artifact.path, stage)
-        found = extra_files(artifact, directory, name, ArtifactStore(home), run, ("The man",))
+        found = model.extra_files(run, ("The man",))
         assert found.is_whole is (stage != "lora")
         for file, text in found.texts.items():
             run.log_text(text, f"{stage}/{directory}/{file}")
         for file, source in found.files.items():
             run.log_file(source, f"{stage}/{directory}/{file}".rpartition("/")[0])
-        opened.register_model(name, run=run, artifact_path=f"{stage}/{directory}", tags={**tags_of(artifact), **found.tags})
+        opened.register_model(name, run=run, artifact_path=f"{stage}/{directory}", tags={**model.tags, **found.tags})
         opened.finish_uploads()
         [version] = opened.client.search_model_versions(f"name = '{name}'")
         members.append(Member(name, str(version.version), stage, artifact.key))

@@ -22,7 +22,8 @@ from ttrain.data.encoder import Encoder
 from ttrain.evaluate.baselines import greedy
 from ttrain.export import export
 from ttrain.model import adapters, factory
-from ttrain.pipeline.registration import evaluation_tables, extra_files, tags_of
+from ttrain.pipeline.registration import evaluation_tables
+from ttrain.pipeline.run_models import Registered
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -164,19 +165,19 @@ def test_a_base_goes_along_only_onto_the_disk_where_it_lies(tmp_path: Path) -> N
     here, other_disk, elsewhere = f"{tmp_path.as_uri()}/not/there/yet", "file:///proc", "mlflow-artifacts:/1"
     for place, whole in ((here, True), (other_disk, False), (elsewhere, False)):
         run.artifact_uri = place
-        found = extra_files(made, ADAPTER, "mine-lora", store, run, EXAMPLES)
+        found = Registered(made, "mine", store).extra_files(run, EXAMPLES)
         assert found.is_whole is whole, place
         assert "# mine-lora" in found.texts["README.md"], "the card is there all the same"
     (base / "config.json").write_text("no JSON")
     damaged = artifact(base.parent, "sft")
     (base / "model.safetensors").write_bytes(b"cut")
-    assert extra_files(damaged, MODEL, "mine-sft", store, run, EXAMPLES).texts.get("README.md") is None, (
-        "and it does not raise"
-    )
+    found = Registered(damaged, "mine", store).extra_files(run, EXAMPLES)
+    assert found.texts.get("README.md") is None, "and it does not raise"
 
 
 def test_a_version_says_what_it_is_made_of_and_how(tmp_path: Path) -> None:
-    tags = tags_of(artifact(tmp_path, "sft", {"base": {"stage": "pretrain", "key": "b" * 64}}))
+    made = artifact(tmp_path, "sft", {"base": {"stage": "pretrain", "key": "b" * 64}})
+    tags = Registered(made, "mine", ArtifactStore(tmp_path)).tags
     assert tags["ttrain.input.base"] == "b" * 64 and tags["ttrain.key"] == "k" * 64
     assert (tags["ttrain.seed"], tags["ttrain.commit"], tags["ttrain.run"]) == ("4", "c0ffee", "full-1")
 
