@@ -24,8 +24,7 @@ def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> No
     path, known_path = home / "metrics.jsonl", home / "known.json"
     store = tracking.open_store(home, "outages")
     known = json.loads(known_path.read_text()) if known_path.exists() else {}
-    options = {"run_id": known.get("run_id"), "identity": known.get("identity")}
-    run = store.start_run("writer", **options, tags={}, params={"lr": 1})
+    run = store.start_run("writer", run_id=known.get("run_id"), identity=known.get("identity"), tags={}, params={"lr": 1})
     known_path.write_text(json.dumps({"run_id": run.id, "identity": run.identity}))
     follower = tracking.MetricsFollower(path, run, seconds=0.02)
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
