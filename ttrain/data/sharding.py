@@ -228,6 +228,7 @@ def _reusable_files(output: Path, recipe: BlockRecipe) -> dict[str, list[tuple[s
     return blocks_by_name
 
 
+FEW = 4  # workers, of which a thread is one; with more it would hold up the thread that cuts files and hands out blocks
 TASKS_AHEAD = 2  # a worker's: one in work, and one that waits, so that memory does not grow with the input
 # One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64.
 ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -242,7 +243,7 @@ class Here:
 
 
 class Processes:
-    """`workers` of this machine, for many calls of `map`: a thread of this process, and processes that end with it.
+    """`workers` of this machine, for many calls of `map`: processes that end with this one, and of a few a thread of it.
 
     They start with the second task, or when `begin` is called. A process takes 0.4 s until it can work, in which the thread
     works already: 60 MB of text take 1.67 s of CPU, which as two processes took 2.37.
@@ -267,7 +268,7 @@ class Processes:
     def begin(self) -> list[Executor]:
         """Start the workers, if they do not run yet; the executor of each."""
         if not self._executors:
-            others = self.workers - 1
+            others = self.workers - (self.workers <= FEW)
             processes = ProcessPoolExecutor(
                 others,
                 mp_context=multiprocessing.get_context("spawn"),
@@ -278,7 +279,9 @@ class Processes:
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start, and in the thread at first use
             for _ in range(others):  # each task starts one
                 processes.submit(shard_worker.begin)
-            self._executors = [*[processes] * others, ThreadPoolExecutor(1, "shards")]
+            self._executors = [processes] * others
+            if others < self.workers:
+                self._executors.append(ThreadPoolExecutor(1, "shards"))
         return self._executors
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
