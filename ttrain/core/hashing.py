@@ -165,11 +165,11 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        path = _module_path(name)
-        if name in digests or path is None or not _shapes_results(name):
+        if name in digests or not _shapes_results(name):
             continue
-        digests[name], imports = cache.module(path, name)
-        waiting.extend(imports)
+        if path := _module_path(name):  # the file system is asked last: most names come up a dozen times
+            digests[name], imports = cache.module(path, name)
+            waiting.extend(imports)
     return dict(sorted(digests.items()))
 
 
