@@ -170,6 +170,28 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
     assert cli.to_run() == []
 
 
+@pytest.mark.long
+@pytest.mark.soak
+def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
+    assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
+    missing = cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
+    assert "waits for sft" in missing
+    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
+    cli = copy_of()
+    larger = "pretrain.tokens=30720"
+    said = cli("stage", "run", "pretrain", larger, "--extend")
+    extended = cli.manifest("pretrain", larger)
+    assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
+    assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")
+
+
 def test_a_server_or_a_home_that_cannot_be_used_is_told_without_a_traceback(finished: Any) -> None:
     refused = {**finished.environment, "PREFECT_API_URL": "http://127.0.0.1:9/api", "TTRAIN_HOME": "/proc/nope"}
     for name, words in (("PREFECT_API_URL", "no Prefect server answers there"), ("TTRAIN_HOME", "cannot be written")):
