@@ -132,7 +132,8 @@ class NightRun:
                 if night:
                     night.end_try(records.REFUSED, str(error), closed=isinstance(error, TooFewRows))
                 name = (night or newest).name
-                return NightResult("skipped", f"{name} is still refused: {error}", name)
+                self.nights.skipped(self.slot, reason := f"{name} is still refused: {error}")
+                return NightResult("skipped", reason, name)
             self._failed(night, error)
             raise
 

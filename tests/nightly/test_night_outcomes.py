@@ -220,6 +220,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(tmp_path:
     again = run_night(wrong, store, Console(file=out), engine="none", slot=due + timedelta(days=1))
     assert (again.outcome, again.night) == ("skipped", "night-000001")
     assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
+    assert "night-000001 is still refused" in (store.root / "nightly/quickstart/skipped.jsonl").read_text()
     [night] = Nights(store.root, "quickstart").all()
     assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in " ".join(

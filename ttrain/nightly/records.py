@@ -72,7 +72,7 @@ class InputSnapshot:
         return {**asdict(self), "files": files, **lists}
 
 
-def reading_digest(settings: Settings) -> str:
+def _reading_digest(settings: Settings) -> str:
     """The digest of the settings by which files are read."""
     return digest_of(settings.reading.model_dump(mode="json"))
 
@@ -176,7 +176,7 @@ class NightRecord:
 
     def leave_out(self, files: Iterable[Mapping[str, Any]], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
-        reading = reading_digest(settings)
+        reading = _reading_digest(settings)
         entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]
         self.note(left_out=[*self.left_out, *entries])
 
@@ -312,10 +312,10 @@ class Nights:
         completed = [night for night in self.all() if night.outcome in (*COMPLETED, NOTHING_NEW)]
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
-    def damaged(self, settings: Settings) -> dict[str, NightRecord]:
-        """The night that found a file damaged, by the digest of the file, under the same settings of `reading`."""
-        reading = reading_digest(settings)
-        return {file["sha256"]: night for night in self.all() for file in night.left_out if file["reading"] == reading}
+    def damaged(self, settings: Settings) -> set[str]:
+        """Digests of the files that a night found damaged under the same settings of `reading`."""
+        reading = _reading_digest(settings)
+        return {file["sha256"] for night in self.all() for file in night.left_out if file["reading"] == reading}
 
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that the champion was trained on: those of its night, of the night that made the champion

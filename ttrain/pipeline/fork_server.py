@@ -1,7 +1,7 @@
 """A server process with the slow libraries loaded, which forks the processes of stages in milliseconds.
 
-It belongs to one launching process. Of ttrain's own modules it has loaded those that every stage imports, which takes 0.26 s
-of a core; a forked process imports all of them again where the file of one has changed since, so no code is stale. A fork is
+It belongs to one launching process. Of ttrain's own modules it has loaded those that stages import, which takes 0.26 s of a
+core; a forked process imports all of them again where the file of one has changed since, so no code is stale. A fork is
 safe because nothing has run in it: it has one thread when it forks, or it refuses.
 
 `multiprocessing`'s fork server runs the caller's main module again in every child, hides an import that fails, and leaves
