@@ -50,8 +50,8 @@ def _as_found() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        for logger, found, propagate in handlers:
-            logger.handlers, logger.propagate = found, propagate
+        for logger, own_handlers, propagate in handlers:
+            logger.handlers, logger.propagate = own_handlers, propagate
         if "ttrain.flows.prefect_run" in sys.modules:
             sys.modules["ttrain.flows.prefect_run"].reread_environment()
 

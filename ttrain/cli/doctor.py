@@ -23,7 +23,7 @@ NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 @with_option_groups
 def doctor(
-    given: SettingsOptions,
+    settings_options: SettingsOptions,
     stage: Annotated[
         str | None, typer.Option(metavar="STAGE", help="the training stage to check, such as sft; default: the first")
     ] = None,
@@ -36,7 +36,7 @@ def doctor(
     from ttrain.store import references
 
     began = time.monotonic()
-    loaded = given.load()
+    loaded = settings_options.load()
     examined = stage or loaded.settings.trainings[0]
     if examined not in TRAININGS:
         raise references.unknown("training stage", examined, TRAININGS)

@@ -148,7 +148,7 @@ def stage_run(
             help="the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words
         ),
     ],
-    given: SettingsOptions,
+    settings_options: SettingsOptions,
     options: StageOptions,
 ) -> None:
     """Run one stage alone, without Prefect."""
@@ -157,7 +157,7 @@ def stage_run(
 
     outlast_output()
     layout.usable_home()
-    loaded = given.load()
+    loaded = settings_options.load()
     planned = api.plan("full", loaded.settings, extend=options.extend)
     screen = console(stderr=options.as_json)
     rerun = replace(planned.rerun, force=frozenset({stage} if options.force else ()))
@@ -180,11 +180,11 @@ def stage_list(as_json: AsJson = False) -> None:
 
 @config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
 @with_option_groups
-def config_show(given: SettingsOptions, as_json: AsJson = False) -> None:
+def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> None:
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import flatten
 
-    loaded = given.load()
+    loaded = settings_options.load()
     tree = loaded.settings.model_dump(mode="json")
     if as_json:
         values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}

@@ -118,16 +118,16 @@ class SlotOptions:
     "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
 )
 @with_option_groups
-def schedule_nightly(given: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
+def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
-    _schedule("nightly", given, slots, cron)
+    _schedule("nightly", settings_options, slots, cron)
 
 
 @schedule_app.command("full", epilog='Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
 @with_option_groups
-def schedule_full(given: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
+def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
-    _schedule("full", given, slots, cron)
+    _schedule("full", settings_options, slots, cron)
 
 
 @schedule_app.command("list", epilog="Example:  ttrain pipeline schedule list --json")
@@ -198,14 +198,14 @@ def serve(
     serving.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
 
 
-def _schedule(kind: str, given: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
+def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
     from ttrain.flows import schedule_files
     from ttrain.flows.night_plan import check
     from ttrain.flows.schedule_files import Schedule
     from ttrain.pipeline.provenance import with_absolute_paths
 
     home = usable_home()
-    settings = with_absolute_paths(given.load().settings)
+    settings = with_absolute_paths(settings_options.load().settings)
     if kind == NIGHTLY:
         check(settings)
     settings = schedule_files.webhook_in_file(home, kind, settings)

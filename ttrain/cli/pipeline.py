@@ -58,14 +58,14 @@ Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
 @with_option_groups
 def pipeline_run(
     pipeline: Pipeline,
-    given: SettingsOptions,
+    settings_options: SettingsOptions,
     stages: SelectionOptions,
     options: RunOptions,
     record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
-    labels, loaded = options.check(), given.load()
+    labels, loaded = options.check(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse([*stages.flags(), *(["--record"] if record else [])])
         nightly.run(loaded, engine=options.engine, labels=labels)
@@ -83,7 +83,7 @@ def pipeline_rerun(
     stage: Annotated[
         str, typer.Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)
     ],
-    given: SettingsOptions,
+    settings_options: SettingsOptions,
     options: RunOptions,
     run: Annotated[
         str,
@@ -103,7 +103,7 @@ def pipeline_rerun(
     """
 
     outlast_output()
-    labels, loaded = options.check(), _settings_of_earlier_run(stage, run, given)
+    labels, loaded = options.check(), _settings_of_earlier_run(stage, run, settings_options)
     plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
 
 
@@ -115,7 +115,7 @@ def pipeline_rerun(
 @with_option_groups
 def pipeline_plan(
     pipeline: Pipeline,
-    given: SettingsOptions,
+    settings_options: SettingsOptions,
     options: SelectionOptions,
     memory: Annotated[bool, typer.Option("--memory", help="also the memory of a new model during pretraining")] = False,
     as_json: AsJson = False,
@@ -127,7 +127,7 @@ def pipeline_plan(
     from ttrain.flows import api
     from ttrain.store import tunings
 
-    to_plan, loaded = options.to_plan(), given.load()
+    to_plan, loaded = options.to_plan(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse(options.flags())
         nightly.plan(loaded, as_json=as_json)
@@ -240,15 +240,15 @@ def plan_and_run(
     )
 
 
-def _settings_of_earlier_run(stage: str, run: str, given: SettingsOptions) -> LoadedSettings:
+def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.pipeline import names
     from ttrain.store import references
 
-    if (given.config or given.profile) and not run:
-        return given.load()
+    if (settings_options.config or settings_options.profile) and not run:
+        return settings_options.load()
     earlier_run = references.need_run(home(), run) if run else names.newest_with(home(), stage)
-    loaded = given.over_run(earlier_run)
+    loaded = settings_options.over_run(earlier_run)
     settings_text = " ".join(
         f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)
     )

@@ -333,7 +333,7 @@ def mixed_slopes(
     wide = torch.promote_types(dtype, torch.float32)
     (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
     grad = grad_BTHK.to(dtype).reshape(-1, K)
-    found: tuple[list[Tensor], ...] = ([], [], [])
+    grads_of_groups: tuple[list[Tensor], ...] = ([], [], [])
     delta_M = (grad * out_BTHK.view(-1, K)).sum(-1)
     for number, (q_XRLK, k_XLK, v_XLK) in enumerate(_grouped(query_BTHK, key_BTGK, value_BTGK, groups)):
         X, R, L, _ = q_XRLK.shape
@@ -354,10 +354,10 @@ def mixed_slopes(
             else:
                 dk_XLK[:, :end] += dk
                 dv_XLK[:, :end] += dv
-        for list_of, part in zip(found, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
-            list_of.append(part.view(-1, K).to(dtype))
-    dq = torch.cat(found[0]).index_select(0, query_back)
-    dk, dv = (_collected(torch.cat(parts), key_back, copies) for parts in found[1:])
+        for grads, grad_of_group in zip(grads_of_groups, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
+            grads.append(grad_of_group.view(-1, K).to(dtype))
+    dq = torch.cat(grads_of_groups[0]).index_select(0, query_back)
+    dk, dv = (_collected(torch.cat(parts), key_back, copies) for parts in grads_of_groups[1:])
     return dq.mul_(scale).view(query_BTHK.shape), dk.mul_(scale).view(key_BTGK.shape), dv.view(value_BTGK.shape)
 
 

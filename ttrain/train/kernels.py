@@ -206,7 +206,7 @@ def _rotary_attention(
         )
         return output
     B, T, _ = hidden_states.shape
-    states = [made.to(dtype).view(B, T, -1, self.head_dim) for made in _projected(self, hidden_states)]
+    states = [state.to(dtype).view(B, T, -1, self.head_dim) for state in _projected(self, hidden_states)]
     rotations = []
     for name, heads in (("q_norm", states[0].shape[2]), ("k_norm", states[1].shape[2])):
         norm = getattr(self, name, None)
@@ -219,11 +219,11 @@ def _rotary_attention(
 def _projected(self: Any, hidden: Tensor) -> Sequence[Tensor]:
     """Queries, keys and values."""
     projections = (self.q_proj, self.k_proj, self.v_proj)
-    if not torch.is_grad_enabled() or not all(type(one) is nn.Linear and one.bias is None for one in projections):
+    if not torch.is_grad_enabled() or not all(type(layer) is nn.Linear and layer.bias is None for layer in projections):
         return [projection(hidden) for projection in projections]
     x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
-    made: tuple[Tensor, ...] = _Projections.apply(x, *(one.weight for one in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
-    return made
+    states: tuple[Tensor, ...] = _Projections.apply(x, *(layer.weight for layer in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
+    return states
 
 
 def _turn(heads: int, angles: Turn, groups: RecordGroups) -> Turn:

@@ -144,8 +144,9 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     experts, stacked in two dimensions) and embeddings.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_second_head"))
-    heads = {id(head.weight) for head in found if head is not None}
+    getters = ("get_output_embeddings", "get_second_head")
+    output_heads = (getattr(model, name, lambda: None)() for name in getters)
+    heads = {id(head.weight) for head in output_heads if head is not None}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     muon: list[Tensor] = []
     groups: dict[tuple[float, float], list[Tensor]] = {}  # by rate and decay
