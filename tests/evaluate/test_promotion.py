@@ -15,7 +15,7 @@ from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
-from ttrain.evaluate.scores import Scores, scores_of
+from ttrain.evaluate.scores import Evaluation, Scores
 from ttrain.evaluate.task_result import FILE, ScoreTable
 from ttrain.store.layout import Artifact
 
@@ -131,15 +131,15 @@ def evaluation(directory: Path, **metrics: float) -> Artifact:
 
 
 def test_the_scores_of_an_evaluation_are_its_records(tmp_path: Path) -> None:
-    found = scores_of(evaluation(tmp_path), "bits_per_byte")
+    found = Evaluation.of(evaluation(tmp_path)).scores("bits_per_byte")
     assert (found.value, found.sums, found.sizes) == (2.0, (6.0, 3.0, 1.0), (2.0, 2.0, 1.0))
     assert len(set(found.records)) == 3
-    assert scores_of(evaluation(tmp_path), "bits_per_byte_xz") == Scores("bits_per_byte_xz", 3.0)
+    assert Evaluation.of(evaluation(tmp_path)).scores("bits_per_byte_xz") == Scores("bits_per_byte_xz", 3.0)
 
 
 def test_a_figure_that_there_is_not_is_named_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"promotion\.metric is accuracy.*choose one of bits_per_byte, bits_per_byte_xz"):
-        scores_of(evaluation(tmp_path), "accuracy")
+        Evaluation.of(evaluation(tmp_path)).scores("accuracy")
 
 
 def test_an_evaluation_whose_records_were_not_fetched_is_not_taken_for_one_without(tmp_path: Path) -> None:
@@ -147,17 +147,19 @@ def test_an_evaluation_whose_records_were_not_fetched_is_not_taken_for_one_witho
     (tmp_path / FILE).unlink()
     elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [FILE]})
     with pytest.raises(ArtifactError, match="was not fetched yet"):
-        scores_of(elsewhere, "bits_per_byte")
+        Evaluation.of(elsewhere).scores("bits_per_byte")
 
 
 def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"the evaluation says 2\.5"):
-        scores_of(evaluation(tmp_path, bits_per_byte=2.5), "bits_per_byte")
+        Evaluation.of(evaluation(tmp_path, bits_per_byte=2.5)).scores("bits_per_byte")
     found = json.loads((tmp_path / FILE).read_text())
     found["parts"]["documents"]["records"].pop()
     (tmp_path / FILE).write_text(json.dumps(found))
     with pytest.raises(ArtifactError, match="a digest for each record"):
-        scores_of(Artifact("evaluate", "key", tmp_path, {"result": {"metrics": {"bits_per_byte": 2.0}}}), "bits_per_byte")
+        Evaluation.of(Artifact("evaluate", "key", tmp_path, {"result": {"metrics": {"bits_per_byte": 2.0}}})).scores(
+            "bits_per_byte"
+        )
 
 
 def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

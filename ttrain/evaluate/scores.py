@@ -94,8 +94,3 @@ class Evaluation:
             name: task_result.sums_in(contents, name) for name in contents.get("metrics", {}) if name.startswith(prefix)
         }
         return {name.removeprefix(prefix): group.records for name, group in groups.items() if group}
-
-
-def scores_of(evaluation: Artifact, metric: str) -> Scores:
-    """Read a metric of an evaluation, as `Evaluation.scores` does."""
-    return Evaluation.of(evaluation).scores(metric)

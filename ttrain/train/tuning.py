@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,12 +36,6 @@ CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
 log = logging.getLogger("ttrain")
 
 Measure = Callable[[Choice], float]  # seconds of a step; raises an error where it cannot be computed
-
-
-class Configurable(Protocol):
-    """What a model has that can compute its loss in several ways (`NextTokenLoss`)."""
-
-    def configure(self, chunk_tokens: int | None, attention: str) -> None: ...
 
 
 @dataclass(frozen=True)
