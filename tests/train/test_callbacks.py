@@ -27,10 +27,11 @@ from support.doubles import (
 )
 
 from ttrain.config import Optim, Schedule
+from ttrain.core.files import ProgressWriter
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
-from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, StepRecord
+from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, ProgressBar, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.language_modeling import LanguageModeling
@@ -377,7 +378,7 @@ def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_al
 
     steps, lines, live_tokens = in_ranks(2, tmp_path, work)[0]
     assert live_tokens == sum(record.live_tokens for record in steps)
-    assert [line.step for line in lines] == [3, 6]
+    assert [(line.step, line.steps, line.tokens) for line in lines] == [(3, 6, 3 * 96), (6, 6, 6 * 96)]
     for line in lines:
         some = steps[line.step - 3 : line.step]
         tokens = [record.live_tokens for record in some]
@@ -406,3 +407,12 @@ def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -
         f"{begin}12.4 s", f"{begin}75.0 s", f"{begin}3 h 04 min", f"{begin}unknown",
         "step 120/600  validation_loss 2  perplexity 7.389",
     ]  # fmt: skip
+
+
+def test_the_bar_is_told_of_the_tokens_that_are_done_and_of_all_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "progress.json"
+    bar = ProgressBar(ProgressWriter(file), 96)
+    bar.start(2, 6)
+    assert json.loads(file.read_text()) == {"done": 192, "total": 576, "unit": "tokens", "figures": {}}
+    bar.log(LogRecord(6, 6, 576, {"loss": 3.0, "grad_norm": 1.0}))
+    assert json.loads(file.read_text()) == {"done": 576, "total": 576, "unit": "tokens", "figures": {"loss": 3.0}}
