@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -274,8 +275,8 @@ def run(
         raise UsageError("pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`")
     labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
     planned = plan(pipeline, settings, home=home, **selection)
-    if is_recorded(planned):
-        return record_cached(planned, labels)
+    if run := record_cached(planned, labels):
+        return run
     layout.usable_home(planned.store.root)
     from ttrain.flows.run import run_pipeline
 
@@ -297,12 +298,6 @@ def run(
     return Run(run_records.read(planned.store.root, execution.record.run) or {}, planned.store)
 
 
-def is_recorded(planned: Plan) -> bool:
-    """Whether everything is cached, and no run that made it was cut short."""
-    keys = {stage.stage.name: stage.key for stage in planned.stages}
-    return planned.is_cached and run_records.cut_short(planned.store.root, keys) is None
-
-
 def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
     """The results of the cached stages, with the champion's figures as a baseline if no stage has them."""
     from ttrain.pipeline import run_summary
@@ -314,13 +309,19 @@ def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
     return results
 
 
-def record_cached(planned: Plan, labels: Labels) -> Run:
-    """Record a run that found everything cached."""
+def record_cached(planned: Plan, labels: Labels) -> Run | None:
+    """Record a run that found everything cached; None where it did not, or the newest run of it was cut short."""
     from ttrain.pipeline.provenance import with_absolute_paths
     from ttrain.reports import summary
 
     store = planned.store
-    equals = run_records.equal_run(store.root, {each.stage.name: each.key for each in planned.stages})
+    if not planned.is_cached:
+        return None
+    runs = run_records.equal_runs(store.root, {stage.stage.name: stage.key for stage in planned.stages})
+    newest = list(itertools.islice(runs, 1))
+    if any(map(run_records.is_cut_short, newest)):
+        return None
+    equals = next(filter(None, map(run_records.made_by, itertools.chain(newest, runs))), None)
     settings = with_absolute_paths(planned.settings).model_dump(mode="json")
     metrics = summary.metrics_of(cached_results(planned))
     record = run_records.record_cached(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,9 +81,14 @@ def test_a_broken_record_does_not_hide_the_others(tmp_path: Path) -> None:
     assert read_json(made.path)["run"] == made.run
 
 
+def maker(home: Path, keys: Mapping[str, str | None]) -> str | None:
+    """The run that made these artifacts."""
+    return next(filter(None, map(runs.made_by, runs.equal_runs(home, keys))), None)
+
+
 def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(tmp_path: Path) -> None:
     keys = {"tokenizer": "a", "pretrain": "b"}
-    assert runs.equal_run(tmp_path, keys) is None
+    assert maker(tmp_path, keys) is None
     names = {}
     for started, outcome, pretrain in (
         (1, "completed", "b"),
@@ -97,8 +103,8 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
         names[started] = made.run
         values = read_json(made.path)
         write_json(made.path, {**values, "started_unix": float(started)})
-    assert runs.equal_run(tmp_path, keys) == names[2]
-    assert runs.equal_run(tmp_path, {"tokenizer": "a"}) is None
+    assert maker(tmp_path, keys) == names[2]
+    assert maker(tmp_path, {"tokenizer": "a"}) is None
 
 
 def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tmp_path: Path) -> None:
@@ -111,14 +117,14 @@ def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tm
         SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=SimpleNamespace(path=tmp_path))
         for name, key in keys.items()
     ]
-    assert runs.equal_run(tmp_path, keys) == first.run
+    assert maker(tmp_path, keys) == first.run
     runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
     cached = history(tmp_path)[0]
     assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
     first.path.write_text("{")
-    assert runs.equal_run(tmp_path, keys) == first.run, "the newest record says it"
+    assert maker(tmp_path, keys) == first.run, "the newest record says it"
     (tmp_path / "runs" / f"{cached['run']}.json").unlink()
-    assert runs.equal_run(tmp_path, {**keys, "pretrain": "c"}) is None
+    assert maker(tmp_path, {**keys, "pretrain": "c"}) is None
 
 
 @pytest.mark.parametrize(("outcome", "is_cut_short"), [("running", True), ("interrupted", True), ("completed", False)])
@@ -130,8 +136,9 @@ def test_a_run_that_was_killed_after_its_last_stage_is_not_taken_for_a_whole_one
     made.stage("pretrain", key="b")
     if outcome != "running":
         made.finish(outcome, {})
-    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "b"}) == (made.run if is_cut_short else None)
-    assert runs.cut_short(tmp_path, {"tokenizer": "a", "pretrain": "c"}) is None
+    [run] = runs.equal_runs(tmp_path, {"tokenizer": "a", "pretrain": "b"})
+    assert (run["run"], runs.is_cut_short(run)) == (made.run, is_cut_short)
+    assert not list(runs.equal_runs(tmp_path, {"tokenizer": "a", "pretrain": "c"}))
 
 
 def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,8 @@ def plan_and_run(
     from ttrain.flows import api
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
-    if api.is_recorded(planned) and not record:
-        _print_cached(planned, api.record_cached(planned, labels))
+    if not record and (run := api.record_cached(planned, labels)):
+        _print_cached(planned, run)
         return
     table(("stage", "state", "key", "why"), planned.rows())
     _print_left_out(planned)

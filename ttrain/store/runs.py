@@ -137,11 +137,12 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str
 
     Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
     """
-    paths = [Path(entry.path) for entry in _entries(home / "runs") if entry.name.endswith(".json")]
-    for path in sorted(paths, key=lambda path: time_in_name(path.stem), reverse=True):
+    directory, wanted = home / "runs", [phrase.encode() for phrase in phrases]
+    names = (entry.name.removesuffix(".json") for entry in _entries(directory) if entry.name.endswith(".json"))
+    for name in sorted(names, key=time_in_name, reverse=True):
         with contextlib.suppress(OSError, ValueError):
-            data = path.read_bytes()
-            if not all(phrase.encode() in data for phrase in phrases):
+            data = (directory / f"{name}.json").read_bytes()
+            if not all(phrase in data for phrase in wanted):
                 continue
             run = parse_json(data)
             if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
@@ -208,24 +209,20 @@ def keys_of(run: Mapping[str, Any]) -> dict[str, str | None]:
     return {stage["name"]: stage.get("key") for stage in run["stages"]}
 
 
-def equal_run(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run that made exactly these artifacts. A cached run names the one it equals, so that few are read."""
-    for run in _records_containing(home, [key for key in keys.values() if key][-1:]):
-        if keys_of(run) != keys:
-            continue
-        if run["outcome"] == "completed":
-            return str(run["run"])
-        if run["outcome"] == "cached" and run.get("equals"):
-            return str(run["equals"])
-    return None
+def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
+    """The runs of exactly these artifacts, newest first."""
+    phrases = [f'"{key}"' for key in keys.values() if key][-1:]  # quoted: the paths of other stages end in it, too
+    return (run for run in _checked_records(home, phrases) if keys_of(run) == keys)
 
 
-def cut_short(home: Path, keys: Mapping[str, str | None]) -> str | None:
-    """The newest run of exactly these artifacts, where it did not finish: its models may not be registered."""
-    for run in _checked_records(home, [key for key in keys.values() if key][-1:]):
-        if keys_of(run) == keys:
-            return None if run["outcome"] in ("completed", "cached", "running") else str(run["run"])
-    return None
+def is_cut_short(run: Mapping[str, Any]) -> bool:
+    """Whether it ended before it was finished: its models may not be registered."""
+    return run["outcome"] not in ("completed", "cached", "running")
+
+
+def made_by(run: Mapping[str, Any]) -> str | None:
+    """The run that made the artifacts of this one, which it is itself, or names where all were cached."""
+    return str(run["run"]) if run["outcome"] == "completed" else run.get("equals")
 
 
 def record_cached(
