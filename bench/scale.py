@@ -69,7 +69,7 @@ def history(home: Path, number: int) -> Questions:
     common.copy_runs(home, number - 1)
     return {
         "all runs in the history": lambda: runs.history(home),
-        "the run that a cached one equals": lambda: runs.equal_run(home, keys),
+        "the run that a cached one equals": lambda: list(runs.equal_runs(home, keys)),
         "`ttrain pipeline status`": lambda: common.run([*TTRAIN, "pipeline", "status"], {"TTRAIN_HOME": str(home)}),
     }
 

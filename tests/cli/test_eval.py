@@ -21,7 +21,7 @@ from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
-from ttrain.evaluate.scores import scores_of
+from ttrain.evaluate.scores import Evaluation
 from ttrain.pipeline.names import resolve
 from ttrain.stages import evaluate
 from ttrain.store.artifacts import ArtifactStore
@@ -338,7 +338,7 @@ def test_a_model_is_asked_its_own_suites_only(here: Path, tmp_path: Path) -> Non
 def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Path) -> None:
     (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
     found = evaluated(here, tmp_path, suites="mine.yaml")
-    one = scores_of(Artifact("evaluate", "key", tmp_path, {"result": found}), "words/accuracy/base")
+    one = Evaluation.of(Artifact("evaluate", "key", tmp_path, {"result": found})).scores("words/accuracy/base")
     assert (one.higher_is_better, len(one.records), set(one.sums) <= {0.0, 1.0}) == (True, len(CHOICES), True)
     decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
@@ -354,11 +354,11 @@ def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: 
     )
     found = evaluated(here, tmp_path, suites="groups.yaml")
     evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
-    of_group, whole = (scores_of(evaluation, f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    of_group, whole = (Evaluation.of(evaluation).scores(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
     assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
     low, high = found["intervals"]["words/accuracy/base"]
     assert low <= whole.value <= high
-    perplexity = scores_of(evaluation, "prose/perplexity/base")
+    perplexity = Evaluation.of(evaluation).scores("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)
     worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)
