@@ -195,7 +195,8 @@ class NightRun:
             next_step = (
                 "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
             )
-            self.say(f"{night.name} failed ({failures} of {attempts} times); {next_step}")
+            tries = "nothing new is whole" if _is_damage(error) else f"{failures} of {attempts} times"
+            self.say(f"{night.name} failed ({tries}); {next_step}")
         _send_pending(self.settings, night)
 
     def _train(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
@@ -224,6 +225,7 @@ class NightRun:
 
         def on_begin(execution: PipelineRun) -> None:
             night.note_try(run=execution.record.run)
+            execution.record.note(night=night.name)
             execution.artifacts.update(inputs.replacements)
 
         execution = run_pipeline(

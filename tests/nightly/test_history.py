@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.pipeline_home import Cli
+from support.recorded_homes import NONE_SUCH
 
 from ttrain.errors import UsageError
 from ttrain.nightly import history, history_page
@@ -66,10 +67,20 @@ def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_wh
     assert json.loads(json.dumps(kept.to_json()))["texts"][0]["lost"] is True
 
 
+def test_a_night_whose_process_was_killed_is_not_told_as_running(nights: Nights) -> None:
+    newest = nights.all()[0]
+    newest.note_try(process=NONE_SUCH)
+    told = of_home(nights)[0]
+    assert told.outcome == "crashed" and told.reason.startswith("its process was killed")
+    newest.note_try(process={**NONE_SUCH, "host": "another"})
+    assert of_home(nights)[0].outcome == "running", "of another machine nothing is known"
+
+
 def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_most(nights: Nights) -> None:
     kept = of_home(nights)[2]
     texts = kept.texts[1:]
-    assert history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts})) == "source <i> +1.0%"
+    lost = history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts}))
+    assert lost == "nothing; worst: source <i> +1.0%"
     assert history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts[:1]})) == "nothing"
 
 

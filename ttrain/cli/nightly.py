@@ -11,6 +11,7 @@ import typer
 from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
 from ttrain.core import redact
 from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
+from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
 
@@ -63,7 +64,7 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
         for file in snapshot.files.get(dataset, ()):
             print_escaped(f"  data.{dataset}: {redact.url(file['location'])}")
     if planned.near_duplicates:
-        sets = f" and with {planned.earlier_sets} earlier sets of documents" if planned.earlier_sets else ""
+        sets = f" and with {counted(planned.earlier_sets, 'earlier set')} of documents" if planned.earlier_sets else ""
         print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")
     table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
 

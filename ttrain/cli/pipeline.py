@@ -28,7 +28,7 @@ from ttrain.core.terminal import (
     print_json,
     table,
 )
-from ttrain.core.text import format_duration, format_size
+from ttrain.core.text import format_duration, format_size, format_time
 from ttrain.errors import UsageError
 from ttrain.store import layout
 from ttrain.store.layout import home, usable_home
@@ -178,7 +178,8 @@ def pipeline_status(
     for run in (listed_run.record for listed_run in runs[: limit or LISTED_RUNS]):
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
-        screen.print(f"[bold]{run['run']}[/]  {run['outcome']}{same}  {took}  {run['started']}", highlight=False)
+        began, night = format_time(run["started_unix"]), f"  {run['night']}" if run.get("night") else ""
+        screen.print(f"[bold]{run['run']}[/]{night}  {run['outcome']}{same}  {took}  {began}", highlight=False)
         for line in summary.labels(run):
             print_escaped(f"  {line}")
         rows = [summary.status_row(stage) for stage in summary.shown_stages(run)]

@@ -309,7 +309,7 @@ def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
                 weights = (" ".join(files[name].split()[1:]) or "none" for files in (old_files, new_files))
                 lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
                 continue
-            change = "changed" if both else "is new" if name in new_files else "is gone"
+            change = "changed" if both else "is new" if name in new_files else "is no longer read"
             lines.append(f"{role} file {name} {change}")
         if old_files == new_files and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")

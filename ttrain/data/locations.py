@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from ttrain.core import redact
 from ttrain.core.text import first_of
 from ttrain.data import remote
-from ttrain.errors import UsageError
+from ttrain.errors import CannotRead, UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -155,7 +155,7 @@ def _in_folder(root: Path) -> list[str]:
     """Data files below a folder, through links too, each folder once; hidden ones are left out, as a shell's globs do."""
 
     def fail(error: OSError) -> None:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}")
+        raise CannotRead(f"{error.filename} cannot be read: {error.strerror}")
 
     paths, visited = [], set()
     for directory, folders, files in os.walk(root, onerror=fail, followlinks=True):

@@ -89,7 +89,8 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     if name is not None and name not in names:
         raise UsageError(f"there was no night of {name} yet; there are nights of {', '.join(names) or 'no pipeline'}")
     chosen = name or names[0]
-    return chosen, [of_record(night) for night in Nights(home, chosen).all()[:most]]
+    nights = Nights(home, chosen)
+    return chosen, [of_record(nights.as_it_is_now(night)) for night in nights.all()[:most]]
 
 
 def of_record(night: NightRecord) -> NightHistory:
@@ -146,10 +147,11 @@ def row(night: NightHistory) -> tuple[str, ...]:
 
 
 def lost_text(night: NightHistory) -> str:
-    """What the night lost: the texts beyond the bound, else the one that became worse by most."""
+    """What the night lost: the texts beyond the bound; where there is none, also the one that became worse by most."""
     if night.lost:
         return first_of(night.lost, 3)
-    return f"{night.worst.name} {night.worst.change:+.1%}" if night.worst else "nothing" if night.texts else ABSENT
+    worst = f"; worst: {night.worst.name} {night.worst.change:+.1%}" if night.worst else ""
+    return f"nothing{worst}" if night.texts else ABSENT
 
 
 def summary_line(nights: Sequence[NightHistory]) -> str:

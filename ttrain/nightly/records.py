@@ -27,12 +27,13 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import TTrainError
-from ttrain.store.runs import NOTHING_NEW
+from ttrain.store.runs import NOTHING_NEW, is_alive, this_process
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
 MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
 FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
+KILLED = "its process was killed, or the machine went down"
 
 
 class StillRunning(TTrainError):
@@ -167,7 +168,7 @@ class NightRecord:
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
             "outcome": "running",
-            "process": {"pid": os.getpid(), "host": platform.node()},
+            "process": this_process(),
         })  # fmt: skip
 
     def freeze(self, frozen: InputSnapshot) -> None:
@@ -239,6 +240,15 @@ class Nights:
         ]
         return sorted(nights, key=lambda night: night.name, reverse=True)
 
+    def as_it_is_now(self, night: NightRecord) -> NightRecord:
+        """The night, crashed where its record says that it is running and its process on this machine is gone."""
+        process = night.data["tries"][-1].get("process", {}) if night.data["tries"] else {}
+        here = process.get("host") == platform.node() and "started" in process
+        if night.outcome != "running" or not here or is_alive(process):
+            return night
+        reason = f"{KILLED}; the next night goes on with it"
+        return NightRecord(night.path, {**night.data, "outcome": "crashed", "reason": reason})
+
     def newest(self) -> NightRecord | None:
         """The last night that began."""
         nights = self.all()
@@ -249,7 +259,7 @@ class Nights:
         runs that try, on this machine or another, would have it."""
         newest = self.newest()
         if newest and newest.outcome == "running":
-            reason = "its process was killed, or the machine went down"
+            reason = KILLED
             gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
             if gives_up:
                 reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"

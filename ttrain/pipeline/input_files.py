@@ -12,7 +12,7 @@ from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.data import existing, locations, python_docs
-from ttrain.errors import UsageError
+from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
 from ttrain.stages import Stage
@@ -170,7 +170,7 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
 def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
     """Name, digest and any weight of the data files that the stage reads, by role.
 
-    The digest of a remote file is its commit, ETag or checksum. Raises UsageError if one is unreadable.
+    The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
     """
     digests: dict[str, list[dict[str, Any]]] = {}
     for role, files in data_files(stage, settings).items():
@@ -187,5 +187,5 @@ def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict
             setting = f"data.{stage.dataset}"
             if stage.reads_model or stage.reads_suites:
                 setting = _start_setting(settings) if stage.reads_model else "evaluate.suites"
-            raise UsageError(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
+            raise CannotRead(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
     return digests
