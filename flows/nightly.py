@@ -225,7 +225,6 @@ class NightRun:
 
         def on_begin(execution: PipelineRun) -> None:
             night.note_try(run=execution.record.run)
-            execution.record.note(night=night.name)
             execution.artifacts.update(inputs.replacements)
 
         execution = run_pipeline(

@@ -15,7 +15,7 @@ from ttrain.reports.sections import Cell, Table
 
 NAMED_FILES = 3  # of a night
 NAMED_TEXTS = 3  # that a night lost
-SHORT_NAME = 24  # characters that fit into a line of the table
+SHORT_NAME = 28  # characters that fit into a line of the table
 
 
 def render(name: str, nights: Sequence[NightHistory]) -> str:
@@ -103,7 +103,7 @@ def _champion(night: NightHistory) -> str:
 
 def _lost(night: NightHistory) -> html.Markup:
     """The names of texts, each on a line of its own: a name that is broken at its hyphen is hard to read."""
-    names = night.lost[:NAMED_TEXTS] or (history.lost_text(night),)
+    names = night.lost[:NAMED_TEXTS] or history.lost_text(night).split("; ")
     more = [f"and {len(night.lost) - NAMED_TEXTS} more"] if len(night.lost) > NAMED_TEXTS else []
     lines = [html.tag("div", name, class_="short" if len(name) <= SHORT_NAME else "") for name in (*names, *more)]
     return html.tag("div", html.joined(lines), class_="lost" if night.lost else "")
