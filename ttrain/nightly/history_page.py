@@ -54,9 +54,7 @@ def _charts(nights: Sequence[NightHistory]) -> list[Scatter]:
             for night in decided
         ]
         line = [(_number(night), night.champion_figure) for night in decided if night.champion_figure is not None]
-        charts.append(
-            Scatter(f"{metric} by night; large dots: promoted; line: the champion before", dots, line=line, is_whole=True)
-        )
+        charts.append(Scatter(f"{metric}; large: promoted; line: champion before", dots, line=line, is_whole=True))
     return charts
 
 
