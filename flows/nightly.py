@@ -195,7 +195,7 @@ class NightRun:
             next_step = (
                 "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
             )
-            tries = "nothing new is whole" if _is_damage(error) else f"{failures} of {attempts} times"
+            tries = "damaged files" if _is_damage(error) else f"{failures} of {attempts} times"
             self.say(f"{night.name} failed ({tries}); {next_step}")
         _send_pending(self.settings, night)
 

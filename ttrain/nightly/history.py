@@ -89,8 +89,7 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     if name is not None and name not in names:
         raise UsageError(f"there was no night of {name} yet; there are nights of {', '.join(names) or 'no pipeline'}")
     chosen = name or names[0]
-    nights = Nights(home, chosen)
-    return chosen, [of_record(nights.as_it_is_now(night)) for night in nights.all()[:most]]
+    return chosen, [of_record(night.as_it_is_now()) for night in Nights(home, chosen).all()[:most]]
 
 
 def of_record(night: NightRecord) -> NightHistory:

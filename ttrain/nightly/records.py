@@ -153,6 +153,16 @@ class NightRecord:
         outcomes = [attempt["outcome"] for attempt in self.data["tries"] if attempt["outcome"] != "running"]
         return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
 
+    def as_it_is_now(self) -> NightRecord:
+        """The night, crashed where its record says that it is running and its process on this machine is gone."""
+        if self.outcome != "running":
+            return self
+        process = self.last_try["process"]
+        known = process["host"] == platform.node() and "started" in process  # records of earlier versions lack it
+        if not known or is_alive(process):
+            return self
+        return NightRecord(self.path, {**self.data, "outcome": "crashed", "reason": KILLED})
+
     def digests(self) -> set[str]:
         """Digests of the files that the night reads."""
         return {file["sha256"] for files in self.data["frozen"]["files"].values() for file in files}
@@ -239,15 +249,6 @@ class Nights:
             if isinstance(data := read_json(path), dict)
         ]
         return sorted(nights, key=lambda night: night.name, reverse=True)
-
-    def as_it_is_now(self, night: NightRecord) -> NightRecord:
-        """The night, crashed where its record says that it is running and its process on this machine is gone."""
-        process = night.data["tries"][-1].get("process", {}) if night.data["tries"] else {}
-        here = process.get("host") == platform.node() and "started" in process
-        if night.outcome != "running" or not here or is_alive(process):
-            return night
-        reason = f"{KILLED}; the next night goes on with it"
-        return NightRecord(night.path, {**night.data, "outcome": "crashed", "reason": reason})
 
     def newest(self) -> NightRecord | None:
         """The last night that began."""
