@@ -160,9 +160,11 @@ def markdown(table: Table, command: Sequence[str]) -> str:
 
 def run(
     command: Sequence[object], environment: Mapping[str, str] | None = None, directory: Path | None = None,
-    *, fails: bool = False,
+    *, fails: bool | None = False,
 ) -> tuple[Cost, str]:  # fmt: skip
-    """Run a command to its end; its cost and its output. Raises RuntimeError where it ends otherwise than expected."""
+    """Run a command to its end; its cost and its output. Raises RuntimeError where it ends otherwise than expected; without
+    `fails` either end is.
+    """
     words = [str(word) for word in command]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -178,7 +180,7 @@ def run(
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
-    if bool(process.returncode) != fails:
+    if fails is not None and bool(process.returncode) != fails:
         tail = "\n".join("".join(texts).splitlines()[-12:])
         raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{tail}")
     memory = usage.ru_maxrss * 1024 / MEGABYTE

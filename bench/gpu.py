@@ -34,7 +34,7 @@ SIZES = {
     "350 M": Size(1024, 25, 1024, 64, warmup_steps=10, measured_steps=20, vocab_size=VOCAB_SIZE),
 }
 SMALL = {"small": Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512)}
-ROWS, DOCUMENTS, PASSES = 8, 20, 20  # of packed rows
+ROWS, DOCUMENTS, PASSES = 32, 20, 20  # of packed rows; on a CPU two passes
 RECIPE_STEPS = 400  # of the first version's settings
 LEAST_MFU, LEAST_PACKED, LEAST_NANOCHAT, MOST_SECONDS = 0.45, 0.95, 1.0, 0.6
 
@@ -59,10 +59,10 @@ def settings_of(options: argparse.Namespace, directory: Path, size: Size) -> lis
     text = directory / "text.jsonl"
     if not text.exists():
         common.write_text(options, directory, 1 if options.small else None)
+    training = [one for one in train_common.training("pretrain", size, size.steps) if "optim.kind" not in one]  # Muon
     return [
-        f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}",
-        *train_common.training("pretrain", size, size.steps), "runtime.deterministic=false", "runtime.tune=auto",
-        f"runtime.compile={str(not options.small).lower()}",
+        f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}", *training,
+        "runtime.deterministic=false", "runtime.tune=auto", f"runtime.compile={str(not options.small).lower()}",
     ]  # fmt: skip
 
 
@@ -218,12 +218,7 @@ def check_resume(options: argparse.Namespace, directory: Path, table: Table) -> 
         one for one in settings_of(options, directory, size) if not one.startswith(("runtime.tune", "runtime.deter"))
     ]
     command = [*common.TTRAIN, "doctor", "--stage", "pretrain", "--json", *settings]
-    try:
-        _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
-    except RuntimeError as error:  # another check failed, which says why
-        print(error)
-        table.check("save and resume, to the bit", False)
-        return
+    _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory, fails=None)  # another may fail
     checks = {check["name"]: check for check in json.loads(output)["checks"]}
     print(f"  save and resume: {checks['save and resume']['figure']}")
     table.check("save and resume, to the bit", checks["save and resume"]["ok"])

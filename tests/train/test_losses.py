@@ -136,6 +136,20 @@ def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() 
     assert float(results(loss, hidden, factor=65536.0)["0"]) == 65536 * 0.5 * 2.0**-24
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("scale", [None, 1.0, losses.FP16_GRADIENT_SCALE])
+def test_what_a_compiler_gets_scores_as_the_other_does(scale: float | None, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(40, 3 * V, generator=generator)
+    labels = torch.randint(3 * V, (40,), generator=generator)
+    labels[::5] = IGNORE
+    ours, theirs = logits.clone(), logits.clone()
+    score = torch.compile(losses.fused_score, dynamic=False) if compiled else losses.fused_score
+    expected = losses._score(theirs, labels, torch.float32, scale)
+    assert float(score(ours, labels, torch.float32, scale)) == pytest.approx(float(expected), rel=1e-6)
+    assert torch.equal(ours, logits) if scale is None else distance({"slopes": ours}, {"slopes": theirs}) < 1e-6
+
+
 class Seen(TorchDispatchMode):
     """Matrix products, and the entries of the largest tensor of logits."""
 

@@ -112,8 +112,9 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
 
 
 def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on the device."""
-    return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
+    """Arrays as tensors on the device. From memory that is not pinned, a copy would wait for all that a GPU is to do."""
+    tensors = (torch.from_numpy(array) for array in arrays)
+    return [(tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True) for tensor in tensors]
 
 
 @final
@@ -165,7 +166,8 @@ class NextTokenLoss(nn.Module):
             return None
         if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
             return None
-        return torch.from_numpy(varlen.record_spans(batch.segments_BT)).to(device, non_blocking=True)
+        [spans] = on_device([varlen.record_spans(batch.segments_BT)], device)
+        return spans
 
     @property
     def causal(self) -> nn.Module:
@@ -254,8 +256,10 @@ class NextTokenLoss(nn.Module):
                 inputs |= attention.record_arguments(model, segments_BT, branches_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
-            chunked_loss = linear_token_loss_sum if branches_BT is None else linear_token_losses
-            return hidden_BTD, chunked_loss(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
+            if branches_BT is not None:
+                return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
+            compiled = torch.compiler.is_compiling()
+            return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
@@ -272,7 +276,8 @@ class NextTokenLoss(nn.Module):
         if self._chunk_tokens == 0 or head.bias is not None:
             loss = self._criterion(head(hidden_BTD), labels_BT)
         else:
-            loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens)
+            compiled = torch.compiler.is_compiling()
+            loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens, compiled=compiled)
         return loss
 
     def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,21 +62,22 @@ def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
 
 @torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_loss_sum(
-    hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None
+    hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None, *, compiled: bool = False
 ) -> Tensor:
     """`token_loss_sum(hidden @ weight.T, labels)` holding the logits of only `chunk_tokens` tokens at a time.
 
     The gradients of both inputs are computed chunk by chunk in the forward pass and only multiplied in the backward
     pass (fused linear cross entropy, arXiv:2410.10989, section 3.2), so no logits are kept or computed twice. The
     weight's gradient is summed in fp32; it is skipped where the weight is frozen, and both are where no gradient is
-    recorded. Matrix products are in the type of autocast, softmax and loss in fp32. This is not
+    recorded. Matrix products are in the type of autocast, softmax and loss in fp32. `compiled`: the softmax and what
+    follows it are one kernel, where all positions are computed (see `live_rows`). This is not
     torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
     CPU than the plain way (247 ms against 205 ms).
     """
     chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden_BTD.device.type, CHUNK_TOKENS_ELSEWHERE)
     gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
+        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients, compiled
     )
     return loss
 
@@ -83,7 +85,7 @@ def linear_token_loss_sum(
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool, compiled: bool
     ) -> Tensor:
         kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
@@ -95,12 +97,13 @@ class _LinearTokenLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         rows_N = live_rows(labels_N)
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
+        score = _compiled_score() if compiled and kind != "cpu" else _score
         with torch.autocast(kind, enabled=False):
             for rows in _parts(rows_N, chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)
                 labels = labels_N.index_select(0, rows)
                 logits = hidden @ weight.T
-                total += _score(logits, labels, wide, scale if gradients else None)
+                total += score(logits, labels, wide, scale if gradients else None)
                 if grad_hidden is not None:
                     grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
@@ -113,7 +116,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
         gradients = (None if gradient is None else gradient.mul_(grad_total).to(dtype) for gradient, dtype in pairs)
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 @torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
@@ -205,6 +208,29 @@ def _score(
         if scale is not None:
             factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
             logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))
+    return total
+
+
+@functools.cache
+def _compiled_score() -> Callable[..., Tensor]:
+    return torch.compile(fused_score, dynamic=False)
+
+
+def fused_score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
+    """As `_score`, without an operation that a compiler cannot join with the next one: two passes over the logits.
+
+    `_score` makes eight, of 65,536 tokens and 32,768 entries 21 ms more on a card with 3.35 TB/s.
+    """
+    dead_C1 = labels_C[:, None] == IGNORE
+    targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
+    scores = logits_CV.to(wide)
+    tops_C1 = scores.amax(1, keepdim=True)
+    powers = torch.exp(scores - tops_C1)
+    sums_C1 = powers.sum(1, keepdim=True)
+    total = (tops_C1 - scores.gather(1, targets_C1) + sums_C1.log()).masked_fill(dead_C1, 0).sum()
+    if scale is not None:
+        hits = torch.arange(scores.shape[1], device=scores.device) == targets_C1
+        logits_CV.copy_((powers / sums_C1 - hits.to(wide)) * torch.where(dead_C1, 0.0, scale))
     return total
 
 

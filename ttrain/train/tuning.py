@@ -162,6 +162,8 @@ class Subject:
         """
         module: Any = self.task.build_model().to(self.ranks.device)
         module.configure(choice.loss_chunk_tokens, choice.attention)
+        if choice.compile:  # after eight shapes or numbers of a function torch computes without compiling, and says nothing
+            torch._dynamo.reset()
         called = torch.compile(module, dynamic=False) if choice.compile else module
         module.train()
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
