@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -257,8 +257,9 @@ class Muon(torch.optim.Optimizer):
 
     def _own_share(self, parameters: list[Tensor], *, shared: bool) -> Tensor:
         """Orthogonal directions of matrices of one shape: all of them, or where they are shared, of this rank's of them."""
-        directions = [self._momentum(parameter) for parameter in parameters]
-        matrices = [matrix for direction in directions for matrix in direction.view(-1, *direction.shape[-2:])]
+        matrices = [
+            matrix for direction in self._momenta(parameters) for matrix in direction.view(-1, *direction.shape[-2:])
+        ]
         if not shared or self.ranks is None or self.ranks.world == 1:
             return orthogonal(torch.stack(matrices), self.dtype)
         count = -(-len(matrices) // self.ranks.world)
@@ -275,38 +276,37 @@ class Muon(torch.optim.Optimizer):
         return [part.reshape(-1, *share.shape[1:]) for part, share in zip(parts, shares, strict=True)]
 
     def _update(self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float) -> None:
-        start = 0
         A, B = parameters[0].shape[-2:]
-        for parameter in parameters:
-            weights = local_part(parameter)
-            count = 1 if parameter.ndim == 2 else len(weights)
-            direction = directions_EAB[start : start + count]
-            start += count
-            if parameter.ndim == 2:
-                direction = local_part(shard_like(direction[0], parameter))
-            rate = lr * math.sqrt(max(1, A / B))
-            if self.found_inf is None:
-                weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-rate)
-            else:
-                applied = 1 - self.found_inf
-                weights.mul_(1 - applied * (lr * weight_decay)).sub_(direction * (applied * rate))
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        """The gradient with Nesterov momentum: of a matrix whole, of sharded experts those of this rank."""
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "only parameters with a gradient are updated"
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        mean = state["momentum_buffer"]
-        share: Any = 1 - MOMENTUM
+        rate, kept = lr * math.sqrt(max(1, A / B)), cast(Any, 1 - lr * weight_decay)
         if self.found_inf is not None:
-            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
-            share = share * (1 - self.found_inf)
-        if parameter.ndim == 2:
-            mean.lerp_(gradient, share)
-            return full_tensor(gradient.lerp(mean, MOMENTUM))
-        mean, gradient = local_part(mean), local_part(gradient)
-        return gradient.lerp(mean.lerp_(gradient, share), MOMENTUM)
+            applied = 1 - self.found_inf
+            directions_EAB = directions_EAB.to(parameters[0].dtype) * (applied * rate)
+            rate, kept = 1.0, 1 - applied * (lr * weight_decay)
+        weights = [local_part(parameter) for parameter in parameters]
+        counts = [1 if part.ndim == 2 else len(part) for part in weights]
+        directions = [
+            local_part(shard_like(direction[0], parameter)) if parameter.ndim == 2 else direction
+            for parameter, direction in zip(parameters, directions_EAB[: sum(counts)].split(counts), strict=True)
+        ]
+        torch._foreach_mul_(weights, kept)
+        torch._foreach_add_(weights, directions, alpha=-rate)
+
+    def _momenta(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The gradients with Nesterov momentum: of matrices whole, of sharded experts those of this rank."""
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        means, gradients = (
+            [tensor if tensor.ndim == 2 else local_part(tensor) for tensor in tensors]
+            for tensors in (buffers, [parameter.grad for parameter in parameters])
+        )
+        shares: Any = 1 - MOMENTUM
+        if self.found_inf is not None:
+            gradients = [torch.where(self.found_inf > 0, 0.0, gradient) for gradient in gradients]
+            shares = [shares * (1 - self.found_inf)] * len(means)
+        torch._foreach_lerp_(means, gradients, shares)
+        return [full_tensor(direction) for direction in torch._foreach_lerp(gradients, means, MOMENTUM)]
 
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:

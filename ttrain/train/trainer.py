@@ -228,7 +228,8 @@ class Trainer:
         norm = self._scaled_norm(live_sum)
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
-            self._update(step, norm)
+            # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
+            self._update(step, norm, None if self._deferred is None else torch.zeros((), device=self.ranks.device))
         self.average.update()
         self.optimizers.zero_grad()
         self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
