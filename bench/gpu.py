@@ -14,6 +14,7 @@ loss at which the first version's settings end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -29,9 +30,10 @@ from common import Cost, Table
 from train_common import Size
 
 VOCAB_SIZE = 32_768
+HEAD_WIDTH = 128  # for which a GPU's kernels of attention are fastest, and nanochat's
 SIZES = {
-    "124 M": Size(768, 14, 1024, 64, warmup_steps=10, measured_steps=40, vocab_size=VOCAB_SIZE),
-    "350 M": Size(1024, 25, 1024, 64, warmup_steps=10, measured_steps=20, vocab_size=VOCAB_SIZE),
+    "124 M": Size(768, 14, 1024, 64, warmup_steps=10, measured_steps=40, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
+    "350 M": Size(1024, 25, 1024, 64, warmup_steps=10, measured_steps=20, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
 }
 SMALL = {"small": Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512)}
 ROWS, DOCUMENTS, PASSES = 32, 20, 20  # of packed rows; on a CPU two passes
@@ -93,7 +95,8 @@ def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> N
             "ours": lambda settings=settings: train_common.stage("pretrain", directory, settings)
         }
         if options.nanochat:
-            shape = (size.hidden, size.layers, size.row_length, size.rows_per_step, size.steps, size.vocab_size)
+            heads = max(1, size.hidden // size.head_width)
+            shape = (size.hidden, size.layers, heads, size.row_length, size.rows_per_step, size.steps, size.vocab_size)
             sides["nanochat"] = lambda shape=shape: common.measure(
                 train_nanochat, options.nanochat, options.device, "" if options.small else "compile", *shape
             )
@@ -108,8 +111,9 @@ def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> N
 
 
 def train_nanochat(
-    checkout: str, device: str, how: str, hidden: str, layers: str, length: str, rows: str, steps: str, vocab_size: str
-) -> dict[str, Any]:
+    checkout: str, device: str, how: str, hidden: str, layers: str, heads: str, length: str, rows: str, steps: str,
+    vocab_size: str,
+) -> dict[str, Any]:  # fmt: skip
     """Its model and optimizers on random rows; wall time at the end of each step, for which the host waits."""
     import time
 
@@ -118,9 +122,8 @@ def train_nanochat(
     sys.path.insert(0, checkout)
     from nanochat.gpt import GPT, GPTConfig
 
-    heads = max(1, int(hidden) // 64)
     config = GPTConfig(
-        sequence_len=int(length), vocab_size=int(vocab_size), n_layer=int(layers), n_head=heads, n_kv_head=heads,
+        sequence_len=int(length), vocab_size=int(vocab_size), n_layer=int(layers), n_head=int(heads), n_kv_head=int(heads),
         n_embd=int(hidden),
     )  # fmt: skip
     with torch.device(device):
@@ -128,7 +131,7 @@ def train_nanochat(
     model.init_weights()
     made = model.setup_optimizers() if hasattr(model, "setup_optimizers") else [model.setup_optimizer()]
     called = torch.compile(model, dynamic=False) if how == "compile" else model
-    micro = min(int(rows), 16)
+    micro = min(int(rows), 32)  # as many as its script has for one GPU of 80 GB
     ids = torch.randint(0, int(vocab_size), (micro, int(length) + 1), device=device)
     stamps = []
     for step in range(1, int(steps) + 1):
@@ -148,7 +151,7 @@ def compare_packed(options: argparse.Namespace, directory: Path, table: Table) -
     """Tokens a second with twenty documents in a row, against one."""
     (name, size), *_ = sizes_of(options).items()
     how = "" if options.small else "compile"
-    shape = (size.hidden, size.layers, size.row_length, size.vocab_size)
+    shape = (size.hidden, size.layers, size.head_width, size.row_length, size.vocab_size)
     sides: dict[str, common.Side] = {
         documents: lambda documents=documents: common.measure(pass_rows, options.device, how, documents, *shape)
         for documents in (str(DOCUMENTS), "1")
@@ -161,26 +164,29 @@ def compare_packed(options: argparse.Namespace, directory: Path, table: Table) -
 
 
 def pass_rows(
-    device: str, how: str, documents: str, hidden: str, layers: str, length: str, vocab_size: str
+    device: str, how: str, documents: str, hidden: str, layers: str, head_width: str, length: str, vocab_size: str
 ) -> dict[str, float]:
     """Tokens a second of forward and backward passes as the stage makes them, without the optimizer."""
     import torch
 
     from ttrain.config import Pretrain
+    from ttrain.train.compiling import CompiledLayers
     from ttrain.train.language_modeling import LanguageModeling
 
-    model = train_common.random_model(int(hidden), int(layers), int(length), vocab_size=int(vocab_size))
+    sizes = (int(hidden), int(layers), int(length))
+    model = train_common.random_model(*sizes, vocab_size=int(vocab_size), head_width=int(head_width))
     task = LanguageModeling(Pretrain(), model)
     module = task.build_model().to(device).train()
-    called = torch.compile(module, dynamic=False) if how == "compile" else module
+    used = CompiledLayers(module).used if how == "compile" else contextlib.nullcontext
     made = [rows_of(int(documents), int(length), int(vocab_size), seed) for seed in range(4)]
 
     def passes() -> Iterator[int]:
         for number in range(PASSES if how else 2):
             batch = made[number % len(made)]
-            with torch.autocast(device, torch.bfloat16):
-                loss = task.train_step(called, batch, torch.device(device))
-            (loss.total / loss.count).backward()
+            with used():
+                with torch.autocast(device, torch.bfloat16):
+                    loss = task.train_step(module, batch, torch.device(device))
+                (loss.total / loss.count).backward()
             module.zero_grad(set_to_none=True)
             yield batch.input_ids_BT.size
 

@@ -39,6 +39,7 @@ class Size:
     measured_steps: int
     checkpoint_every_steps: int = 100  # the default
     vocab_size: int = VOCAB_SIZE
+    head_width: int = 64
 
     @property
     def steps(self) -> int:
@@ -50,8 +51,8 @@ class Size:
 
     @property
     def model(self) -> list[str]:
-        """Settings of the model, with heads of 64."""
-        heads = max(1, self.hidden // 64)
+        """Settings of the model."""
+        heads = max(1, self.hidden // self.head_width)
         return [f"model.hidden_size={self.hidden}", f"model.layers={self.layers}", f"model.heads={heads}"]
 
     @property
@@ -202,13 +203,14 @@ def export(section: str, directory: Path, settings: Sequence[str], shards: str, 
 
 
 def random_model(
-    hidden: int, layers: int, length: int, *, vocab_size: int = VOCAB_SIZE, ids: Any = TOKEN_IDS, **settings: Any
-) -> Any:
-    """A model of ttrain with random weights and heads of 64."""
+    hidden: int, layers: int, length: int, *, vocab_size: int = VOCAB_SIZE, ids: Any = TOKEN_IDS, head_width: int = 64,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """A model of ttrain with random weights."""
     from ttrain.config import Model
     from ttrain.model import factory
 
-    model = Model(hidden_size=hidden, layers=layers, heads=max(1, hidden // 64), max_length=length, **settings)
+    model = Model(hidden_size=hidden, layers=layers, heads=max(1, hidden // head_width), max_length=length, **settings)
     return factory.build(model, vocab_size=vocab_size, ids=ids, stop_ids=[ids["eos_token_id"]], seed=1)
 
 

@@ -40,7 +40,7 @@ def test_the_kernel_equals_a_mask_in_fp32_and_its_gradients_do(kv: int) -> None:
     mask = attention.segment_mask(segments)
     expected = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     wanted = torch.autograd.grad(expected.square().sum(), leaves)
-    spans = torch.from_numpy(varlen.record_spans(segments.cpu().numpy())).to(CUDA)
+    spans = varlen.spans_of(segments.cpu().numpy(), CUDA)
     with torch.autocast("cuda", torch.bfloat16):
         found, _ = attention.record_attention(None, *leaves, None, spans=spans)
     gradients = torch.autograd.grad(found.float().square().sum(), leaves)
@@ -49,7 +49,7 @@ def test_the_kernel_equals_a_mask_in_fp32_and_its_gradients_do(kv: int) -> None:
 
 
 def test_the_gradients_of_the_kernel_are_the_same_bits_every_time() -> None:
-    spans = torch.from_numpy(varlen.record_spans(NumberedRows(4, 512).batch(range(4)).segments_BT)).to(CUDA)
+    spans = varlen.spans_of(NumberedRows(4, 512).batch(range(4)).segments_BT, CUDA)
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn((4, 512, 4, 64), generator=generator).to(CUDA, torch.bfloat16).requires_grad_() for _ in range(3)]
 

@@ -24,8 +24,8 @@ from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import UsageError
+from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
-from ttrain.train.precision import keeps_compiled
 from ttrain.train.trainer import Cadence, TrainerOptions
 
 FSDP = TrainerOptions(parallel="fsdp")
@@ -127,4 +127,4 @@ def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error_and_not_a_tra
         raise RuntimeError("in the backward pass")
 
     with pytest.raises(UsageError, match=r"ended \(RuntimeError: in the backward pass\); set runtime\.compile=false"):
-        keeps_compiled([layer], attempt, ALONE)
+        CompiledLayers(layer).keep(attempt, ALONE, sharded=True)

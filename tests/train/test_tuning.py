@@ -50,6 +50,21 @@ def test_the_search_finds_the_fastest_and_tries_no_further_where_a_direction_los
     assert not any(choice.rows_per_device == 1 for choice in tried)
 
 
+def test_settings_whose_rows_do_not_fit_begin_with_half_of_them_or_a_quarter() -> None:
+    def measure(choice: Choice) -> float:
+        if choice.rows_per_device > 4:
+            raise RuntimeError("out of memory")
+        return seconds(choice)
+
+    too_many = Choice(16, "records", 256, False)
+    assert Search(measure, ALONE).fitting(too_many) == START
+
+    def nothing_fits(choice: Choice) -> float:
+        raise RuntimeError("out of memory")
+
+    assert Search(nothing_fits, ALONE).fitting(too_many) == too_many
+
+
 def test_a_difference_of_noise_changes_nothing() -> None:
     faster_by_a_hundredth = Axis("attention", ["masked"])
     found = Search(lambda choice: 1.0 if choice == START else 0.99, ALONE).run(START, [faster_by_a_hundredth])

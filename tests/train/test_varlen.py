@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.train import attention, varlen
+from ttrain.train.compiling import layers_of
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
@@ -36,7 +37,7 @@ def weights_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-    assert spans.dtype == torch.int32 and int(spans.diff().max()) <= longest, "as the kernel of CUDA asks"
+    assert spans.dtype == torch.int32 and int(spans.diff().max()) == longest, "as the kernel of CUDA asks"
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     out = torch.empty_like(q)
     for tokens, (query, key, value) in records(spans, q, k, v):
@@ -88,7 +89,7 @@ def test_attention_within_spans_equals_torch_with_a_mask_and_its_gradients(kv: i
     upstream = torch.randn(5, T, 4, 8, generator=generator)
     masked = F.scaled_dot_product_attention(*leaves, attn_mask=attention.segment_mask(SEGMENTS), enable_gqa=True)
     expected = torch.autograd.grad(masked.transpose(1, 2), leaves, upstream)
-    spans = torch.from_numpy(varlen.record_spans(SEGMENTS.numpy()))
+    spans = varlen.spans_of(SEGMENTS.numpy(), ALONE.device)
     by_spans, _ = attention.record_attention(None, *leaves, None, spans=spans)
     found = torch.autograd.grad(by_spans, leaves, upstream)
     for left, right in zip((masked.transpose(1, 2), *expected), (by_spans, *found), strict=True):
@@ -126,6 +127,20 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-3, name
 
 
+def test_in_bf16_the_sums_of_the_layers_are_in_it_too(as_on_cuda: list[bool]) -> None:
+    seen, batch = [], NumberedRows(6, T).batch(range(6))
+    task = LanguageModeling(settings_of_training(), tiny_model())
+    module = task.build_model().eval()
+    expected = float(task.validation_step(module, batch, ALONE.device).total)
+    layers = layers_of(module)
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = float(task.validation_step(module, batch, ALONE.device).total)
+    assert seen == [torch.bfloat16] * len(layers) and len(layers) == 2
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
 def test_validation_takes_the_same_attention(as_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(varlen, "forward_kernel", lambda *given: calls.append(1) or plain_forward(*given))
@@ -137,7 +152,7 @@ def test_validation_takes_the_same_attention(as_on_cuda: list[bool], monkeypatch
 
 
 def test_dropout_and_windows_keep_the_mask(as_on_cuda: list[bool]) -> None:
-    def spans(window: int | None = None, **options: Any) -> Tensor | None:
+    def spans(window: int | None = None, **options: Any) -> varlen.Spans | None:
         model = tiny_model(kind="mistral", **options)
         model.config.sliding_window = window
         return NextTokenLoss(model, token_loss_sum).train().spans(NumberedRows(2, T).batch([0, 1]), ALONE.device)
@@ -150,7 +165,7 @@ def test_dropout_and_windows_keep_the_mask(as_on_cuda: list[bool]) -> None:
 def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(as_on_cuda: list[bool]) -> None:
     """Without inductor, which has nothing to say about it; graphs break at the loss alone."""
     q, k, v = (torch.randn(2, T, 4, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3))
-    spans = torch.from_numpy(varlen.record_spans(SEGMENTS[:2].numpy()))
+    spans = varlen.spans_of(SEGMENTS[:2].numpy(), ALONE.device)
 
     def total(*states: Tensor) -> Tensor:
         return varlen.span_attention(*states, spans, 0.3).square().sum()
@@ -163,7 +178,7 @@ def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(as_on_cuda:
 
 def test_in_deterministic_mode_the_backward_kernel_may_not_just_warn(plain_kernel: list[bool]) -> None:
     states = [torch.randn(1, T, 2, 8).requires_grad_() for _ in range(3)]
-    spans = torch.from_numpy(varlen.record_spans(SEGMENTS[:1].numpy()))
+    spans = varlen.spans_of(SEGMENTS[:1].numpy(), ALONE.device)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ttrain.train.varlen import span_attention
+from ttrain.train.varlen import Spans, span_attention
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
@@ -232,13 +232,14 @@ def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None
     Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
     device a CPU. A compiler would make a graph for every batch.
     """
-    if torch.compiler.is_compiling() or segments_BT.device.type != "cpu" or _compiles_layers(model):
+    if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
     return {"groups": RecordGroups(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
 
 
-def _compiles_layers(model: Any) -> bool:
-    return any(module._compiled_call_impl is not None for module in model.modules())
+def is_compiled(model: Any) -> bool:
+    """Whether a compiler reads this call, or calls of the model's layers."""
+    return torch.compiler.is_compiling() or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def takes_records(model: Any, length: int) -> bool:
@@ -264,10 +265,10 @@ def record_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     groups: RecordGroups | None = None,
-    spans: Tensor | None = None,
+    spans: Spans | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it; returns [B, T, H, K]. `spans` of `varlen.record_spans`: on CUDA."""
+    """Attention as transformers calls it; returns [B, T, H, K]. `spans`: on CUDA."""
     dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
     if spans is None and (groups is None or dropout or dtype == torch.float16):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -158,3 +159,9 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on the device. From memory that is not pinned, a copy would wait for all that a GPU is to do."""
+    tensors = (torch.from_numpy(array) for array in arrays)
+    return [(tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True) for tensor in tensors]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +18,12 @@ from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
 from ttrain.train import attention, moe, optim, schedules, varlen
 from ttrain.train.attention import segment_mask
+from ttrain.train.distributed import on_device
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import labels_after_next, linear_token_loss_sum, linear_token_losses, token_loss_sum, token_losses
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.task import LossSum, TrainingTask
+from ttrain.train.varlen import Spans
 
 # Architectures whose logits are just the hidden states times the weight of the output embedding.
 PLAIN_HEADS = frozenset({
@@ -111,12 +112,6 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
     return on_device((batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device)
 
 
-def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on the device. From memory that is not pinned, a copy would wait for all that a GPU is to do."""
-    tensors = (torch.from_numpy(array) for array in arrays)
-    return [(tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True) for tensor in tensors]
-
-
 @final
 class NextTokenLoss(nn.Module):
     """A causal language model of transformers or PEFT with its loss: one module, to be compiled, replicated or sharded.
@@ -154,7 +149,7 @@ class NextTokenLoss(nn.Module):
         self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
         self._chunked = self._plain and chunk_tokens != 0
 
-    def spans(self, batch: Batch, device: torch.device) -> Tensor | None:
+    def spans(self, batch: Batch, device: torch.device) -> Spans | None:
         """Where the records of a batch begin, if attention is computed from that on this device, else None."""
         config: Any = self.causal.config
         if not (self._plain and self._by_records) or count(self.model) or device.type != varlen.DEVICE:
@@ -166,8 +161,7 @@ class NextTokenLoss(nn.Module):
             return None
         if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
             return None
-        [spans] = on_device([varlen.record_spans(batch.segments_BT)], device)
-        return spans
+        return varlen.spans_of(batch.segments_BT, device)
 
     @property
     def causal(self) -> nn.Module:
@@ -193,7 +187,7 @@ class NextTokenLoss(nn.Module):
         segments_BT: Tensor,
         labels_BT: Tensor,
         next_only: bool = False,
-        spans: Tensor | None = None,
+        spans: Spans | None = None,
         branches_BT: Tensor | None = None,
         weights_B: Tensor | None = None,
     ) -> LossTerms:
@@ -239,12 +233,14 @@ class NextTokenLoss(nn.Module):
         positions_BT: Tensor,
         segments_BT: Tensor,
         labels_BT: Tensor,
-        spans: Tensor | None = None,
+        spans: Spans | None = None,
         branches_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
+        if spans is not None and self._chunked:
+            inputs = {"inputs_embeds": self._embedded(input_ids_BT), "position_ids": positions_BT}
         if spans is None:
             mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
             inputs = prepend(self.model, {**inputs, "attention_mask": mask_B1TT})
@@ -258,7 +254,7 @@ class NextTokenLoss(nn.Module):
             weight_VD = model.get_output_embeddings().weight
             if branches_BT is not None:
                 return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
-            compiled = torch.compiler.is_compiling()
+            compiled = attention.is_compiled(model)
             return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -271,12 +267,19 @@ class NextTokenLoss(nn.Module):
             hook.remove()
         return hidden_states[0], loss
 
+    def _embedded(self, input_ids_BT: Tensor) -> Tensor:
+        """Embeddings; in bf16 where products are: so the sums of the layers' outputs are too, at half the traffic."""
+        model: Any = self.causal
+        embedded_BTD: Tensor = model.get_input_embeddings()(input_ids_BT)
+        dtype = attention.autocast_dtype(embedded_BTD.device, embedded_BTD.dtype)
+        return embedded_BTD.to(dtype) if dtype == torch.bfloat16 else embedded_BTD
+
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         loss: Tensor
         if self._chunk_tokens == 0 or head.bias is not None:
             loss = self._criterion(head(hidden_BTD), labels_BT)
         else:
-            compiled = torch.compiler.is_compiling()
+            compiled = attention.is_compiled(self.causal)
             loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens, compiled=compiled)
         return loss
 

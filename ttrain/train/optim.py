@@ -286,7 +286,7 @@ class Muon(torch.optim.Optimizer):
         counts = [1 if part.ndim == 2 else len(part) for part in weights]
         directions = [
             local_part(shard_like(direction[0], parameter)) if parameter.ndim == 2 else direction
-            for parameter, direction in zip(parameters, directions_EAB[: sum(counts)].split(counts), strict=True)
+            for parameter, direction in zip(parameters, torch.split(directions_EAB[: sum(counts)], counts), strict=True)
         ]
         torch._foreach_mul_(weights, kept)
         torch._foreach_add_(weights, directions, alpha=-rate)
@@ -296,10 +296,12 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         means, gradients = (
             [tensor if tensor.ndim == 2 else local_part(tensor) for tensor in tensors]
-            for tensors in (buffers, [parameter.grad for parameter in parameters])
+            for tensors in (
+                [self.state[parameter]["momentum_buffer"] for parameter in parameters],
+                [cast(Tensor, parameter.grad) for parameter in parameters],
+            )
         )
         shares: Any = 1 - MOMENTUM
         if self.found_inf is not None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ttrain.data.loader import MicroBatch
 from ttrain.errors import UsageError
+from ttrain.train.compiling import CompiledLayers, layers_of
 from ttrain.train.distributed import Ranks, full_tensor, shard_like
-from ttrain.train.precision import keeps_compiled, try_compile
 
 
 class Parallel:
@@ -53,11 +53,11 @@ class Replicated(Parallel):
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         if ranks.world > 1:
-            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
             # Running statistics of normalization are those of rank 0, which are saved in checkpoints.
             saved_buffers = {name for name, _ in module.named_buffers()} & {*module.state_dict()}
             self._ddp = nn.parallel.DistributedDataParallel(
-                module, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=bool(saved_buffers)
+                module, gradient_as_bucket_view=True, forward_sync_buffers=bool(saved_buffers)
             )
             self.loss_factor = float(ranks.world)
         self.module = self._ddp or module
@@ -98,35 +98,19 @@ class Tree(Parallel):
         self._sum = None
 
 
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a model that are kept whole, as transformers names them."""
-    names = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
-    return [submodule for submodule in module.modules() if type(submodule).__name__ in names]
-
-
-def compile_layers(module: nn.Module) -> list[nn.Module]:
-    """Compile each layer in place, which sharding then gathers and frees around it; returns them."""
-    layers = layers_of(module)
-    for layer in layers:
-        layer.compile(dynamic=False)
-    return layers
-
-
 def place(
     module: nn.Module, ranks: Ranks, parallel: str, reduction: str, attempt: Callable[[nn.Module], None] | None
-) -> tuple[Parallel, bool]:
-    """Distribute a module over the ranks; returns whether it is compiled too, which `attempt` asks for by a pass to try.
-
-    It is compiled as a whole before it is replicated; where it is sharded, each layer is.
-    """
-    if attempt is None:
-        return parallelize(module, ranks, parallel=parallel, reduction=reduction), False
-    if parallel == "fsdp" and ranks.world > 1:
-        layers = compile_layers(module)
-        sharded = parallelize(module, ranks, parallel=parallel, reduction=reduction)
-        return sharded, keeps_compiled(layers, partial(attempt, sharded.module), ranks)
-    called, compiled = try_compile(attempt, module, ranks)
-    return parallelize(called, ranks, parallel=parallel, reduction=reduction), compiled
+) -> tuple[Parallel, CompiledLayers | None]:
+    """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try."""
+    layers = None if attempt is None else CompiledLayers(module)
+    placed = parallelize(module, ranks, parallel=parallel, reduction=reduction)
+    if (
+        layers is None
+        or attempt is None
+        or not layers.keep(partial(attempt, placed.module), ranks, sharded=isinstance(placed, Sharded))
+    ):
+        return placed, None
+    return placed, layers
 
 
 def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: str) -> Parallel:

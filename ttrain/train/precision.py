@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ttrain.errors import TTrainError, UsageError
-from ttrain.train.distributed import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
@@ -155,79 +151,3 @@ def set_deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on, warn_only=True)
     # A debugging aid that fills every new tensor with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
-
-
-def try_compile(attempt: Callable[[nn.Module], None], module: nn.Module, ranks: Ranks) -> tuple[nn.Module, bool]:
-    """Compile the module: (compiled module, True), or (module, False) if any rank cannot compile it.
-
-    `attempt` runs one forward and backward pass, since that is when the compiler works.
-    """
-    compiled_module: nn.Module = torch.compile(module, dynamic=False)  # type: ignore[assignment]
-    compiled = _succeeds(lambda: attempt(compiled_module), ranks)
-    return (compiled_module, True) if compiled else (module, False)
-
-
-def keeps_compiled(layers: Sequence[nn.Module], attempt: Callable[[], None], ranks: Ranks) -> bool:
-    """Whether layers that compile in place can be; if any rank cannot, they are as they were before.
-
-    They are sharded: a pass that ended within a layer would leave the hooks that gather and free it in the middle, and what
-    is trained then has wrong gradients. So a layer that cannot be compiled computes without. Raises UsageError where the
-    pass ends all the same, as it does where the backward pass cannot be compiled.
-    """
-    failures: list[Exception] = []
-    calls = {layer: layer._compiled_call_impl for layer in layers}
-    for layer, call in calls.items():
-        layer._compiled_call_impl = partial(_call_or_fall_back, layer, call, failures)
-    ended: Exception | None = None
-    try:
-        attempt()
-    except Exception as error:
-        ended = error
-    any_ended, any_failed = ranks.sum([float(ended is not None), float(bool(failures))])
-    if any_ended:
-        raise UsageError(
-            f"runtime.compile is on, but the first pass of the sharded model ended ({_described(ended)}); "
-            f"set runtime.compile=false"
-        )
-    compiled = not any_failed
-    if not compiled:
-        _go_on_without(failures[0] if failures else None)
-    for layer, call in calls.items():
-        layer._compiled_call_impl = call if compiled else None
-    return compiled
-
-
-def _call_or_fall_back(
-    layer: nn.Module, call: Callable[..., Any] | None, failures: list[Exception], *arguments: Any, **options: Any
-) -> Any:
-    assert call is not None, "the layer is compiled"
-    try:
-        return call(*arguments, **options)
-    except Exception as error:
-        failures.append(error)
-        return layer._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]  # torch's
-
-
-def _succeeds(attempt: Callable[[], None], ranks: Ranks) -> bool:
-    """Whether the attempt, which compiles, raises no error on any rank."""
-    failure: Exception | None = None
-    try:
-        attempt()
-    except Exception as error:
-        failure = error
-    if ranks.sum([float(failure is not None)])[0]:
-        _go_on_without(failure)
-        return False
-    return True
-
-
-def _go_on_without(failure: Exception | None) -> None:
-    log.warning("torch.compile failed (%s); training continues without it", _described(failure))
-    torch._dynamo.reset()
-
-
-def _described(failure: Exception | None) -> str:
-    """The first line of an error of this rank, if it has one."""
-    if failure is None:
-        return "on another rank"
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

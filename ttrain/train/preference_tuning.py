@@ -17,7 +17,8 @@ from ttrain.data.packing import Array, Rows
 from ttrain.data.pair_rows import PairBatch
 from ttrain.errors import UsageError
 from ttrain.train import preference_losses
-from ttrain.train.language_modeling import CausalTask, on_device
+from ttrain.train.distributed import on_device
+from ttrain.train.language_modeling import CausalTask
 from ttrain.train.preference_losses import Answers
 from ttrain.train.task import LossSum
 

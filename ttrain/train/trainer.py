@@ -83,7 +83,7 @@ class Trainer:
         if options.parallel != "fsdp" or ranks.world == 1:  # else each rank moves only its shard
             self.bare = self.bare.to(ranks.device)
         self._wants_compiled = options.compile
-        self.parallel, self.compiled = place(
+        self.parallel, self._compiled_layers = place(
             self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
@@ -107,6 +107,11 @@ class Trainer:
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if snapshot and snapshot is not start else -1
         self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether training passes are compiled."""
+        return self._compiled_layers is not None
 
     def fit(self) -> FitResult:
         """Train to the end of the order, or until a stop is requested."""
@@ -164,11 +169,10 @@ class Trainer:
         return total / live if live else math.nan, dict(self.task.figures(summed)) if summed else {}
 
     def _trial_pass(self, module: nn.Module) -> None:
-        """Run one forward and backward pass without side effects, for the compiler."""
+        """Run one forward and backward pass, for the compiler."""
         with self.precision.autocast():
             loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
         loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
-        self.bare.zero_grad(set_to_none=True)
 
     def _loop(self) -> str:
         batches = iter(self.loader)
@@ -302,10 +306,11 @@ class Trainer:
         for micro in ordered:
             torch.manual_seed(_seed(self.task.config.seed, step, micro.number))
             self.parallel.before_backward(last=micro is ordered[-1])
-            with self.precision.autocast():
-                loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
-            factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
-            (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+            with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
+                with self.precision.autocast():
+                    loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
+                factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
+                (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
             self.parallel.after_backward(micro)
             losses[micro.number] = loss.total.detach()
             live += loss.count

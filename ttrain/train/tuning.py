@@ -20,6 +20,7 @@ from ttrain.core.text import format_duration
 from ttrain.data.loader import BatchSource, Order
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
+from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision
 from ttrain.train.resource_limits import cap_at_available_memory, is_out_of_memory
@@ -70,6 +71,13 @@ class Search:
                 for values in _directions(axis, getattr(best, axis.name)):
                     best = self._walk(best, axis, values)
         return self._fastest(start)
+
+    def fitting(self, start: Choice) -> Choice:
+        """The start, with half as many rows as often as it cannot be computed."""
+        fewer = start
+        while not self.try_one(fewer) and self._goes_on() and fewer.rows_per_device > 1:
+            fewer = replace(fewer, rows_per_device=fewer.rows_per_device // 2)
+        return fewer if self.try_one(fewer) else start
 
     def try_one(self, choice: Choice) -> bool:
         """Measure a choice on all ranks; False where there is no time for it, or any rank failed."""
@@ -162,9 +170,7 @@ class Subject:
         """
         module: Any = self.task.build_model().to(self.ranks.device)
         module.configure(choice.loss_chunk_tokens, choice.attention)
-        if choice.compile:  # after eight shapes or numbers of a function torch computes without compiling, and says nothing
-            torch._dynamo.reset()
-        called = torch.compile(module, dynamic=False) if choice.compile else module
+        passes = CompiledLayers(module).used if choice.compile else contextlib.nullcontext
         module.train()
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         reserved = torch.empty(STATES * trained, device=self.ranks.device)
@@ -174,8 +180,8 @@ class Subject:
             with torch.random.fork_rng(devices):
                 for number in range(WARMUPS + REPEATS):
                     batch = self.rows.batch(self.row_numbers(number, choice.rows_per_device))
-                    with _timed(self.ranks.device, seconds):
-                        self._pass(called, batch)
+                    with passes(), _timed(self.ranks.device, seconds):
+                        self._pass(module, batch)
         finally:
             module.zero_grad(set_to_none=True)
             del reserved
@@ -188,9 +194,9 @@ class Subject:
         first = self.ranks.rank * count % max(1, len(numbers) - count + 1)
         return numbers[first : first + count]
 
-    def _pass(self, called: Any, batch: Any) -> None:
+    def _pass(self, module: Any, batch: Any) -> None:
         with self.precision.autocast():
-            loss = self.task.train_step(called, batch, self.ranks.device)
+            loss = self.task.train_step(module, batch, self.ranks.device)
         (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -242,6 +248,7 @@ def tune(
             return choice
         search = Search(subject.seconds_of_a_step, ranks, stop, budget_seconds)
         with cap_at_available_memory(ranks.device, ranks.world):
+            start = search.fitting(start)
             tuned, gain = search.run(start, _affordable(axes, subject, start, search))
         took = format_duration(search.clock() - search.began)
         log.info("tuning: took %s: %s, %.2f times the speed of the settings", took, tuned, gain)

@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ttrain.train.distributed import on_device
+
 DEVICE = "cuda"
 FLASH_CAPABILITY = (8, 0)  # the first compute capability that flash attention supports
 LONGEST_HEAD = 256  # its widest head
 HALF = (torch.bfloat16, torch.float16)
+
+
+class Spans(NamedTuple):
+    """Where each record begins among the B * T tokens, and their end, int32 [N + 1], on the device.
+
+    `longest`: tokens of the longest record, on the CPU, where the kernel is called: a number would be part of what is
+    compiled, for each value anew.
+    """
+
+    bounds: Tensor
+    longest: Tensor
 
 
 def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
@@ -37,6 +50,13 @@ def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return spans
 
 
+def spans_of(segments_BT: npt.NDArray[Any], device: torch.device) -> Spans:
+    """The spans of the records of a batch."""
+    spans = record_spans(segments_BT)
+    [bounds] = on_device([spans], device)
+    return Spans(bounds, torch.tensor(int(np.diff(spans).max())))
+
+
 def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout: float) -> bool:
     """Whether the kernel runs on this device, in this number format, for heads so wide, and without dropout."""
     if device.type != DEVICE or dtype not in HALF or head_width > LONGEST_HEAD or head_width % 8 or dropout:
@@ -44,52 +64,51 @@ def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
-def span_attention(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Tensor, scale: float) -> Tensor:
+def span_attention(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Spans, scale: float) -> Tensor:
     """Causal attention within the records of `spans`, on their device; returns [B, T, H, K]."""
     B, T, H, K = query_BTHK.shape
     states = (state.reshape(B * T, -1, K) for state in (query_BTHK, key_BTGK, value_BTGK))
-    output: Tensor = _attention(*states, spans, T, scale)[0]
+    output: Tensor = _attention(*states, spans.bounds, spans.longest, scale)[0]
     return output.view(B, T, H, K)
 
 
 @torch.library.custom_op("ttrain::span_attention", mutates_args=())
 def _attention(
-    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
+    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(output, logarithms of the sums of the weights [H, M])."""
-    return forward_kernel(q_MHK, k_MGK, v_MGK, spans, longest, scale)
+    return forward_kernel(q_MHK, k_MGK, v_MGK, spans, int(longest), scale)
 
 
 @_attention.register_fake
-def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_MHK), q_MHK.new_empty((q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("ttrain::span_attention_backward", mutates_args=())
 def _attention_backward(
     grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: int, scale: float,
+    longest: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with strictly_deterministic():
-        return backward_kernel(grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, longest, scale)
+        return backward_kernel(grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, int(longest), scale)
 
 
 @_attention_backward.register_fake
 def _(
     grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: int, scale: float,
+    longest: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q_MHK), torch.empty_like(k_MGK), torch.empty_like(v_MGK)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale = inputs
-    q_MHK, k_MGK, v_MGK, spans = tensors
-    ctx.save_for_backward(q_MHK, k_MGK, v_MGK, *output, spans)
+    q_MHK, k_MGK, v_MGK, spans, longest, ctx.scale = inputs
+    ctx.save_for_backward(q_MHK, k_MGK, v_MGK, *output, spans, longest)
 
 
 def _differentiate(ctx: Any, grad_MHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_attention_backward(grad_MHK, *ctx.saved_tensors, ctx.longest, ctx.scale), None, None, None
+    return *_attention_backward(grad_MHK, *ctx.saved_tensors, ctx.scale), None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
