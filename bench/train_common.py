@@ -104,7 +104,7 @@ def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = F
     command = [*common.TTRAIN, "stage", "run", name, "--json", *settings, *seed]
     cost, output = common.run(command, {"TTRAIN_HOME": str(directory / "home"), **environment}, directory)
     outcome = json.loads(output)
-    if outcome["state"] != "completed":
+    if outcome["state"] != "completed" and not (keep and outcome["state"] == "cached"):
         raise RuntimeError(f"{name} was not run: it is {outcome['state']}")
     artifact = Path(outcome["path"])
     manifest = json.loads((artifact / "manifest.json").read_text())["result"]

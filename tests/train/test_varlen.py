@@ -204,10 +204,8 @@ def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_h
 
 def test_torch_still_has_the_operations_with_the_arguments_that_are_passed() -> None:
     """Their signatures are not public; the arguments are as `forward_kernel` and `backward_kernel` pass them."""
-    import torch.nn.attention.varlen
-
-    forward = [one.name for one in torch.ops.torch_attn._varlen_attn.default._schema.arguments]
-    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size"]
-    assert forward[:11] == [*names, "enable_gqa"]
-    backward = [one.name for one in torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments]
-    assert backward == ["grad_out", *names[:3], "out", "lse", *names[3:8], "rng_state", *names[8:]]
+    forward = [one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    names = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    assert forward[:11] == [*names, "return_debug_mask", "scale"]
+    backward = [one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments]
+    assert backward[:15] == ["grad_out", *names[:3], "out", "logsumexp", *names[3:], "rng_state", "unused", "scale"]

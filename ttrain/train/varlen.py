@@ -131,11 +131,9 @@ def strictly_deterministic() -> Iterator[None]:
 def forward_kernel(
     q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of `torch.nn.attention.varlen`, which alone gives what its backward pass needs."""
-    import torch.nn.attention.varlen  # registers the operations
-
-    output, sums_HM, _ = torch.ops.torch_attn._varlen_attn(
-        q_MHK, k_MGK, v_MGK, spans, spans, longest, longest, True, scale, [-1, 0], True
+    """The kernel behind `torch.nn.attention.varlen`, which alone gives what its backward pass needs."""
+    output, sums_HM, *_ = torch.ops.aten._flash_attention_forward(
+        q_MHK, k_MGK, v_MGK, spans, spans, longest, longest, 0.0, True, False, scale=scale
     )
     return output, sums_HM
 
@@ -145,10 +143,10 @@ def backward_kernel(
     longest: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    import torch.nn.attention.varlen  # registers the operations
-
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)  # of dropout, which there is none of
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
-        grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, longest, longest, True, random_state, scale, [-1, 0]
-    )
+    unused = q_MHK.new_empty(0)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, longest, longest, 0.0, True, random_state, unused,
+        scale=scale,
+    )  # fmt: skip
     return gradients
