@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.train import attention, varlen
-from ttrain.train.compiling import layers_of
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
@@ -125,20 +124,6 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
     assert len(as_on_cuda) == 2
     for name in expected:
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-3, name
-
-
-def test_in_bf16_the_sums_of_the_layers_are_in_it_too(as_on_cuda: list[bool]) -> None:
-    seen, batch = [], NumberedRows(6, T).batch(range(6))
-    task = LanguageModeling(settings_of_training(), tiny_model())
-    module = task.build_model().eval()
-    expected = float(task.validation_step(module, batch, ALONE.device).total)
-    layers = layers_of(module)
-    for layer in layers:
-        layer.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = float(task.validation_step(module, batch, ALONE.device).total)
-    assert seen == [torch.bfloat16] * len(layers) and len(layers) == 2
-    assert found == pytest.approx(expected, rel=1e-2)
 
 
 def test_validation_takes_the_same_attention(as_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

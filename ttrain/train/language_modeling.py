@@ -239,8 +239,6 @@ class NextTokenLoss(nn.Module):
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
-        if spans is not None and self._chunked:
-            inputs = {"inputs_embeds": self._embedded(input_ids_BT), "position_ids": positions_BT}
         if spans is None:
             mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
             inputs = prepend(self.model, {**inputs, "attention_mask": mask_B1TT})
@@ -266,13 +264,6 @@ class NextTokenLoss(nn.Module):
         finally:
             hook.remove()
         return hidden_states[0], loss
-
-    def _embedded(self, input_ids_BT: Tensor) -> Tensor:
-        """Embeddings; in bf16 where products are: so the sums of the layers' outputs are too, at half the traffic."""
-        model: Any = self.causal
-        embedded_BTD: Tensor = model.get_input_embeddings()(input_ids_BT)
-        dtype = attention.autocast_dtype(embedded_BTD.device, embedded_BTD.dtype)
-        return embedded_BTD.to(dtype) if dtype == torch.bfloat16 else embedded_BTD
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         loss: Tensor
