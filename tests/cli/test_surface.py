@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import threading
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,22 @@ def test_a_run_without_a_log_says_so(home: Path, capsys: pytest.CaptureFixture[s
     record.finish("completed", {})
     assert ended("pipeline", "logs", "latest") == 2
     assert f"the run {record.run} has no log" in capsys.readouterr().err
+
+
+def test_the_status_names_the_night_of_a_run_and_when_it_began_by_the_clock_of_this_machine(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RunRecord(home, "nightly", ["sft"], {})
+    record.note(night="night-000007")
+    record.finish("completed", {})
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Shanghai")
+        time.tzset()
+        assert ended("pipeline", "status") == 0
+    time.tzset()
+    began = datetime.fromtimestamp(json.loads(record.path.read_text())["started_unix"], UTC) + timedelta(hours=8)
+    assert f"{record.run}  night-000007  completed" in (shown := capsys.readouterr().out)
+    assert f"{began:%Y-%m-%d %H:%M}" in shown
 
 
 def test_the_status_of_a_copied_home_shows_where_things_are_now(

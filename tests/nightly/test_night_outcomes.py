@@ -13,7 +13,7 @@ import pytest
 from support.night_files import inbox, list_of
 
 from ttrain.config import Settings
-from ttrain.errors import DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
+from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.flows import night_plan
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, Nights
@@ -85,6 +85,38 @@ def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothin
         known.begin(list_of(settings, store), None).end_try("kept", "", closed=True)
     (tmp_path / "inbox/a.jsonl").unlink()
     assert run_night(settings, store, Console(file=out), engine="none").outcome == "nothing-new"
+
+
+def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike a damaged file, whose bytes say so, and unlike a wrong setting."""
+    from rich.console import Console
+
+    from ttrain.flows import nightly
+
+    def trained(*_: object, **__: object) -> None:
+        raise Interrupted("the test needs no model")
+
+    settings, inner = inbox(tmp_path, a="1", b="2"), type(store.cache).file
+    closed = tmp_path / "inbox" / "b.jsonl"
+
+    def file(cache: Any, path: Path, *rest: Any) -> Any:
+        if path == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return inner(cache, path, *rest)
+
+    monkeypatch.setattr(nightly, "run_pipeline", trained)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.cache), "file", file)
+        with pytest.raises(CannotRead, match=rf"cannot read {closed}, which data.pretrain names: Permission denied"):
+            nightly.run_night(settings, store, Console(file=io.StringIO()), engine="none")
+    [night] = Nights(store.root, "quickstart").all()
+    assert night.outcome == records.FAILED, "not refused: nobody has to correct a setting"
+    with pytest.raises(Interrupted):
+        nightly.run_night(settings, store, Console(file=io.StringIO()), engine="none")
+    newest = Nights(store.root, "quickstart").newest()
+    assert newest is not None and newest.is_open and len(newest.frozen.files["pretrain"]) == 2
 
 
 def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_the_others(
