@@ -143,6 +143,13 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set(store: ArtifactStore
     assert (optim.lr, optim.muon_lr, optim.head_lr, optim.kind) == (0.003, 0.006, None, "muon")
 
 
+def test_a_rate_by_the_length_of_the_night_is_part_of_its_schedule(store: ArtifactStore, tmp_path: Path) -> None:
+    pretrain = inputs(store, infinite(tmp_path, nightly={"rate": "auto"})).settings.pretrain
+    assert pretrain.optim == Settings().pretrain.optim
+    assert pretrain.schedule.full_rate_steps == learning.FULL_RATE_STEPS
+    assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
+
+
 def test_a_night_from_scratch_has_the_budget_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
     found = inputs(store, infinite(tmp_path, nightly={"epochs": 1, "start_from": "scratch"}))
     assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrain.config import Schedule, Training
-from ttrain.train.schedules import decay_start, plateau_end, quick_rows, schedule, spread_steps, steps_of, warmup_steps
+from ttrain.train.schedules import (
+    decay_start,
+    plateau_end,
+    quick_rows,
+    schedule,
+    shared_steps,
+    spread_steps,
+    steps_of,
+    warmup_steps,
+)  # fmt: skip
 
 KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
@@ -139,9 +148,20 @@ def test_a_decay_nears_its_floor_to_the_last_step_and_never_lies_flat_on_it(kind
     assert factor(1000) == pytest.approx(0.1 if kind == "minimind" else 0.3, abs=1e-3)
 
 
+def test_in_more_steps_than_those_of_the_full_rate_it_is_lower_by_the_root_of_their_ratio() -> None:
+    config = Schedule(kind="infinite", decay_fraction=0, warmup_steps=0, full_rate_steps=8)
+    for steps, peak in ((1, 1.0), (8, 1.0), (32, 0.5), (800, 0.1)):
+        assert {schedule(config, steps)(step) for step in range(steps)} == {peak}
+        assert shared_steps(config, steps) == 0, "no two lengths agree"
+        assert plateau_end(config, steps) == steps
+    decays = Schedule(kind="linear", decay_fraction=0.5, warmup_steps=3, full_rate_steps=8)
+    plain = schedule(decays.model_copy(update={"full_rate_steps": None}), 32)
+    assert [schedule(decays, 32)(step) for step in range(32)] == [0.5 * plain(step) for step in range(32)]
+
+
 @given(SCHEDULES, st.integers(1, 60), st.integers(1, 60))
 def test_runs_of_any_length_agree_before_their_decay(config: Schedule, short: int, long: int) -> None:
-    common = min(decay_start(config, short), decay_start(config, long))
+    common = min(shared_steps(config, short), shared_steps(config, long))
     first, second = schedule(config, short), schedule(config, long)
     assert [first(step) for step in range(common)] == [second(step) for step in range(common)]
 

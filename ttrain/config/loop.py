@@ -55,6 +55,11 @@ class Schedule(Section):
         description="half-life of a moving average of the weights (EMA), which is the model, as a share of the steps, at "
         "most 8 % of all steps so far, those of earlier nights too; empty: no average",
     )
+    full_rate_steps: int | None = Field(
+        None,
+        ge=1,
+        description="in more steps the peak is lower, by the root of their ratio to these; empty: it is the same in all",
+    )
 
     @model_validator(mode="after")
     def _one_floor(self) -> Schedule:

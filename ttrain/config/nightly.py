@@ -6,7 +6,7 @@ None of them is part of a key, but for what shapes a night's weights: its replay
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -30,10 +30,10 @@ class Nightly(Section):
         None, ge=1, description="budget of a night that continues the champion's base; empty, as epochs: that of pretrain"
     )
     epochs: float | None = Field(None, gt=0, description="the same in passes over the night's documents, which are new ones")
-    rate: float = Field(
+    rate: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         0.5,
-        gt=0,
-        description="of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten",
+        description="of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
+        "less in longer nights, (8 / steps)^0.5",
     )
     replay: float = Field(
         0.05,

@@ -19,7 +19,7 @@ from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
 from ttrain.store import references
-from ttrain.train.schedules import BUDGET, RATES, decay_start, steps_of
+from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 if TYPE_CHECKING:
     from ttrain.store.artifacts import ArtifactStore
@@ -206,7 +206,7 @@ def extension_of(
         rows = artifact.result["rows"]
         new_steps = steps_of(config, rows.get("epoch", rows["rows"]))[0]
         whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
-        limit = min(whole_steps, *(decay_start(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
+        limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
         for path in (artifact.path / "checkpoints").glob("step-*"):
             step = int(path.name.removeprefix("step-"))
             if step <= limit and (best is None or step > best[0]):

@@ -52,11 +52,13 @@ def warmup_steps(config: Schedule) -> int:
 
 
 def decay_start(config: Schedule, steps: int) -> int:
-    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree.
-
-    Constant and exponential rates do not depend on the length: all steps agree.
-    """
+    """First step of the decay; the number of steps for constant and exponential rates, which depend on no length."""
     return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
+
+
+def shared_steps(config: Schedule, steps: int) -> int:
+    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree."""
+    return 0 if config.full_rate_steps is not None else decay_start(config, steps)
 
 
 def plateau_end(config: Schedule, steps: int) -> int | None:
@@ -78,13 +80,14 @@ def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
     """
     warmup, start = warmup_steps(config), _peak_end(config, steps)
     floor = MINIMIND_FLOOR if config.kind == "minimind" else config.floor
+    peak = min(1.0, math.sqrt((config.full_rate_steps or steps) / max(1, steps)))
 
     def factor(step: int) -> float:
         if step < min(warmup, steps):
-            return (step + 1) / (warmup + 1)
+            return peak * (step + 1) / (warmup + 1)
         if step < start:
-            return 1.0
-        return floor + (1 - floor) * _shape(config, step - start, max(1, steps - start))
+            return peak
+        return peak * (floor + (1 - floor) * _shape(config, step - start, max(1, steps - start)))
 
     return factor
 
