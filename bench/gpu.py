@@ -70,7 +70,7 @@ def settings_of(options: argparse.Namespace, directory: Path, size: Size) -> lis
 
 def run_tests(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """The tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-rs", "tests"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-rs", "tests/train"]
     try:
         _, output = common.run(command, directory=Path(__file__).parents[1])
         print("  " + output.strip().splitlines()[-1])
