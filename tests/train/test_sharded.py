@@ -14,9 +14,11 @@ from support.doubles import (
     NumberedRows,
     Recorder,
     WatchedTask,
+    copies,
     distance,
     in_ranks,
     make_trainer,
+    same,
     settings_of_training,
     tiny_model,
 )
@@ -26,7 +28,7 @@ from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 FSDP = TrainerOptions(parallel="fsdp")
 
@@ -118,6 +120,31 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are_and_train_as_if_nobody_
     assert first["compiled"] is False
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+
+
+def test_replicas_of_which_one_cannot_be_compiled_all_train_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Trainer._trial_pass
+
+    def trial(trainer: Trainer, module: nn.Module) -> None:
+        if trainer.ranks.rank == 1:
+            raise RuntimeError("no compiler here")
+        inner(trainer, module)
+
+    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(Trainer, "_trial_pass", trial)
+    compiled = TrainerOptions(compile=True)
+    found = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "replicas", layers=1), seconds=240)
+    assert [one["compiled"] for one in found] == [False, False]
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_the_pass_that_is_tried_moves_neither_gradients_nor_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = copies(module.state_dict())
+    assert CompiledLayers(module).keep(lambda: module(torch.randn(8, 3)).square().sum().backward(), ALONE, sharded=False)
+    assert same(before, copies(module.state_dict())) and all(p.grad is None for p in module.parameters())
 
 
 def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error_and_not_a_training_with_wrong_gradients() -> None:

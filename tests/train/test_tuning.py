@@ -53,16 +53,26 @@ def test_the_search_finds_the_fastest_and_tries_no_further_where_a_direction_los
 def test_settings_whose_rows_do_not_fit_begin_with_half_of_them_or_a_quarter() -> None:
     def measure(choice: Choice) -> float:
         if choice.rows_per_device > 4:
-            raise RuntimeError("out of memory")
+            raise MemoryError
         return seconds(choice)
 
-    too_many = Choice(16, "records", 256, False)
-    assert Search(measure, ALONE).fitting(too_many) == START
+    assert Search(measure, ALONE).fitting(Choice(16, "records", 256, False)) == START
 
-    def nothing_fits(choice: Choice) -> float:
-        raise RuntimeError("out of memory")
 
-    assert Search(nothing_fits, ALONE).fitting(too_many) == too_many
+@pytest.mark.parametrize(("error", "measured"), [(MemoryError(), 5), (RuntimeError("no compiler here"), 1)], ids=str)
+def test_where_nothing_can_be_computed_the_settings_stay(error: Exception, measured: int) -> None:
+    """Fewer rows help against a lack of memory alone."""
+    calls: list[Choice] = []
+
+    def measure(choice: Choice) -> float:
+        calls.append(choice)
+        raise error
+
+    start = Choice(16, "records", 256, False)
+    search = Search(measure, ALONE)
+    assert search.fitting(start) == start
+    assert search.run(start, AXES) == (start, 1.0)
+    assert len(calls) == measured
 
 
 def test_a_difference_of_noise_changes_nothing() -> None:

@@ -58,7 +58,8 @@ class Schedule(Section):
     full_rate_steps: int | None = Field(
         None,
         ge=1,
-        description="in more steps the peak is lower, by the root of their ratio to these; empty: it is the same in all",
+        description="a training of more steps has its rates times the square root of this / its steps; empty: no number of "
+        "steps changes them",
     )
 
     @model_validator(mode="after")

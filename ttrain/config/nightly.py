@@ -33,7 +33,7 @@ class Nightly(Section):
     rate: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         0.5,
         description="of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
-        "less in longer nights, (8 / steps)^0.5",
+        "min(1, (8 / steps)^0.5), with pretrain.schedule.full_rate_steps in place of 8 where it is set",
     )
     replay: float = Field(
         0.05,

@@ -14,7 +14,7 @@ from ttrain.store.model_files import PLATEAU
 from ttrain.train.schedules import RATES
 
 INFINITE, AUTO = "infinite", "auto"
-FULL_RATE_STEPS = 8  # of a night; in 14 steps and in 40 of 2,048 tokens about 0.75 and 0.45 of the rates were best
+FULL_RATE_STEPS = 8  # of 2,048 tokens; in nights of 14 and of 40 of them about 0.75 and 0.45 of the rates were best
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, A
     nightly, optim, schedule = settings.nightly, settings.pretrain.optim.model_dump(), dict[str, Any]()
     changes: dict[str, Any] = {}
     if nightly.rate == AUTO:
-        schedule["full_rate_steps"] = FULL_RATE_STEPS
+        schedule["full_rate_steps"] = settings.pretrain.schedule.full_rate_steps or FULL_RATE_STEPS
     else:
         names = [name.removeprefix("optim.") for name in sorted(RATES)]
         rates = {name: float(f"{nightly.rate * optim[name]:.6g}") for name in names if optim[name] is not None}

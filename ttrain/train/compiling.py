@@ -18,9 +18,9 @@ from torch import nn
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
 
-# Shapes that are compiled of one function, such as the last micro-batch and numbers of records. After 8, its default, torch
-# computes without compiling, and says nothing.
-CODES = 64
+# Of what all layers compute, such as the rows of the last micro-batch and the number of records, and those that tuning
+# tries. After so many, by default 8, torch warns and computes without compiling.
+MOST_SHAPES = 64
 
 log = logging.getLogger("ttrain")
 
@@ -35,7 +35,7 @@ class CompiledLayers:
     """The layers of a module, or the module where it has none; compiled in place, so that their names stay."""
 
     def __init__(self, module: nn.Module) -> None:
-        torch._dynamo.config.recompile_limit = CODES
+        torch._dynamo.config.recompile_limit = MOST_SHAPES
         self._module = module
         self._calls: dict[nn.Module, Callable[..., Any] | None] = {}
         for layer in layers_of(module) or [module]:
@@ -58,19 +58,23 @@ class CompiledLayers:
 
         Where layers are sharded, a pass that ended within one would leave the hooks that gather and free it in the middle,
         and what is trained then has wrong gradients. So a layer that cannot be compiled computes without. Raises UsageError
-        where the pass of a sharded model ends all the same, as it does where the backward pass cannot be compiled.
+        where the pass of a sharded model ends all the same, as it does where the backward pass cannot be compiled. Gradients
+        are gone afterwards, and buffers are as they were.
         """
         failures: list[Exception] = []
         calls = dict(self._calls)
         self._calls = {layer: partial(_call_or_fall_back, layer, call, failures) for layer, call in calls.items()}
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         ended: Exception | None = None
         try:
             with self.used():
                 attempt()
         except Exception as error:
             ended = error
-        finally:
-            self._module.zero_grad(set_to_none=True)
+        self._module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         any_ended, any_failed = ranks.sum([float(ended is not None), float(bool(failures))])
         if any_ended and sharded:
             raise UsageError(

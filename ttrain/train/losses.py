@@ -70,7 +70,7 @@ def linear_token_loss_sum(
     pass (fused linear cross entropy, arXiv:2410.10989, section 3.2), so no logits are kept or computed twice. The
     weight's gradient is summed in fp32; it is skipped where the weight is frozen, and both are where no gradient is
     recorded. Matrix products are in the type of autocast, softmax and loss in fp32. `compiled`: the softmax and what
-    follows it are one kernel, where all positions are computed (see `live_rows`). This is not
+    follows it are two kernels, on CUDA, where all positions are computed (see `live_rows`). This is not
     torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
     CPU than the plain way (247 ms against 205 ms).
     """
@@ -97,7 +97,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         rows_N = live_rows(labels_N)
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
-        score = _compiled_score() if compiled and kind != "cpu" else _score
+        score = _compiled_score() if compiled and kind == "cuda" else _score
         with torch.autocast(kind, enabled=False):
             for rows in _parts(rows_N, chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)

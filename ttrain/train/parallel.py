@@ -101,15 +101,18 @@ class Tree(Parallel):
 def place(
     module: nn.Module, ranks: Ranks, parallel: str, reduction: str, attempt: Callable[[nn.Module], None] | None
 ) -> tuple[Parallel, CompiledLayers | None]:
-    """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try."""
+    """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
+
+    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
+    layers can be tried only where they are.
+    """
     layers = None if attempt is None else CompiledLayers(module)
+    sharded = parallel == "fsdp" and ranks.world > 1
+    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
+        layers = None
     placed = parallelize(module, ranks, parallel=parallel, reduction=reduction)
-    if (
-        layers is None
-        or attempt is None
-        or not layers.keep(partial(attempt, placed.module), ranks, sharded=isinstance(placed, Sharded))
-    ):
-        return placed, None
+    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
+        layers = None
     return placed, layers
 
 

@@ -133,7 +133,7 @@ class PreferenceTuning(CausalTask):
         reference_A = torch.zeros_like(log_probs_A)
         if self.config.has_reference:
             assert batch.references_A is not None, "the rows bring no log-probabilities of the reference"
-            reference_A = torch.from_numpy(batch.references_A).to(reference_A)
+            reference_A = on_device([batch.references_A], device)[0].to(reference_A)
         return Answers(log_probs_A, reference_A, tokens_A, ratings_A)
 
     def _sums(self, answers: Answers, *, paired: bool) -> dict[str, Tensor]:

@@ -52,13 +52,13 @@ def warmup_steps(config: Schedule) -> int:
 
 
 def decay_start(config: Schedule, steps: int) -> int:
-    """First step of the decay; the number of steps for constant and exponential rates, which depend on no length."""
+    """First step of a decay that ends with the run; the number of steps for constant and exponential rates, without one."""
     return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
 
 
 def shared_steps(config: Schedule, steps: int) -> int:
     """First step at which the learning rate depends on the length of the run; before it, runs of any length agree."""
-    return 0 if config.full_rate_steps is not None else decay_start(config, steps)
+    return 0 if steps > (config.full_rate_steps or steps) else decay_start(config, steps)
 
 
 def plateau_end(config: Schedule, steps: int) -> int | None:

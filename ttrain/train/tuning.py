@@ -32,6 +32,7 @@ STATES = 2  # numbers that an optimizer keeps for each one that is trained
 FINAL_ROUNDS, FINALISTS, NEAR = 3, 5, 1.05  # in turns: the settings, and what came within 5 % of the fastest
 LEAST_GAIN = 1.02  # less is noise
 COMPILING_PAYS_SECONDS = 600.0  # of a run without it: compiling takes up to some minutes
+OUT_OF_MEMORY = "out of memory"
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
 
 log = logging.getLogger("ttrain")
@@ -58,6 +59,7 @@ class Search:
     budget_seconds: float = BUDGET_SECONDS
     clock: Callable[[], float] = time.monotonic
     seconds: dict[Choice, float] = field(default_factory=dict)  # of a step; infinite where it could not be computed
+    too_large: set[Choice] = field(default_factory=set)  # for the memory of a rank
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -66,16 +68,17 @@ class Search:
     def run(self, start: Choice, axes: Sequence[Axis]) -> tuple[Choice, float]:
         """The fastest choice that was met, and how many times as fast as the start it is; the start, if that is noise."""
         best = start
-        if self.try_one(start):
-            for axis in axes:
-                for values in _directions(axis, getattr(best, axis.name)):
-                    best = self._walk(best, axis, values)
+        if not self.try_one(start):
+            return start, 1.0
+        for axis in axes:
+            for values in _directions(axis, getattr(best, axis.name)):
+                best = self._walk(best, axis, values)
         return self._fastest(start)
 
     def fitting(self, start: Choice) -> Choice:
-        """The start, with half as many rows as often as it cannot be computed."""
+        """The start, with half as many rows as often as there is no memory for them."""
         fewer = start
-        while not self.try_one(fewer) and self._goes_on() and fewer.rows_per_device > 1:
+        while not self.try_one(fewer) and fewer in self.too_large and fewer.rows_per_device > 1:
             fewer = replace(fewer, rows_per_device=fewer.rows_per_device // 2)
         return fewer if self.try_one(fewer) else start
 
@@ -122,12 +125,14 @@ class Search:
         try:
             seconds = self.measure(choice)
         except (RuntimeError, MemoryError) as error:
-            failure = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+            failure = OUT_OF_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
         if failure:
             log.info("tuning: %s: %s", choice, failure)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        total, failures = self.ranks.sum([seconds, float(bool(failure))])
+        total, failures, large = self.ranks.sum([seconds, float(bool(failure)), float(failure == OUT_OF_MEMORY)])
+        if large:
+            self.too_large.add(choice)
         return float("inf") if failures else total / self.ranks.world
 
     def _goes_on(self) -> bool:
