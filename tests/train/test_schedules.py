@@ -20,7 +20,7 @@ from ttrain.train.schedules import (
     spread_steps,
     steps_of,
     warmup_steps,
-)  # fmt: skip
+)
 
 KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]

