@@ -65,6 +65,7 @@ def settings_of(options: argparse.Namespace, directory: Path, size: Size) -> lis
     return [
         f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}", *training,
         "runtime.deterministic=false", "runtime.tune=auto", f"runtime.compile={str(not options.small).lower()}",
+        "runtime.quick_validations=0",  # a run has 8 of them: in 50 steps one after each six
     ]  # fmt: skip
 
 
