@@ -242,10 +242,13 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         *(one for one in settings_of(options, directory, size) if not one.startswith(kept)),
         "runtime.log_every_steps=1",
     ]
+    train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
     runs: dict[str, Cost] = {}
+    budgets = {"first": steps, "ours": steps if options.small else round(steps * MOST_SECONDS)}  # each with its own decay
     for name, changes in (("first", train_target.FIRST_RECIPE), ("ours", [])):
         own = [one for one in changes if not one.startswith("pretrain.tokens_per_step")]
-        runs[name] = train_common.stage("pretrain", directory, [*settings, *own, every])
+        budget = f"pretrain.tokens={budgets[name] * size.tokens_per_step}"
+        runs[name] = train_common.stage("pretrain", directory, [*settings, *own, every, budget])
     target = runs["first"].result["validations"][-1][2]
     seconds = train_target.seconds_to_target(runs["ours"], target)
     print(f"  first recipe: {target:.4f} in {train_target.seconds(runs['first']):.0f} s; ours ends at "
