@@ -219,7 +219,8 @@ def test_a_key_that_yaml_takes_for_a_boolean_is_a_name_in_files_and_on_the_comma
 
 def test_python_docs_do_not_mix_with_files() -> None:
     assert "data.pretrain mixes python-docs with files" in refused("data.pretrain=[python-docs, a.jsonl]")
-    assert "data.sft_heldout" in refused("data.sft_heldout=held.jsonl") and "data.pretrain" in refused("data.pretrain=[]")
+    assert "data.sft_heldout" in refused("data.sft_heldout=held.jsonl")
+    assert "data.lora is [] (from command line) but must be a list of 1 or more" in refused("data.lora=null")
     assert load(["data.sft=a.jsonl", "data.sft_heldout=held.jsonl"], environment={}).settings.data.sft == ("a.jsonl",)
 
 

@@ -69,8 +69,8 @@ def parse(text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value in a message: as Python writes it, without the secrets of URLs, and shortened."""
-    whole = repr(value)
+    """A value in a message: as Python writes it, lists as a file has them, without the secrets of URLs, and shortened."""
+    whole = repr([*value] if isinstance(value, tuple) else value)
     text = redact.text(whole[: 16 * VALUE_CHARACTERS])  # before it is cut: a URL ends in what makes it one with a user
     return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}... ({len(whole):,} characters)"
 

@@ -30,9 +30,9 @@ RULES: Final[Mapping[str, str]] = {
     "less_than_equal": "at most {le}",
     "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "at least {min_length} characters long",
-    "too_short": "at least {min_length} entries long",
+    "too_short": "a list of {min_length} or more",
     "string_too_long": "at most {max_length} characters long",
-    "too_long": "at most {max_length} entries long",
+    "too_long": "a list of {max_length} at most",
 }
 
 
