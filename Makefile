@@ -17,11 +17,11 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy ttrain
 
 # Long proofs: two runs at once, signals, many kills at random points. CI runs the first of each
-# file, with KILLS=3 SAMPLE=1: all of the shorter ones took it past its 90 minutes.
+# file, with KILLS=3 SAMPLE=1, two files at a time: all of the shorter ones took it past its 90 minutes.
 KILLS ?= 100
 SLOTS ?= 30
 soak: $(VENV)/installed-test
-	TTRAIN_SOAK_KILLS=$(KILLS) TTRAIN_SOAK_SLOTS=$(SLOTS) $(BIN)/python -m pytest -m "soak$(if $(SAMPLE), and not long)" $(if $(SAMPLE),--sample) -n 0 -s -rs
+	TTRAIN_SOAK_KILLS=$(KILLS) TTRAIN_SOAK_SLOTS=$(SLOTS) $(BIN)/python -m pytest -m "soak$(if $(SAMPLE), and not long)" $(if $(SAMPLE),--sample,-n 0 -s) -rs
 
 # On one GPU: its tests, FLOP/s, packed rows, resuming, two recipes; NANOCHAT=PATH adds nanochat's loop.
 gpu: $(VENV)/installed-test

@@ -31,7 +31,7 @@ WARMUPS, REPEATS = 1, 3  # micro-batches of a trial
 STATES = 2  # numbers that an optimizer keeps for each one that is trained
 FINAL_ROUNDS, FINALISTS, NEAR = 3, 5, 1.05  # in turns: the settings, and what came within 5 % of the fastest
 LEAST_GAIN = 1.02  # less is noise
-COMPILING_PAYS_SECONDS = 600.0  # of a run without it: compiling takes up to some minutes
+COMPILING_PAYS_SECONDS = 240.0  # of a run without it: layers compile in 8 s on an H200, in 9 on an EPYC, here and in the run
 OUT_OF_MEMORY = "out of memory"
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
 
