@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.doubles import ALONE, NumberedRows, distance, settings_of_training, tiny_model
-from torch import Tensor
+from support.doubles import (
+    ALONE,
+    NumberedRows,
+    Recorder,
+    distance,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ttrain.train import attention, varlen
+from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
+from ttrain.train.trainer import Cadence, TrainerOptions
 
 T = 24
 SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 15 + [2] * 6, [4] * 9 + [-1] * 15, [*range(T)], [0, 1, 2] + [3] * 21])
@@ -159,6 +172,31 @@ def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(as_on_cuda:
     compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
     assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+
+
+def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_model_with_masks(
+    as_on_cuda: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without inductor. One layer, since compiling takes most of the time."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    config = settings_of_training(row_length=T, tokens_per_step=4 * T, tokens=3 * 4 * T)
+
+    def fit(ranks: Ranks, *, compiled: bool) -> tuple[bool, int, list[float]]:
+        torch.set_num_threads(1)
+        model, recorder = tiny_model(layers=1), Recorder()
+        kind = "records" if compiled else "masked"
+        trainer = make_trainer(
+            config, model, NumberedRows(13, T), rows_per_device=2, ranks=ranks, how=TrainerOptions(compile=compiled),
+            task=LanguageModeling(config, model, attention=kind, gradient_checkpointing=compiled),
+            callbacks=[recorder], cadence=Cadence(log=1),
+        )  # fmt: skip
+        trainer.fit()
+        return trainer.compiled, len(as_on_cuda), recorder.figures("loss")
+
+    *_, losses = fit(ALONE, compiled=False)
+    ranks = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled=True), seconds=240)
+    assert [one[:2] for one in ranks] == [(True, 4)] * 2, "the kernel once to try, and once in each step"
+    assert len(losses) == 3 and ranks[0][2] == pytest.approx(losses, rel=1e-4)
 
 
 def test_in_deterministic_mode_the_backward_kernel_may_not_just_warn(plain_kernel: list[bool]) -> None:
