@@ -219,7 +219,7 @@ def choose_inputs(
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
-    return frozen, "; ".join(filter(None, (reason, left_out)))
+    return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
 
 
 def _average(settings: Settings, champion: Champion | None, files: Mapping[str, Any]) -> float | None:
@@ -239,13 +239,15 @@ def current_champion(settings: Settings, store: ArtifactStore) -> Champion | Non
 def _resumed_inputs(settings: Settings, store: ArtifactStore, night: NightRecord) -> tuple[InputSnapshot, str]:
     """The inputs of an unfinished night, with its files as they are now; after a failure with the current settings."""
     frozen = night.frozen
-    ended = night.ended or {"outcome": night.outcome, "reason": "in another process"}
+    current = night.as_it_is_now()
+    ended = night.ended or {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
-    if ended["outcome"] in (records.FAILED, records.REFUSED) and frozen.settings != (
-        now := settings.model_dump(mode="json")
-    ):
-        average = _average(settings, frozen.champion, frozen.files)
-        frozen, reason = replace(frozen, settings=now, average=average), f"{reason}; with the current settings"
+    if ended["outcome"] in (records.FAILED, records.REFUSED):
+        if frozen.settings != (now := settings.model_dump(mode="json")):
+            average = _average(settings, frozen.champion, frozen.files)
+            frozen, reason = replace(frozen, settings=now, average=average), f"{reason}; with the current settings"
+    elif night_inputs.settings_of(frozen, settings) != settings:
+        reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     if changed := night_inputs.changed_files(frozen, current_files):
         reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"

@@ -33,6 +33,7 @@ from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
+from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import NOTHING_NEW
@@ -159,9 +160,11 @@ class NightRun:
         """Record the stop; the stages have saved their state. Raises what stopped them, unless it was the deadline."""
         if night is None or not night.is_open:
             raise stopped
-        night.end_try("unfinished", str(stopped), closed=False, event="unfinished")
+        at_deadline = self.stop_at is not None and time.time() >= self.stop_at
+        reason = str(stopped).replace(SIGNALLED, AT_DEADLINE) if at_deadline else str(stopped)  # a stage knows of a signal
+        night.end_try("unfinished", reason, closed=False, event="unfinished")
         _send_pending(self.settings, night)
-        if self.stop_at is None or time.time() < self.stop_at:
+        if not at_deadline:
             raise stopped
         return NightResult("unfinished", f"the deadline was reached; the next night goes on with {night.name}", night.name)
 

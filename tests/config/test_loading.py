@@ -224,6 +224,11 @@ def test_python_docs_do_not_mix_with_files() -> None:
     assert load(["data.sft=a.jsonl", "data.sft_heldout=held.jsonl"], environment={}).settings.data.sft == ("a.jsonl",)
 
 
+def test_a_setting_of_several_forms_is_told_once_with_all_of_them() -> None:
+    assert refused("nightly.rate=fast") == "nightly.rate is 'fast' (from command line) but must be 'auto' or a number"
+    assert refused("nightly.rate=0").endswith("must be 'auto' or greater than 0.0")
+
+
 @pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])
 def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
     assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")

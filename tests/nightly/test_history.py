@@ -136,7 +136,7 @@ def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None
     artifacts = {
         "shards-pretrain": made(train={"rows": 90, "tokens": 800}, rows={"train": tally}),
         "pretrain": made(tokens=1000),
-        "replay": made(tokens=50),
+        "replay": made(tokens=60, records=2, share=0.05),
     }
     expected = {"documents": 90, "tokens": 800, "left_out": 7, "read_tokens": 1000, "replayed_tokens": 50}
     assert history.learnt_of(artifacts) == expected

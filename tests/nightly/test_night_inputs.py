@@ -180,6 +180,15 @@ def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path
         night_inputs.watched_files(gone, store, may_be_gone=True)
 
 
+def test_a_folder_with_a_file_that_cannot_be_read_is_not_an_emptied_one(tmp_path: Path, store: ArtifactStore) -> None:
+    settings = inbox(tmp_path)
+    (tmp_path / "inbox" / "link.jsonl").symlink_to(tmp_path / "nowhere")
+    for pattern in ("inbox", "inbox/*.jsonl"):
+        data = settings.data.model_copy(update={"pretrain": (str(tmp_path / pattern),)})
+        with pytest.raises(UsageError, match=r"link\.jsonl cannot be read: No such file"):
+            night_inputs.watched_files(settings.model_copy(update={"data": data}), store, may_be_gone=True)
+
+
 def test_weighted_sources_stay_as_they_are_named(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
     plain = inbox(tmp_path, a="1")
     data = {**plain.data.model_dump(), "pretrain": [{"path": str(tmp_path / "inbox"), "weight": 3.0}]}
@@ -207,14 +216,15 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
         return heldout.earlier_heldout(champion, known.all(), store, now)
 
     of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
-    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,))
+    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,), "")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     night = known.begin(list_of(settings, store), None)
     night.note(heldout="heldout/h", heldout_nights=[heldout.BEFORE, night.name])
     night.end_try("kept", "", closed=True)
-    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name))
+    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name), "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
+    assert "reading.heldout_fraction was 0.02 and is 0.01: nothing is measured" in chosen(less).note
     own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
     assert chosen(own).reference is None
 

@@ -362,7 +362,8 @@ def _clear_other_budget(
 
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One line per wrong setting: name, value, rule, origin."""
-    lines = []
+    lines: list[str] = []
+    several: dict[str, int] = {}  # line of a setting that may have one of several forms, of which each has an error
     errors = error.errors(include_url=False)
     for item in errors[:SHOWN_ERRORS]:
         name = ".".join(str(step) for step in item["loc"])
@@ -370,6 +371,11 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
         if item["type"] == "value_error":
             lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))
             continue
+        if name not in sources and (parent := ".".join(str(step) for step in item["loc"][:-1])) in sources:
+            if parent in several:
+                lines[several[parent]] += f" or {rule_of(item).removeprefix('must be ')}"
+                continue
+            several[parent], name = len(lines), parent
         origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
         lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item)}"))
     if len(errors) > SHOWN_ERRORS:

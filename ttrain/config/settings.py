@@ -235,9 +235,10 @@ class Budget(PartOfSection):
 
 
 class ReplayShare(PartOfSection):
-    """The share of a night's tokens that were learnt before."""
+    """The share of a night's tokens that were learnt before, and its limit."""
 
     replay: float
+    replay_epochs: float | None = None
 
 
 class AverageShare(PartOfSection):

@@ -141,7 +141,7 @@ def _missing(pattern: str) -> str:
 def _local_files(pattern: str) -> list[str]:
     path = local_path(pattern)
     if path.is_dir():
-        matches = sorted(_in_folder(path))
+        matches = sorted(files_in_folder(path))
     elif os.path.lexists(path):
         matches = [str(path)]
     else:
@@ -151,7 +151,7 @@ def _local_files(pattern: str) -> list[str]:
     return matches
 
 
-def _in_folder(root: Path) -> list[str]:
+def files_in_folder(root: Path) -> list[str]:
     """Data files below a folder, through links too, each folder once; hidden ones are left out, as a shell's globs do."""
 
     def fail(error: OSError) -> None:

@@ -14,8 +14,8 @@ from ttrain.nightly.records import COMPLETED, NightRecord
 def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:
     """By the label of a text, the best figure of a champion; `nights` are the newest first, lower figures are better.
 
-    Figures of another metric, and of a text that has other records by now, tell nothing. Of texts that were judged together,
-    each counts by itself.
+    Figures of another metric, of sources, whose text grows, and of a text that has other records by now tell nothing. Of
+    texts that were judged together, each counts by itself.
     """
     best: dict[str, BestFigure] = {}
     variances: dict[str, float] = {}  # of what champions have lost or gained since, by label
@@ -24,7 +24,7 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
         if night.outcome not in COMPLETED or metric_of_texts(str(decision.get("metric"))) != metric:
             continue
         for text in night.data.get("texts") or ():
-            if text["kind"] != "several":
+            if text["kind"] == "night":
                 _note(best, variances, night, text)
     return best
 

@@ -16,10 +16,14 @@ UNNAMED = "earlier nights"  # of those in a record that does not name them
 
 
 class EarlierHeldout(NamedTuple):
-    """Reference ("stage/key") of the held-out documents of earlier nights, and the names of these nights, oldest first."""
+    """Reference ("stage/key") of the held-out documents of earlier nights, and the names of these nights, oldest first.
+
+    `note`: why there are none, where a user may have expected some.
+    """
 
     reference: str | None = None
     nights: tuple[str, ...] = ()
+    note: str = ""
 
 
 def earlier_heldout(
@@ -36,8 +40,9 @@ def earlier_heldout(
     for night in nights:
         if night.outcome in COMPLETED and (reference := night.data.get("heldout")):
             reading = night.frozen.settings.get("reading", {})
-            if reading.get("heldout_fraction") != settings.reading.heldout_fraction:
-                return EarlierHeldout()
+            if (before := reading.get("heldout_fraction")) != (now := settings.reading.heldout_fraction):
+                note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
+                return EarlierHeldout(note=note)
             find_heldout(store, str(reference), night.name)
             return EarlierHeldout(str(reference), tuple(night.data.get("heldout_nights") or ()))
     base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None

@@ -25,12 +25,13 @@ def learnt_of(artifacts: Mapping[str, Artifact]) -> dict[str, int]:
         return {}
     train, tally = shards.result.get("train", {}), shards.result.get("rows", {}).get("train", {})
     left_out = sum(sum(tally.get(kind, {}).values()) for kind in ("skipped", "rejected"))
+    read, sample = (one.result if one else {} for one in (pretrain, replay))
     return {
         "documents": train.get("rows", 0),
         "tokens": train.get("tokens", 0),
         "left_out": left_out,
-        "read_tokens": pretrain.result.get("tokens", 0) if pretrain else 0,
-        "replayed_tokens": replay.result.get("tokens", 0) if replay else 0,
+        "read_tokens": read.get("tokens", 0),
+        "replayed_tokens": round(read.get("tokens", 0) * sample.get("share", 0.0)) if sample.get("records") else 0,
     }
 
 
@@ -96,7 +97,8 @@ def of_record(night: NightRecord) -> NightHistory:
     """A night as its record tells it; what the record of an earlier version does not have is absent."""
     data, decision = night.data, night.data.get("decision") or {}
     frozen, tries = data.get("frozen") or {}, data.get("tries") or [{}]
-    files = tuple(str(file.get("location")) for file in (frozen.get("files") or {}).get("pretrain", ()))
+    listed = (frozen.get("files") or {}).values()
+    files = tuple(dict.fromkeys(str(file.get("location")) for dataset in listed for file in dataset))
     return NightHistory(
         night=night.name,
         began=tries[0].get("began"),

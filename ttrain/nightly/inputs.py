@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -99,14 +100,13 @@ def _is_emptied(settings: Settings) -> bool:
         if locations.is_remote(pattern):
             return False
         path = locations.local_path(pattern)
-        if not (path.is_dir() or glob.has_magic(str(path))):
-            return False
-        try:
-            locations.expand((pattern,), "data.pretrain")
-        except UsageError:
-            if glob.glob(str(path), recursive=True) and not path.is_dir():
-                return False  # there is something that cannot be read
+        if path.is_dir():
+            files = locations.files_in_folder(path)  # among them those that cannot be read, of which the night is to tell
+        elif glob.has_magic(str(path)):
+            files = [match for match in glob.glob(str(path), recursive=True) if not Path(match).is_dir()]
         else:
+            return False
+        if files:
             return False
     return True
 

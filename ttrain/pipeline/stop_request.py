@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ttrain.core.signals import catching_signals, interrupted_twice
 from ttrain.errors import Interrupted
 
-SIGNALLED = "stopped by a signal"
+SIGNALLED, AT_DEADLINE = "stopped by a signal", "deadline reached"
 CLOCK_SECONDS = 1.0  # how often the clock is looked at
 
 
@@ -48,7 +48,7 @@ class StopRequest:
         def watch(when: float) -> None:
             while not done.wait(min(CLOCK_SECONDS, max(0.0, when - time.time()))):
                 if time.time() >= when:
-                    self.ask_to_stop(signal.SIGTERM, "deadline reached")
+                    self.ask_to_stop(signal.SIGTERM, AT_DEADLINE)
                     return
 
         if when is not None:
