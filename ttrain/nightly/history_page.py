@@ -34,7 +34,7 @@ def _head(name: str, nights: Sequence[NightHistory]) -> html.Markup:
     champion = next((night for night in nights if night.outcome == "promoted"), None)
     figures: list[tuple[str, object]] = [("nights", len(nights))]
     if champion:
-        figures.append((f"{champion.metric} of the champion of {champion.night}", _figure(champion.figure)))
+        figures.append((f"{champion.metric} of {champion.night}, promoted last", _figure(champion.figure)))
     if newest and newest is not champion:
         figures.append((f"{newest.metric} of the challenger of {newest.night}", _figure(newest.figure)))
     promoted = sum(night.outcome == "promoted" for night in nights)
