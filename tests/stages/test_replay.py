@@ -58,11 +58,9 @@ def nights(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def run(
-    nights: dict[str, Path], output: Path, share: float, *, most: float | None = None, **budget: Any
-) -> tuple[dict[str, Any], list[list[int]]]:
+def run(nights: dict[str, Path], output: Path, share: float, **budget: Any) -> tuple[dict[str, Any], list[list[int]]]:
     pretrain = Pretrain(**{"tokens": None, "epochs": 1.0, **budget})
-    config = ReplayConfig(nightly={"replay": share, "replay_epochs": most}, pretrain=pretrain)
+    config = ReplayConfig(nightly={"replay": share}, pretrain=pretrain)
     result = replay.run(config, SimpleNamespace(inputs=nights, output=output))  # type: ignore[arg-type]
     return result, read(output / "train")
 
@@ -84,22 +82,6 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
     ]  # fmt: skip
     everything, all_found = run(nights, tmp_path / "all", 0.9)
     assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
-
-
-@pytest.mark.parametrize("budget", [{"epochs": 0.5}, {"tokens": 4000}])
-def test_at_most_so_many_passes_over_what_was_learnt_are_replayed(
-    budget: dict[str, Any], nights: dict[str, Path], tmp_path: Path
-) -> None:
-    learnt = sum(map(len, (*documents(0, 400), *documents(1000, 200), *documents(2000, 100))))
-    few, _ = run(nights, tmp_path / "few", 0.8, most=0.1, **{"tokens": None, "epochs": None, **budget})
-    assert 0.1 * learnt <= few["tokens"] <= 0.1 * learnt + 3 * 24
-    read = budget.get("tokens") or 0.5 * sum(map(len, documents(3000, 200))) + 0.1 * learnt
-    assert few["share"] == pytest.approx(0.1 * learnt / read)
-    many, found = run(nights, tmp_path / "many", 0.2, most=2.0, **{"tokens": None, "epochs": None, **budget})
-    assert (many["share"], found) == (
-        0.2,
-        run(nights, tmp_path / "plain", 0.2, **{"tokens": None, "epochs": None, **budget})[1],
-    )
 
 
 def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_other(tmp_path: Path) -> None:
@@ -204,9 +186,6 @@ def test_a_night_of_few_rows_has_an_order_all_the_same(nights: dict[str, Path], 
 
 
 def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> None:
-    settings = Settings.model_validate({"nightly": {"replay": 0.1, "replay_epochs": 0.5, "attempts": 5}})
+    settings = Settings.model_validate({"nightly": {"replay": 0.1, "attempts": 5}})
     config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
-    assert config.model_dump() == {
-        "nightly": {"replay": 0.1, "replay_epochs": 0.5},
-        "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1},
-    }
+    assert config.model_dump() == {"nightly": {"replay": 0.1}, "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1}}

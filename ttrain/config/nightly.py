@@ -41,12 +41,6 @@ class Nightly(Section):
         lt=1,
         description="share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
     )
-    replay_epochs: float | None = Field(
-        None,
-        gt=0,
-        description="at most so many passes a night over all that was learnt: early nights, which can forget little, replay "
-        "less; empty: any number",
-    )
     average: float | None = Field(
         None,
         gt=0,

@@ -235,10 +235,9 @@ class Budget(PartOfSection):
 
 
 class ReplayShare(PartOfSection):
-    """The share of a night's tokens that were learnt before, and its limit."""
+    """The share of a night's tokens that were learnt before."""
 
     replay: float
-    replay_epochs: float | None = None
 
 
 class AverageShare(PartOfSection):

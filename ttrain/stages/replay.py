@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import ReplayConfig, ReplaySftConfig
-from ttrain.config.settings import Budget, ReplayShare
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
@@ -31,19 +30,16 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night, by source where sources
     have weights, and by place, so that each file has its share, and each source that stands together in one.
 
-    It has as many tokens as the night reads again, or all of them; of the share that may be old, at most `replay_epochs`
-    passes over what was learnt: the same in all nights would read the first one's documents too often, and the last ones'
-    too rarely. A record that the held-out part of tonight or of one of
+    It has as many tokens as the night reads again, or all of them. A record that the held-out part of tonight or of one of
     these nights has is left out. Seed and new records determine the sample.
     """
     training = config.pretrain if isinstance(config, ReplayConfig) else config.sft
     new = ShardSet(job.inputs["documents"] / "train")
-    tokenizer = new.index["tokenizer"]
+    tokenizer, share = new.index["tokenizer"], config.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
-    total = sum(source.tokens for sources in learnt.values() for source in sources)
-    share = _share(config.nightly, training, new.tokens, total)
     read = training.tokens or math.ceil((training.epochs or 0) * new.tokens / (1 - share))
+    total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     seed = int(digest_of([training.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
@@ -71,15 +67,6 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
         **{SHARE: share},
     )
     return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": nights}
-
-
-def _share(nightly: ReplayShare, budget: Budget, new_tokens: int, learnt_tokens: int) -> float:
-    """Share of a night's tokens that were learnt before."""
-    if nightly.replay_epochs is None:
-        return nightly.replay
-    most = nightly.replay_epochs * learnt_tokens
-    read = budget.tokens or (budget.epochs or 0) * new_tokens + most
-    return min(nightly.replay, most / max(1.0, read))
 
 
 def _sources(shards: ShardSet) -> Iterator[ShardSet]:
