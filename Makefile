@@ -17,7 +17,8 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy ttrain
 
 # Long proofs: two runs at once, signals, many kills at random points. CI runs the first of each
-# file, with KILLS=3 SAMPLE=1, two files at a time: all of the shorter ones took it past its 90 minutes.
+# file, with KILLS=3 SAMPLE=1, two files at a time: all of the shorter ones took it past its 90
+# minutes.
 KILLS ?= 100
 SLOTS ?= 30
 soak: $(VENV)/installed-test

@@ -319,13 +319,14 @@ class Learner:
             has_plateau = (champion / PLATEAU).exists()
             inputs |= {"base": champion, **({"plateau": champion} if has_plateau else {})}
             changes = budget_and_schedule(settings, has_plateau=has_plateau)
-        budget = {**settings.pretrain.model_dump(), **changes}
         if champion and learnt:
             inputs["replay"] = output.with_name(f"{output.name}-replay")
             earlier = {f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)}
             config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain.model_copy(update=changes))
             replay.run(config, self.job(inputs["replay"], {"documents": documents, **earlier}))
-        config = PretrainConfig.model_validate({"model": settings.model, "pretrain": budget})
+        config = PretrainConfig.model_validate(
+            {"model": settings.model, "pretrain": {**settings.pretrain.model_dump(), **changes}}
+        )
         figures = pretrain.run(config, self.job(output, inputs))
         return output, figures
 

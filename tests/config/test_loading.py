@@ -227,6 +227,7 @@ def test_python_docs_do_not_mix_with_files() -> None:
 def test_a_setting_of_several_forms_is_told_once_with_all_of_them() -> None:
     assert refused("nightly.rate=fast") == "nightly.rate is 'fast' (from command line) but must be 'auto' or a number"
     assert refused("nightly.rate=0").endswith("must be 'auto' or greater than 0.0")
+    assert "pretrain.optim.betas.0 is 'a'" in refused("pretrain.optim.betas=[a, 0.9]"), "a place in a list is no form"
 
 
 @pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])

@@ -371,7 +371,8 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
         if item["type"] == "value_error":
             lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))
             continue
-        if name not in sources and (parent := ".".join(str(step) for step in item["loc"][:-1])) in sources:
+        *steps, last = item["loc"] or ("",)
+        if name not in sources and isinstance(last, str) and (parent := ".".join(map(str, steps))) in sources:
             if parent in several:
                 lines[several[parent]] += f" or {rule_of(item).removeprefix('must be ')}"
                 continue

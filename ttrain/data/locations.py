@@ -139,19 +139,22 @@ def _missing(pattern: str) -> str:
 
 
 def _local_files(pattern: str) -> list[str]:
-    path = local_path(pattern)
-    if path.is_dir():
-        matches = sorted(files_in_folder(path))
-    elif os.path.lexists(path):
-        matches = [str(path)]
-    else:
-        matches = sorted(match for match in glob.glob(str(path), recursive=True) if not Path(match).is_dir())
+    matches = local_matches(local_path(pattern))
     for match in matches:
         _check_regular(match)
     return matches
 
 
-def files_in_folder(root: Path) -> list[str]:
+def local_matches(path: Path) -> list[str]:
+    """What a path or glob of this machine names, in sorted order, among it what cannot be read."""
+    if path.is_dir():
+        return sorted(_in_folder(path))
+    if os.path.lexists(path):
+        return [str(path)]
+    return sorted(match for match in glob.glob(str(path), recursive=True) if not Path(match).is_dir())
+
+
+def _in_folder(root: Path) -> list[str]:
     """Data files below a folder, through links too, each folder once; hidden ones are left out, as a shell's globs do."""
 
     def fail(error: OSError) -> None:

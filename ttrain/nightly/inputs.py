@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -100,13 +99,7 @@ def _is_emptied(settings: Settings) -> bool:
         if locations.is_remote(pattern):
             return False
         path = locations.local_path(pattern)
-        if path.is_dir():
-            files = locations.files_in_folder(path)  # among them those that cannot be read, of which the night is to tell
-        elif glob.has_magic(str(path)):
-            files = [match for match in glob.glob(str(path), recursive=True) if not Path(match).is_dir()]
-        else:
-            return False
-        if files:
+        if not (path.is_dir() or glob.has_magic(str(path))) or locations.local_matches(path):
             return False
     return True
 
