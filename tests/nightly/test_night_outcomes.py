@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.night_files import inbox, list_of
+from support.recorded_homes import NONE_SUCH
 
 from ttrain.config import Settings
 from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
@@ -51,7 +52,7 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
     ) -> None:
         assert stop_at <= time.time()
         planned.append((settings, {stage.stage.name: stage.key for stage in stages}))
-        raise Interrupted("deadline reached; the stages saved their state")
+        raise Interrupted("stage pretrain: stopped by a signal")  # all that a stage knows
 
     monkeypatch.setattr(nightly, "run_pipeline", stops)
     settings, out = inbox(tmp_path, a="1"), io.StringIO()
@@ -64,7 +65,19 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
         inbox(tmp_path, a="1", later="2")
     [night] = Nights(store.root, "quickstart").all()
     assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
+    assert {one["reason"] for one in night.data["tries"]} == {"stage pretrain: deadline reached"}
+    told = " ".join(out.getvalue().split())
+    assert told.count("goes on (unfinished: stage pretrain: deadline reached); with the settings that it began with") == 1
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
+
+
+def test_a_plan_says_of_a_killed_night_that_its_process_is_gone(tmp_path: Path, store: ArtifactStore) -> None:
+    settings, known = inbox(tmp_path, a="1"), Nights(store.root, "quickstart")
+    with known.lock():
+        night = known.begin(list_of(settings, store), None)
+    assert "goes on (running: in another process)" in night_plan.choose_inputs(settings, store, known, night)[1]
+    night.note_try(process=NONE_SUCH)
+    assert "goes on (crashed: its process was killed" in night_plan.choose_inputs(settings, store, known, night)[1]
 
 
 def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothing_new_after_it(
