@@ -58,7 +58,7 @@ def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_wh
     assert kept.worst is not None and kept.worst.change == pytest.approx(0.1)
     assert (running.figure, running.texts, running.reason) == (None, (), "")
     rows = dict(zip(history.HEADER, history.row(kept), strict=True))
-    assert rows["lost"] == "night-000001" and rows["documents"] == "1,200" and rows["why"] == KEPT
+    assert rows["lost"] == "night-000001" and rows["new documents"] == "1,200" and rows["why"] == KEPT
     assert history.row(promoted)[2] == "promoted as version 1"
     line = history.summary_line(of_home(nights))
     assert line == (

@@ -127,7 +127,9 @@ def _text(text: Mapping[str, Any]) -> TextHistory:
     )  # fmt: skip
 
 
-HEADER = ("night", "began", "outcome", "files", "documents", "tokens", "metric", "challenger", "champion", "lost", "why")
+HEADER = (
+    "night", "began", "outcome", "files", "new documents", "new tokens", "metric", "challenger", "champion", "lost", "why"
+)  # fmt: skip
 
 
 def row(night: NightHistory) -> tuple[str, ...]:
