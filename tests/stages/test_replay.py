@@ -88,24 +88,40 @@ def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_ot
     """Ten sources of 100 documents; a draw over the whole night would give 5 of each give or take 2.2."""
     sources = [[[200 + source, *number] for number in documents(1000 * source, 100)] for source in range(10)]
     equal = [[document[:4] for document in documents] for documents in sources]
-    night = {"learnt-0000": write(tmp_path / "a", [list(chain.from_iterable(equal))], documents(50_000, 1))}
-    counts = []
-    for number in range(20):
-        night["documents"] = write(tmp_path / f"new-{number}", [documents(60_000 + 100 * number, 100)], documents(7, 1))
-        new = sum(map(len, documents(60_000 + 100 * number, 100)))
-        _, found = run(night, tmp_path / f"out-{number}", 200 / (200 + new))
-        assert len(found) == 50
-        counts.append([sum(document[0] == 200 + source for document in found) for source in range(10)])
+    learnt = ShardSet(write(tmp_path / "a", [list(chain.from_iterable(equal))], documents(50_000, 1)) / "train")
+    samples = [replay.sample(learnt, 0.05, 1, night, (), 256) for night in range(20)]
+    counts = [[int((sample.tokens == 200 + source).sum()) for source in range(10)] for sample in samples]
+    assert {len(sample) for sample in samples} == {50}
     assert np.std(counts) < 1.2 and np.mean(counts, axis=0) == pytest.approx([5] * 10, abs=0.8)
-    assert len({tuple(line) for line in counts}) > 10, "and it is another sample each night"
 
 
-def test_the_sample_follows_seed_and_new_documents_alone(nights: dict[str, Path], tmp_path: Path) -> None:
+def test_one_night_after_the_other_reads_other_parts_of_what_was_learnt(tmp_path: Path) -> None:
+    """Of samples drawn anew each night, four with a fifth of the documents would have 0.59 of them, not 0.8."""
+    learnt = ShardSet(write(tmp_path / "a", [documents(0, 1000)], documents(50_000, 1)) / "train")
+    samples = [replay.sample(learnt, 0.2, 1, night, (), 256).tokens.reshape(-1) for night in range(5)]
+    for count, most in ((2, 0.4), (3, 0.6), (4, 0.8), (5, 0.95)):
+        parts = {tuple(part) for tokens in samples[:count] for part in np.split(tokens, np.flatnonzero(tokens == 100)[1:])}
+        assert len(parts) / 1000 > 0.9 * most
+
+
+def test_the_sample_follows_seed_and_what_was_learnt(nights: dict[str, Path], tmp_path: Path) -> None:
     _, first = run(nights, tmp_path / "1", 0.2)
     assert run(nights, tmp_path / "2", 0.2)[1] == first
     assert run(nights, tmp_path / "3", 0.2, seed=2)[1] != first
-    other = {**nights, "documents": write(tmp_path / "d", [documents(4000, 200)], documents(7, 1))}
-    assert run(other, tmp_path / "4", 0.2)[1] != first
+    later = {**nights, "learnt-0002": write(tmp_path / "d", [documents(4000, 20)], documents(7, 1))}
+    assert run(later, tmp_path / "4", 0.2)[1][:50] != first[:50], "a night later others have their turn"
+
+
+def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -> None:
+    """Two documents of 1,000 tokens: a whole one would be five times what is asked."""
+    long = [[100 * number + 100 + place % 90 for place in range(1000)] for number in range(2)]
+    night = {"learnt-0000": write(tmp_path / "a", [long], documents(9, 1)),
+             "documents": write(tmp_path / "b", [documents(0, 200)], long[1:])}  # fmt: skip
+    new = sum(map(len, documents(0, 200)))
+    _, found = run(night, tmp_path / "out", 200 / (200 + new), row_length=64)
+    windows = [long[0][first : first + 65] for first in range(0, 999, 64)]
+    assert found and all(part in windows for part in found), "each is a row of training, and none of the held-out document"
+    assert len(found) == len(set(map(tuple, found)))
 
 
 def test_a_sample_that_was_killed_is_made_again_to_the_same_bytes(nights: dict[str, Path], tmp_path: Path) -> None:
@@ -188,4 +204,7 @@ def test_a_night_of_few_rows_has_an_order_all_the_same(nights: dict[str, Path], 
 def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> None:
     settings = Settings.model_validate({"nightly": {"replay": 0.1, "attempts": 5}})
     config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
-    assert config.model_dump() == {"nightly": {"replay": 0.1}, "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1}}
+    assert config.model_dump() == {
+        "nightly": {"replay": 0.1},
+        "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1, "row_length": 256},
+    }

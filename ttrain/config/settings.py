@@ -234,6 +234,12 @@ class Budget(PartOfSection):
     seed: int
 
 
+class RowBudget(Budget):
+    """The same, and the length of what is read at once."""
+
+    row_length: int
+
+
 class ReplayShare(PartOfSection):
     """The share of a night's tokens that were learnt before."""
 
@@ -306,7 +312,7 @@ class HeldoutConfig(Section):
 
 class ReplayConfig(Section):
     nightly: ReplayShare
-    pretrain: Budget
+    pretrain: RowBudget
 
 
 class ReplaySftConfig(Section):

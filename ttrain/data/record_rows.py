@@ -151,10 +151,8 @@ class SeparateDocumentRows(WindowRows):
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
         self.trimmed = not packed
-        self._windows = np.where(shards.lengths > 1, window_count(shards.lengths - 1, row_length, self.stride), 0)
+        self._windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
         self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._windows)])
-        document = np.repeat(np.arange(len(shards)), self._windows)
-        tokens_before = (np.arange(len(document)) - self._firsts[document]) * self.stride
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
         if packed:
             self._order, self._ends = _packed(self._inputs, row_length)
@@ -201,6 +199,14 @@ def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
 def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
     """Number of windows that cover `targets` (>= 1) targets."""
     return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
+
+
+def document_windows(lengths: Array, row_length: int, stride: int) -> tuple[Array, Array, Array]:
+    """(windows of each document; of each window the number of its document, and the document's tokens before it)."""
+    counts = np.where(lengths > 1, window_count(lengths - 1, row_length, stride), 0)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    firsts = np.cumsum(counts) - counts
+    return counts, documents, (np.arange(len(documents)) - firsts[documents]) * stride
 
 
 def windows_over(places: Array, count: npt.ArrayLike, row_length: int, stride: int) -> Array:

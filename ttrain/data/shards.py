@@ -221,6 +221,11 @@ class ShardSet:
         """Weight of each source if they are mixed by weight; else empty."""
         return list(self.index.get("weights") or ())
 
+    @property
+    def sha256s(self) -> list[str]:
+        """The digests of the files, in order."""
+        return [shard["sha256"] for shard in self._shards]
+
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each record; reads the offsets of every shard."""

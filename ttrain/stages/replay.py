@@ -13,26 +13,29 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.config import ReplayConfig, ReplaySftConfig
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
-from ttrain.data.shards import Column, ShardSet, write_index, write_shard
+from ttrain.data.record_rows import document_windows
+from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, write_index, write_shard
 from ttrain.stages import LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
 
-STRATUM = 32  # documents; of a source with 100 documents and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
+STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
 def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
-    """Write `train/`, a sample of the records of all nights, in proportion to their tokens by night, by source where sources
-    have weights, and by place, so that each file has its share, and each source that stands together in one.
+    """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
+    sources have weights, and by place, so that each file has its share, and each source that stands together in one.
 
-    It has as many tokens as the night reads again, or all of them. A record that the held-out part of tonight or of one of
-    these nights has is left out. Seed and new records determine the sample.
+    It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
+    them: of long documents few would make up a sample. A record that the held-out part of tonight or of one of these nights
+    has is left out.
     """
+    row_length = config.pretrain.row_length if isinstance(config, ReplayConfig) else None
     training = config.pretrain if isinstance(config, ReplayConfig) else config.sft
     new = ShardSet(job.inputs["documents"] / "train")
     tokenizer, share = new.index["tokenizer"], config.nightly.replay
@@ -41,15 +44,17 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     read = training.tokens or math.ceil((training.epochs or 0) * new.tokens / (1 - share))
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
-    seed = int(digest_of([training.seed, [shard["sha256"] for shard in new.index["shards"]]])[:8], 16)
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
     directory = job.output / "train"
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
     nights: dict[str, dict[str, int]] = {}
-    for name, sources in learnt.items():
-        numbered = enumerate(sources, len(entries))
-        columns = [sample(source, sampled_share, seed, number, held_out) for number, source in numbered]
+    for nights_since, (name, sources) in zip(reversed(range(len(names))), learnt.items(), strict=True):
+        seeds = [int(digest_of([training.seed, source.sha256s])[:8], 16) for source in sources]
+        columns = [
+            sample(source, sampled_share, seed, nights_since, held_out, row_length)
+            for source, seed in zip(sources, seeds, strict=True)
+        ]
         nights[name.removeprefix(LEARNT_BEFORE)] = {
             "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
             "of": sum(source.tokens for source in sources),
@@ -75,28 +80,44 @@ def _sources(shards: ShardSet) -> Iterator[ShardSet]:
     yield from (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
 
 
-def sample(source: ShardSet, share: float, seed: int, number: int, heldout: Collection[bytes]) -> Column:
-    """Documents of a source that have this share of its tokens, rounded up to a document, without held-out ones."""
-    order = _spread(permute(np.arange(len(source)), len(source), seed, number))
-    earlier_tokens = source.lengths[order].cumsum() - source.lengths[order]
-    chosen = np.zeros(len(source), bool)
-    chosen[order[earlier_tokens < share * source.tokens]] = True
-    parts, first = [], 0
+def sample(
+    source: ShardSet, share: float, seed: int, nights_since: int, heldout: Collection[bytes], row_length: int | None
+) -> Column:
+    """Parts of a source that have this share of its tokens, rounded up to a part, without those of held-out records.
+
+    A part is a window of `row_length` tokens and the one after them, or a whole record. `nights_since`: the nights between
+    that of the source and tonight, each of which has taken its sample by the same seed.
+    """
+    records, begins, lengths = _parts(source, row_length)
+    order = _spread(permute(np.arange(len(records)), len(records), seed, 0)) if len(records) else records
+    order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
+    earlier_tokens = lengths[order].cumsum() - lengths[order]
+    chosen = np.sort(order[earlier_tokens < share * source.tokens])
+    tokens, live, counts, first = [], [], [], 0
     for column in source.columns():
-        flags = chosen[first : first + len(column)].copy()
-        for record in np.flatnonzero(flags).tolist():
-            flags[record] = _digest(column, record) not in heldout
-        parts.append(column.select(flags))
+        inside = chosen[(records[chosen] >= first) & (records[chosen] < first + len(column))]
+        own = records[inside] - first
+        held_out = [record for record in np.unique(own).tolist() if _digest(column, record) in heldout]
+        inside, own = (numbers[~np.isin(own, held_out)] for numbers in (inside, own))
+        places = counted_up(column.offsets[own] + begins[inside], lengths[inside])
+        tokens.append(column.tokens[places])
+        live += [] if column.live is None else [column.live[places]]
+        counts.append(lengths[inside])
         first += len(column)
-    lengths = np.concatenate([np.diff(piece.offsets) for piece in parts])
-    tokens: npt.NDArray[Any] = np.concatenate([piece.tokens for piece in parts])
-    live = [piece.live for piece in parts if piece.live is not None]
-    offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
-    return Column(tokens, offsets, np.concatenate(live) if live else None)
+    offsets = np.concatenate([[0], np.concatenate(counts).cumsum()]).astype(np.int64)
+    return Column(np.concatenate(tokens), offsets, np.concatenate(live) if live else None)
 
 
-def _spread(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """A random order in which each stratum, STRATUM neighbouring documents, comes up once before any comes up again."""
+def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, Offsets]:
+    """(number of the record, its tokens before the part, tokens) of each part of a source, in order."""
+    if row_length is None:
+        return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths
+    _, records, begins = document_windows(source.lengths, row_length, row_length)
+    return records, begins, np.minimum(row_length + 1, source.lengths[records] - begins)
+
+
+def _spread(order: Offsets) -> Offsets:
+    """A random order in which each stratum, STRATUM neighbouring parts, comes up once before any comes up again."""
     strata = order // STRATUM
     by_stratum = np.argsort(strata, kind="stable")
     firsts = np.searchsorted(strata[by_stratum], strata[by_stratum])  # where the stratum begins
