@@ -13,7 +13,7 @@ from support.doubles import Home, NumberedRows, distance, run_here, same, stage_
 from ttrain.config import PretrainConfig
 from ttrain.core.machine import processor
 from ttrain.doctor import machine
-from ttrain.stages import pretrain, tuned, user_task
+from ttrain.stages import pretrain, training, user_task
 from ttrain.stages.trainable_model import compiles
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
@@ -42,7 +42,7 @@ def weights(output: Path) -> Any:
 def test_in_deterministic_mode_nothing_is_measured_and_no_bit_is_another(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tuned.tuning, "tune", lambda *given, **more: pytest.fail("it may not be called"))
+    monkeypatch.setattr(training.tuning, "tune", lambda *given, **more: pytest.fail("it may not be called"))
     outputs = []
     for tune in ("off", "auto"):
         outputs.append(tmp_path / tune)

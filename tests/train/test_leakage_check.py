@@ -10,7 +10,8 @@ from support.doubles import copies, same, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.errors import UsageError
-from ttrain.train.language_modeling import NextTokenLoss, check
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.leakage_check import check
 from ttrain.train.losses import token_loss_sum
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ttrain.config.training import Dpo
-from ttrain.train.preference_losses import Answers, count, log_odds, loss_sum
+from ttrain.train.preference_tuning import Answers, log_odds, loss_count, loss_sum
 
 PAIRS, LONGEST = 200, 40
 
@@ -36,7 +36,7 @@ def ours(config: Dpo, log_probs_AT: Tensor, live_AT: Tensor, reference_A: Tensor
     ratings_A = torch.tensor([1, -1]).repeat(PAIRS)
     reference_A = reference_A if config.has_reference else torch.zeros_like(reference_A)
     answers = Answers((log_probs_AT * live_AT).sum(1), reference_A, live_AT.sum(1).to(log_probs_AT), ratings_A)
-    return loss_sum(config, answers, point) / count(config, 2 * PAIRS)
+    return loss_sum(config, answers, point) / loss_count(config, 2 * PAIRS)
 
 
 class Judge:

@@ -24,7 +24,7 @@ from ttrain.config.training import Dpo
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.errors import UsageError
-from ttrain.train import language_modeling, losses
+from ttrain.train import leakage_check, losses
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -168,9 +168,7 @@ def test_gradients_that_are_computed_again_are_those_that_are_kept(monkeypatch: 
 @pytest.mark.parametrize("kind", ["rwkv", "minimax"])
 def test_a_model_that_no_mask_keeps_apart_is_refused(kind: str) -> None:
     with pytest.raises(UsageError, match=r"answers of a pair apart|cannot be called|carries state"):
-        language_modeling.check(
-            NextTokenLoss(tiny_model(kind=kind), token_loss_sum), config_of(packing="none"), branches=True
-        )
+        leakage_check.check(NextTokenLoss(tiny_model(kind=kind), token_loss_sum), config_of(packing="none"), branches=True)
 
 
 def test_the_first_loss_is_ln_2_and_a_planted_preference_is_learnt() -> None:

@@ -29,7 +29,7 @@ from ttrain.stages import new_model
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows
 from ttrain.stages.trainable_model import start
-from ttrain.train import language_modeling, precision
+from ttrain.train import leakage_check, precision
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -53,7 +53,7 @@ def run(config: ReferenceConfig, job: StageContext) -> dict[str, Any]:
     base = job.inputs["base"] / new_model.DIRECTORY
     encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
     model = NextTokenLoss(new_model.load(base), token_loss_sum, job.runtime.loss_chunk_tokens)
-    language_modeling.check(model, settings, branches=True)
+    leakage_check.check(model, settings, branches=True)
     computed_in = precision.resolve_precision(settings.precision, ranks.device)
     scorer = _Scorer(model.to(ranks.device).eval(), computed_in, job, ranks)
     rows = {part: open_rows(job.inputs["shards"] / part, encoder, settings, heldout=part == "heldout") for part in PARTS}

@@ -1,28 +1,109 @@
-"""Preference tuning: the task of the stage `dpo`, and the scores of answers that its reference is made of.
+"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers that its reference is made of.
 
-Letters in names: B rows, T positions, A answers of a batch.
+Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are the chosen and the rejected
+one of a pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ttrain.config.training import Dpo
 from ttrain.data.packing import Array, Rows
 from ttrain.data.pair_rows import PairBatch
 from ttrain.errors import UsageError
-from ttrain.train import preference_losses
 from ttrain.train.distributed import on_device
 from ttrain.train.language_modeling import CausalTask
-from ttrain.train.preference_losses import Answers
 from ttrain.train.task import LossSum
 
 CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sums of a step
+
+
+Count = TypeVar("Count", int, Array)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a batch: log-probabilities, summed over their tokens, under the model and under the reference."""
+
+    log_probs_A: Tensor
+    reference_A: Tensor  # zeros where the loss has no reference
+    tokens_A: Tensor
+    ratings_A: Tensor  # 1 for a chosen or desirable answer, else -1
+
+    @property
+    def ratios_A(self) -> Tensor:
+        """log pi(y|x) / pi_ref(y|x) of each answer."""
+        return self.log_probs_A - self.reference_A
+
+
+def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
+    """The loss of a batch, summed over its pairs, with kto over its answers.
+
+    `reference_point`: of kto, in units of a log-ratio; the same for all micro-batches and ranks of a step.
+    """
+    losses = kto(config, answers, reference_point) if config.loss == "kto" else pair_losses(config, answers)
+    total = losses.sum()
+    weight = 1.0 if config.loss == "orpo" else config.sft_weight
+    if weight:
+        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(min=1)  # their mean, of each answer
+        total = total + weight * token_losses_A.masked_select(answers.ratings_A > 0).sum()
+    return total
+
+
+def loss_count(config: Dpo, answers: Count) -> Count:
+    """The number of losses of so many answers, by which their sum is divided."""
+    return answers if config.loss == "kto" else answers // 2
+
+
+def log_ratios(config: Dpo, answers: Answers) -> Tensor:
+    """Log-ratio of each answer to the reference, [A]; divided by its tokens where the loss or the settings say so."""
+    if config.length_normalized or config.loss in ("ipo", "simpo", "orpo"):
+        return answers.ratios_A / answers.tokens_A.clamp(min=1)
+    return answers.ratios_A
+
+
+def pair_losses(config: Dpo, answers: Answers) -> Tensor:
+    """The loss of each pair, [P], without the cross entropy of the chosen answers."""
+    chosen_P, rejected_P = log_ratios(config, answers).view(-1, 2).unbind(1)
+    lead_P = chosen_P - rejected_P
+    if config.loss == "ipo":
+        return (lead_P - 1 / (2 * config.beta)).square()  # arXiv:2310.12036, equation 17: a lead a token
+    if config.loss == "simpo":
+        return sigmoid(config.beta * lead_P - config.margin)
+    if config.loss == "orpo":
+        return config.beta * sigmoid(log_odds(chosen_P) - log_odds(rejected_P))
+    return sigmoid(config.beta * lead_P, config.label_smoothing if config.loss == "cdpo" else 0.0)
+
+
+def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-log sigmoid of the lead in reward (arXiv:2305.18290); smoothed, as if that share of pairs were swapped."""
+    losses_P = -F.logsigmoid(lead_P)
+    if not label_smoothing:
+        return losses_P
+    return (1 - label_smoothing) * losses_P - label_smoothing * F.logsigmoid(-lead_P)
+
+
+def log_odds(log_prob: Tensor) -> Tensor:
+    """log p / (1 - p) of a mean log-probability below 0 (arXiv:2403.07691)."""
+    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)  # an answer that is certain has infinite odds
+    return log_prob - torch.log(-torch.expm1(log_prob))
+
+
+def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
+    """The loss of each answer, [A] (arXiv:2402.01306): how far its reward is on the wrong side of the reference point."""
+    gains_A = config.beta * (log_ratios(config, answers) - reference_point) * answers.ratings_A
+    weights_A = torch.where(answers.ratings_A > 0, config.desirable_weight, config.undesirable_weight)
+    return weights_A * torch.sigmoid(-gains_A)
+
+
+# --- the task -----------------------------------------------------------------------------------------------------------
 
 
 def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -71,7 +152,7 @@ class PreferenceTuning(CausalTask):
 
     def train_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
         """As in other trainings routers add their balance terms, of which each row brings as many as it has losses."""
-        [weights_B] = on_device([preference_losses.count(self.config, batch.answers_B)], device)
+        [weights_B] = on_device([loss_count(self.config, batch.answers_B)], device)
         scores, balance, router_sums = _scored(model, batch, device, weights_B=weights_B)
         loss = self._loss(scores, batch, device)
         sums = {**loss.sums, **router_sums}
@@ -123,22 +204,21 @@ class PreferenceTuning(CausalTask):
         return means
 
     def _loss(self, scores: tuple[Tensor, Tensor], batch: PairBatch, device: torch.device) -> LossSum:
-        answers = self._answers(*scores, batch, device)
-        total = preference_losses.loss_sum(self.config, answers, self._reference_point)
-        sums = self._sums(answers, paired=is_paired(batch.answer_ids_A))
-        return LossSum(total, preference_losses.count(self.config, len(batch.answer_ids_A)), sums=sums)
-
-    def _answers(self, log_probs_A: Tensor, tokens_A: Tensor, batch: PairBatch, device: torch.device) -> Answers:
+        log_probs_A, tokens_A = scores
         [ratings_A] = on_device([batch.ratings_A], device)
         reference_A = torch.zeros_like(log_probs_A)
         if self.config.has_reference:
             assert batch.references_A is not None, "the rows bring no log-probabilities of the reference"
             reference_A = on_device([batch.references_A], device)[0].to(reference_A)
-        return Answers(log_probs_A, reference_A, tokens_A, ratings_A)
+        answers = Answers(log_probs_A, reference_A, tokens_A, ratings_A)
+        total = loss_sum(self.config, answers, self._reference_point)
+        sums = self._sums(answers, paired=is_paired(batch.answer_ids_A))
+        return LossSum(total, loss_count(self.config, len(batch.answer_ids_A)), sums=sums)
 
     def _sums(self, answers: Answers, *, paired: bool) -> dict[str, Tensor]:
-        log_probs_A, rewards_A = answers.log_probs_A.detach(), preference_losses.rewards(self.config, answers).detach()
-        ratios_A, sums = answers.scores(per_token=False).detach(), dict[str, Tensor]()
+        log_probs_A, ratios_A = answers.log_probs_A.detach(), answers.ratios_A.detach()
+        rewards_A = self.config.beta * log_ratios(self.config, answers).detach()  # implicit; without a reference beta log pi
+        sums = dict[str, Tensor]()
         for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
             mine = (answers.ratings_A == rating).to(log_probs_A)
             sums[name] = torch.stack([(mine * values).sum() for values in (mine, log_probs_A, rewards_A, answers.tokens_A)])
