@@ -11,14 +11,14 @@ import pytest
 from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
 from support.doubles import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, EvaluateConfig, PretrainConfig
+from ttrain.config import Evaluate, EvaluateConfig
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination, overlap
 from ttrain.errors import DataError
 from ttrain.evaluate import run
 from ttrain.evaluate import run as contaminated
 from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
-from ttrain.stages import evaluate, pretrain
+from ttrain.stages import evaluate
 
 
 def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
@@ -66,9 +66,7 @@ def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path
 
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    base = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    run_here(pretrain, base, tmp_path / "base", inputs, settings.runtime)
+    home.pretrain(settings, tmp_path / "base")
     jsonl(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
     suite = tmp_path / "suite.yaml"
     suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")

@@ -14,11 +14,11 @@ from support.doubles import Home, run_here, score_of, stage_settings
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ttrain.config import PretrainConfig, Settings, SftConfig
+from ttrain.config import Settings, SftConfig
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
-from ttrain.stages import pretrain, sft
+from ttrain.stages import sft
 
 ROW_LENGTH = 160
 Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
@@ -35,9 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tree["model"]["max_length"] = ROW_LENGTH
     settings = Settings.model_validate(tree)
     paths = {"pretrain": root / "base", "sft": root / "sft"}
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    results = {"pretrain": run_here(pretrain, config, paths["pretrain"], inputs, settings.runtime)}
+    results = {"pretrain": home.pretrain(settings, paths["pretrain"])}
     inputs = {"base": paths["pretrain"], "shards": home.chats.path}
     results["sft"] = run_here(sft, SftConfig(sft=settings.sft), paths["sft"], inputs, settings.runtime)
     shards = {"pretrain": home.documents.path, "sft": home.chats.path}

@@ -189,20 +189,6 @@ def test_the_trained_parameters_of_experts_are_rank_times_in_plus_out_of_each_ex
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
 
 
-def test_a_dora_layer_is_its_magnitude_times_the_direction_of_the_sum() -> None:
-    """arXiv:2402.09353, equation 5."""
-    base = tiny_model()
-    weight = base.model.layers[0].mlp.up_proj.weight.detach().clone()
-    model = disturb(adapters.attach(base, settings(kind="dora")))
-    layer = model.base_model.model.model.layers[0].mlp.up_proj
-    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    magnitude = layer.lora_magnitude_vector["default"].weight
-    directed = weight + (8.0 / 2) * up @ down
-    x = torch.randn(3, 16)
-    expected = x @ (magnitude[:, None] * directed / directed.norm(dim=1, keepdim=True)).T
-    torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None:
     """Whole ones, of every kind of adapter: tests/doctor."""
     config = settings()

@@ -19,16 +19,6 @@ from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.model import adapters, factory
 from ttrain.stages import lora, pretrain, sft
-from ttrain.train.attention import segment_mask
-
-
-def test_the_segment_mask_is_that_of_a_naive_loop() -> None:
-    segments = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 3, -1, -1]])
-    expected = [
-        [[s[i] == s[j] and j <= i for j in range(6)] for i in range(6)] for s in segments.tolist()
-    ]  # fmt: skip
-    assert segment_mask(segments).tolist() == [[rows] for rows in expected]
-
 
 # --- loading ------------------------------------------------------------------------------------------------------------
 
@@ -124,19 +114,6 @@ def test_the_trained_parameters_are_rank_times_in_plus_out_of_the_targets(target
     assert {*adapters.state(model)} == {name.replace(".default", "") for name in trained}
 
 
-def test_an_adapter_adds_alpha_over_rank_times_b_times_a() -> None:
-    base = tiny_model()
-    weight = base.model.layers[1].mlp.up_proj.weight.detach().clone()
-    model = adapters.attach(base, config_of())
-    layer = model.base_model.model.model.layers[1].mlp.up_proj
-    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    assert float(B.detach().abs().max()) == 0
-    torch.nn.init.normal_(B)
-    x = torch.randn(4, 16)
-    expected = x @ weight.T + (12.0 / 3) * (x @ A.T) @ B.T
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A pretraining, an SFT on it and an adapter on that, by their stages; {"pretrain": directory, ...}."""
@@ -173,9 +150,6 @@ def test_what_a_stage_leaves_is_its_last_checkpoint(stages: Any, name: str) -> N
 def test_the_same_settings_give_the_same_bytes_and_others_others(
     stages: Any, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    home, settings = stages["home"], stages["settings"]
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain.model_copy(update=change))
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    run_here(pretrain, config, tmp_path, inputs, settings.runtime)
+    stages["home"].pretrain(stages["settings"].replaced({"pretrain": change}), tmp_path)
     first, second = (place / "model" / "model.safetensors" for place in (stages["outputs"]["pretrain"], tmp_path))
     assert (sha256_file(first) == sha256_file(second)) is (not change)

@@ -105,15 +105,6 @@ def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(tmp_path: Path)
     assert [[line[name] for name in names] for line in found[0][1]] == [[line[name] for name in names] for line in curve]
 
 
-@pytest.mark.soak
-def test_two_ranks_over_ddp_move_the_biases_as_one_does(tmp_path: Path) -> None:
-    alone, _ = trained("ernie4_5_moe")
-    biases = [name for name in alone if name.endswith("e_score_correction_bias")]
-    for weights, _ in in_ranks(2, tmp_path, lambda ranks: trained("ernie4_5_moe", ranks)):
-        assert distance(alone, weights) < 1e-5
-        assert all(torch.equal(alone[name], weights[name]) and alone[name].any() for name in biases)
-
-
 def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
     """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
 

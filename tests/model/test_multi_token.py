@@ -25,12 +25,12 @@ from support.doubles import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora, Optim, PretrainConfig, SftConfig
+from ttrain.config import Lora, Optim, SftConfig
 from ttrain.config.model import Moe, MultiToken
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError
 from ttrain.model import adapters, multi_token
-from ttrain.stages import pretrain, sft
+from ttrain.stages import sft
 from ttrain.store.model_files import SECOND_HEAD
 from ttrain.train import optim
 from ttrain.train.language_modeling import LanguageModeling
@@ -168,10 +168,7 @@ def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, stage_home
     changes: dict[str, Any] = {"multi_token": MultiToken(weight=0.5, keep_head=keep)}
     if keep:
         changes |= {"kind": "llama", "moe": Moe(experts=4, bias_rate=0.01, balance=0.2), "dropout": 0.0}
-    model = settings.model.model_copy(update=changes)
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    config = PretrainConfig(model=model, pretrain=settings.pretrain)
-    run_here(pretrain, config, tmp_path / "base", inputs, settings.runtime)
+    stage_home.pretrain(settings.replaced({"model": changes}), tmp_path / "base")
     left = tmp_path / "base" / "model"
     assert (left / SECOND_HEAD).exists() == keep
     assert not [name for name in load_file(left / "model.safetensors") if "multi_token" in name]

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 from support.doubles import Home, Watcher, run_here, stage_settings
 
-from ttrain.config import EvaluateConfig, PretrainConfig
+from ttrain.config import EvaluateConfig
 from ttrain.pipeline import launch
-from ttrain.stages import EVALUATE, evaluate, pretrain
+from ttrain.stages import EVALUATE, evaluate
 
 pytestmark = pytest.mark.soak
 
 
 def test_a_launched_evaluation_on_two_ranks_leaves_the_bytes_of_one(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=4, devices=2, rank_timeout_seconds=2.0)
-    read = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    run_here(pretrain, config, tmp_path / "base", read, settings.runtime)
+    home.pretrain(settings, tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "copy")
     manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
     base = home.store.publish("pretrain", "0" * 64, tmp_path / "copy", manifest)

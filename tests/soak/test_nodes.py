@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import Home, Watcher, curve, run_here, stage_settings
+from support.doubles import Home, Watcher, curve, stage_settings
 from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
 from support.waiting import wait_until
 
-from ttrain.config import PretrainConfig
 from ttrain.errors import StageFailed
 from ttrain.pipeline import launch
-from ttrain.stages import NEW_MODEL, pretrain
+from ttrain.stages import NEW_MODEL
 from ttrain.store.artifacts import ArtifactStore
 
 pytestmark = pytest.mark.soak
@@ -82,9 +81,7 @@ def test_two_nodes_give_the_losses_of_one_rank_and_one_artifact(tmp_path: Path) 
     nodes = Nodes(tmp_path, 20)
     assert nodes.end() == [0, 0], nodes.said(0) + nodes.said(1)
     home, settings = nodes.home, nodes.settings
-    paths = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
+    home.pretrain(settings, tmp_path / "alone")
     [artifact] = home.store.artifacts("pretrain")
     assert artifact.result["ranks"] == 2
     ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")

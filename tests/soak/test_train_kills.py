@@ -35,17 +35,14 @@ from support.doubles import (
     WatchedTask,
     curve,
     make_trainer,
-    run_here,
     settings_of_training,
     stage_settings,
     tiny_model,
 )
 from torch import nn
 
-from ttrain.config import PretrainConfig
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError, RankLost
-from ttrain.stages import pretrain
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, MetricsFile, StepRecord
 from ttrain.train.checkpoint import Checkpoints
@@ -393,10 +390,7 @@ class Story:
     alone: Path
 
     def run(self, output: Path) -> Any:
-        settings = stage_settings(24)
-        paths = {name: artifact.path for name, artifact in self.home.pretrain_inputs().items()}
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        return run_here(pretrain, config, output, paths, settings.runtime)
+        return self.home.pretrain(stage_settings(24), output)
 
     def continues(self, output: Path, step: int) -> None:
         """The same again, where there is room: from this step, to what an undisturbed stage leaves."""

@@ -15,12 +15,12 @@ from support import shard_sets
 from support.doubles import CPU, Home, in_ranks, run_here, score_of, sequence, stage_settings, tiny_model
 from torch import nn
 
-from ttrain.config import EvaluateConfig, LoraConfig, PretrainConfig, Reading, SftConfig
+from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines
 from ttrain.evaluate.task_result import sums_of
 from ttrain.model import factory
-from ttrain.stages import evaluate, lora, pretrain, sft
+from ttrain.stages import evaluate, lora, sft
 from ttrain.stages.shards import heldout_records, recipe_of
 from ttrain.train.distributed import Ranks
 
@@ -33,7 +33,7 @@ HALF = Reading(heldout_fraction=0.5)
 def test_greedy_says_what_transformers_generates(kind: str) -> None:
     model = tiny_model(kind=kind, init_std=0.5).eval()
     stopped = 0
-    for seed in range(12):
+    for seed in range(6):
         prompt = sequence(seed, 6)[0]
         free = baselines.greedy(model, prompt, new_tokens=20, stop_ids=(), device=CPU)
         stops = [free[9]] if seed % 2 else [1]  # a token that will be said, or one that perhaps is not
@@ -47,7 +47,7 @@ def test_greedy_says_what_transformers_generates(kind: str) -> None:
             theirs = theirs[:-1]
         assert said == theirs
         assert said == free[: len(said)]
-    assert stopped >= 6
+    assert stopped >= 3
 
 
 class Counts(nn.Module):
@@ -75,8 +75,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     home, settings = Home.make(root / "home"), stage_settings(steps=4)
     paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
     chats, runtime = home.chats.path, settings.runtime
-    documents = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), paths["base"], documents, runtime)
+    home.pretrain(settings, paths["base"])
     run_here(sft, SftConfig(sft=settings.sft), paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
     run_here(lora, LoraConfig(lora=settings.lora), paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
     rows = [{"prompt": f"Which {n}?", "chosen": f"This one, {n}.", "rejected": "None."} for n in range(30)]

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +12,17 @@ import torch
 from safetensors.torch import load_file
 from support.doubles import (
     Home,
-    run_here,
     same,
     stage_settings,
 )
 
-from ttrain.config import PretrainConfig, Settings
+from ttrain.config import PretrainConfig
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import Interrupted
 from ttrain.stages import plateau, pretrain
 from ttrain.stages.job import StageContext
 from ttrain.store.model_files import PLATEAU
 from ttrain.train import checkpoint_format
-from ttrain.train.trainer import Trainer
 
 STEPS = 12
 DECAY_BEGINS = 9
@@ -37,20 +30,13 @@ INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction"
 NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.25}, "seed": 2}
 
 
-def train(settings: Settings, output: Path, inputs: dict[str, Path]) -> dict[str, Any]:
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    figures: dict[str, Any] = run_here(pretrain, config, output, inputs, settings.runtime)
-    return figures
-
-
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    """The champion's artifact, and the inputs of any pretraining."""
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
+    """The champion's artifact, and the home of any pretraining."""
     root = tmp_path_factory.mktemp("plateau")
     home = Home.make(root / "home")
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    train(stage_settings(STEPS, INFINITE), root / "champion", inputs)
-    return root / "champion", inputs
+    home.pretrain(stage_settings(STEPS, INFINITE), root / "champion")
+    return root / "champion", home
 
 
 def weights(artifact: Path) -> dict[str, torch.Tensor]:
@@ -68,7 +54,7 @@ def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model
 
 
 def test_other_schedules_leave_no_plateau(first: Any, tmp_path: Path) -> None:
-    train(stage_settings(STEPS), tmp_path / "linear", first[1])
+    first[1].pretrain(stage_settings(STEPS), tmp_path / "linear")
     assert not (tmp_path / "linear" / PLATEAU).exists()
 
 
@@ -78,10 +64,10 @@ def test_a_plateau_whose_checkpoint_is_gone_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tmp_path: Path) -> None:
-    champion, inputs = first
+    champion, home = first
     settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
-    train(settings, tmp_path / "night", {**inputs, **with_plateau(champion)})
-    train(settings, tmp_path / "warm", {**inputs, "base": champion})
+    home.pretrain(settings, tmp_path / "night", with_plateau(champion))
+    home.pretrain(settings, tmp_path / "warm", {"base": champion})
     night, warm = (checkpoint_format.read(tmp_path / name / "checkpoints" / "step-00000001") for name in ("night", "warm"))
     kept = plateau.read(champion, "model.safetensors")
     assert {int(value) for name, value in night.optimizer.items() if name.startswith("step|")} == {10}  # 9 before it
@@ -94,59 +80,25 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tm
 
 def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
     averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 0.3}}
-    train(stage_settings(STEPS, averaged), tmp_path / "first", first[1])
+    settings, home = stage_settings(STEPS, averaged), first[1]
+    home.pretrain(settings, tmp_path / "first")
     kept = plateau.read(tmp_path / "first", "model.safetensors")
     assert same(dict(kept.weights), weights(tmp_path / "first"))
-    train(stage_settings(STEPS, averaged), tmp_path / "night", {**first[1], **with_plateau(tmp_path / "first")})
+    home.pretrain(settings, tmp_path / "night", with_plateau(tmp_path / "first"))
     counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
     assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * STEPS}
-
-
-def kill_at(step: int, work: Callable[[], object]) -> int:
-    """Do the work in a fork that kills itself with signal 9 once the checkpoint of this step is whole; its exit code."""
-    save = Trainer._save
-
-    def save_and_end(trainer: Trainer, at: int) -> None:
-        save(trainer, at)
-        if at >= step and trainer.checkpoints:
-            trainer.checkpoints.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def begin() -> None:
-        Trainer._save = save_and_end  # type: ignore[assignment,method-assign]
-        work()
-
-    process = multiprocessing.get_context("fork").Process(target=begin)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-def test_a_night_that_is_killed_has_the_weights_of_one_that_is_not(first: Any, whole_night: Path, tmp_path: Path) -> None:
-    """In the plateau; in the branch after it: the deadline below."""
-    step = 4
-    champion, inputs = first
-    work = partial(
-        train, stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), tmp_path, {**inputs, **with_plateau(champion)}
-    )
-    assert kill_at(step, work) == -signal.SIGKILL
-    assert work()["resumed_from_step"] == step
-    assert same(weights(whole_night), weights(tmp_path))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
 
 
 def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_weights(
     first: Any, whole_night: Path, tmp_path: Path
 ) -> None:
     """A deadline is a request to stop, which the trainer reads at each step."""
-    champion, inputs = first
+    champion, home = first
     settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=2)
     config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
     asked = itertools.count(1)
     night = StageContext(
-        {**inputs, **with_plateau(champion)}, {}, {}, tmp_path, settings.runtime, ProgressWriter(None),
+        {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, settings.runtime, ProgressWriter(None),
         lambda: next(asked) > DECAY_BEGINS + 1,
     )  # fmt: skip
     with pytest.raises(Interrupted):
@@ -162,9 +114,9 @@ def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_
 
 @pytest.fixture(scope="module")
 def whole_night(first: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    champion, inputs = first
+    champion, home = first
     output = tmp_path_factory.mktemp("whole")
-    train(stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), output, {**inputs, **with_plateau(champion)})
+    home.pretrain(stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), output, with_plateau(champion))
     return output
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +11,11 @@ import numpy as np
 import pytest
 from support.doubles import Home, run_here, stage_settings
 
-from ttrain.config import Pretrain, PretrainConfig, ReplayConfig, ReplaySftConfig, Settings, SftConfig
+from ttrain.config import Pretrain, ReplayConfig, ReplaySftConfig, Settings, SftConfig
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.stages import pretrain, replay, rows, sft
+from ttrain.stages import replay, rows, sft
 
 VOCAB = 300
 
@@ -124,29 +121,6 @@ def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -
     assert len(found) == len(set(map(tuple, found)))
 
 
-def test_a_sample_that_was_killed_is_made_again_to_the_same_bytes(nights: dict[str, Path], tmp_path: Path) -> None:
-    """Killed after the first of its three files."""
-    run(nights, tmp_path / "whole", 0.2)
-
-    def begin() -> None:
-        def write_and_end(*arguments: Any) -> None:
-            write_shard(*arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        replay.write_shard = write_and_end  # type: ignore[assignment]
-        run(nights, tmp_path / "killed", 0.2)
-
-    process = multiprocessing.get_context("fork").Process(target=begin)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    left = sorted(path.name for path in (tmp_path / "killed" / "train").iterdir())
-    assert left == ["000000.arrow"]
-    run(nights, tmp_path / "killed", 0.2)
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole" / "train").iterdir()}
-    assert whole == {path.name: path.read_bytes() for path in (tmp_path / "killed" / "train").iterdir()}
-
-
 def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:
     result, _ = run(nights, tmp_path / "out", 0.5, tokens=1000, epochs=None)
     assert 500 <= result["tokens"] <= 500 + 3 * 24
@@ -169,9 +143,7 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     all_chats = {ids.tobytes(): live.tobytes() for ids, live in map(whole.row, range(len(whole))) if live is not None}
     for ids, live in map(sample.row, range(len(sample))):
         assert live is not None and all_chats[ids.tobytes()] == live.tobytes()
-    base = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    pretrain_config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    run_here(pretrain, pretrain_config, tmp_path / "base", base, settings.runtime)
+    home.pretrain(settings, tmp_path / "base")
     inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
     figures = run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)

@@ -220,7 +220,7 @@ def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(re
     inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path, "base": base}
     trained = pretrain.prepare(config, inputs, Encoder(home.tokenizer.path))
     assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
-    result = run_here(pretrain, config, tmp_path, inputs, settings.runtime)
+    result = home.pretrain(settings, tmp_path, {"base": base})
     after = factory.load(tmp_path / "model")
     assert result["steps"] == 4 and after.config.num_hidden_layers == 1, "settings.model has 2 layers"
     assert not same(factory.state(after), load_file(base / "model" / "model.safetensors"))
@@ -241,12 +241,9 @@ def test_the_evaluation_scores_what_there_is_under_the_same_names(ready: Any, tm
 
 def test_resuming_with_another_number_of_layers_is_refused_with_the_difference(ready: Any, tmp_path: Path) -> None:
     home, settings, _ = ready
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
 
-    def run(layers: int, tokens: int, **more: Any) -> Any:
-        model = settings.model.model_copy(update={"layers": layers})
-        config = PretrainConfig(model=model, pretrain=settings.pretrain.model_copy(update={"tokens": tokens, **more}))
-        return run_here(pretrain, config, tmp_path, inputs, settings.runtime)
+    def run(layers: int, tokens: int) -> Any:
+        return home.pretrain(settings.replaced({"model": {"layers": layers}, "pretrain": {"tokens": tokens}}), tmp_path)
 
     run(2, 4 * 256)
     with pytest.raises(UsageError, match=r"made under other settings \(model.layers: 2 → 3\)"):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.doubles import Home, NumberedRows, distance, run_here, same, stage_settings
+from support.doubles import Home, NumberedRows, distance, same, stage_settings
 
-from ttrain.config import PretrainConfig
 from ttrain.core.machine import processor
 from ttrain.doctor import machine
-from ttrain.stages import pretrain, training, user_task
+from ttrain.stages import training, user_task
 from ttrain.stages.trainable_model import compiles
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
@@ -29,10 +28,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 def run(home: Home, output: Path, **runtime: Any) -> Any:
     settings = stage_settings(6, {"optim": {"kind": "adamw"}}, **runtime)
-    model = settings.model.model_copy(update={"dropout": 0.0})  # whose masks follow the micro-batches
-    inputs = {name: artifact.path for name, artifact in home.pretrain_inputs().items()}
-    config = PretrainConfig(model=model, pretrain=settings.pretrain)
-    return run_here(pretrain, config, output, inputs, settings.runtime, home=output / "home")
+    without_dropout = settings.replaced({"model": {"dropout": 0.0}})  # whose masks follow the micro-batches
+    return home.pretrain(without_dropout, output, home=output / "home")
 
 
 def weights(output: Path) -> Any:

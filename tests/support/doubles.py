@@ -21,7 +21,7 @@ from support.planned_homes import remember_modules
 from support.waiting import hanging
 from torch import Tensor, nn
 
-from ttrain.config import Model, Optim, Runtime, Schedule, Section, Settings, Training
+from ttrain.config import Model, Optim, PretrainConfig, Runtime, Schedule, Section, Settings, Training
 from ttrain.core.files import ProgressWriter, write_json
 from ttrain.data import tokenizer
 from ttrain.data.chat import encode_chat
@@ -34,7 +34,7 @@ from ttrain.evaluate import perplexity
 from ttrain.model import factory
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.recipe import Planned
-from ttrain.stages import STAGES, Stage
+from ttrain.stages import STAGES, Stage, pretrain
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -435,6 +435,16 @@ class Home:
     def pretrain_inputs(self) -> dict[str, Artifact]:
         return {"tokenizer": self.tokenizer, "shards": self.documents}
 
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The inputs of the stage `pretrain`."""
+        return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
+
+    def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
+        """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        return run_here(pretrain, config, output, {**self.paths, **(more or {})}, settings.runtime, **job)
+
 
 def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
     """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
@@ -452,7 +462,7 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
         "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
         "sft": {"epochs": 1.0, **common},
         "lora": {"epochs": 1.0, "rank": 2, **common},
-        "evaluate": {"row_length": 32, "stride": 16},
+        "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
         "runtime": {**speed, **runtime},
     })  # fmt: skip
 
@@ -467,6 +477,19 @@ def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Pa
         return module.run(config, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job))
     finally:
         torch.set_num_threads(1)
+
+
+def bytes_kept(run: Callable[[], object]) -> int:
+    """Bytes of the tensors that a forward pass keeps for its backward pass, each storage once."""
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def flip_bit(path: Path) -> None:

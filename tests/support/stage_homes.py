@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.doubles import Home, make_tokenizer, run_here, stage_settings
+from support.doubles import Home, make_tokenizer, stage_settings
 
-from ttrain.config import PretrainConfig
 from ttrain.data.encoder import Encoder
-from ttrain.stages import pretrain
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +20,7 @@ def stage_home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 def pretrained_base(stage_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained model, as its stage leaves it."""
     output = tmp_path_factory.mktemp("base")
-    settings = stage_settings(2)
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
-    run_here(pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), output, inputs, settings.runtime)
+    stage_home.pretrain(stage_settings(2), output)
     return output
 
 

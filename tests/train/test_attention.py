@@ -103,14 +103,15 @@ def test_branches_see_their_prefix_and_themselves_as_with_the_mask(kv: int) -> N
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-14, name
 
 
-def test_the_mask_of_branches_is_that_of_a_naive_loop() -> None:
+@pytest.mark.parametrize("branches_BT", [None, BRANCHES], ids=["records", "branches"])
+def test_the_mask_is_that_of_a_naive_loop(branches_BT: Tensor | None) -> None:
     def sees(row: int, query: int, key: int) -> bool:
-        segments, branches = SEGMENTS[row], BRANCHES[row]
+        segments, branches = SEGMENTS[row], torch.zeros(T) if branches_BT is None else branches_BT[row]
         near = bool(branches[key] == 0) or bool(branches[key] == branches[query])
         return key <= query and bool(segments[query] == segments[key]) and near
 
     expected = [[[[sees(row, query, key) for key in range(T)] for query in range(T)]] for row in range(len(SEGMENTS))]
-    assert segment_mask(SEGMENTS, BRANCHES).tolist() == expected
+    assert segment_mask(SEGMENTS, branches_BT).tolist() == expected
 
 
 def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() -> None:

@@ -27,54 +27,40 @@ from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.checkpoint_format import with_digest
 from ttrain.train.trainer import COMPLETED, INTERRUPTED, Cadence, Trainer
 
-# --- damage: (the file of step 8, the same file of step 4) --------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------------------------------
 
 
-def truncate(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path, other: Path) -> None:
-    path.write_bytes(b"")
-
-
-def zero(path: Path, other: Path) -> None:
+def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def lose(path: Path, other: Path) -> None:
-    path.unlink()
-
-
-def flip_a_bit(path: Path, other: Path) -> None:
+def change_a_byte(path: Path, place: int, bits: int) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
+    data[place] ^= bits
     path.write_bytes(data)
 
 
-def change_a_digit(path: Path, other: Path) -> None:
-    """In JSON, a flip that still parses: the step, a counter, a digest."""
-    data = bytearray(path.read_bytes())
-    place = next((at for at, byte in enumerate(data) if chr(byte).isdigit()), 0)
-    data[place] ^= 1
-    path.write_bytes(data)
+def first_digit(path: Path) -> int:
+    return next((at for at, byte in enumerate(path.read_bytes()) if chr(byte).isdigit()), 0)
 
 
-def take_the_other(path: Path, other: Path) -> None:
-    shutil.copyfile(other, path)
+Damage = Callable[[Path, Path], object]  # of the file of step 8; the second path is the same file of step 4
+DAMAGES: dict[str, Damage] = {
+    "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path, other: path.write_bytes(b""),
+    "zeros": lambda path, other: zero(path),
+    "lost": lambda path, other: path.unlink(),
+    "a flipped bit": lambda path, other: change_a_byte(path, path.stat().st_size // 2, 4),
+    "another digit": lambda path, other: change_a_byte(path, first_digit(path), 1),  # JSON that still parses
+    "the other's": lambda path, other: shutil.copyfile(other, path),
+    "a directory": lambda path, other: (path.unlink(), path.mkdir()),
+}
 
 
-def make_a_directory(path: Path, other: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    "damage", [truncate, empty, zero, lose, flip_a_bit, change_a_digit, take_the_other, make_a_directory]
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path, Path], None]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Damage
 ) -> None:
     write(tmp_path, 4, 8)
     old, new = (tmp_path / f"step-0000000{step}" / name for step in (4, 8))
@@ -148,7 +134,7 @@ def test_a_directory_without_checkpoints_is_a_start(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
     write(tmp_path, 4, 8)
-    lose(tmp_path / "step-00000008" / "config.json", tmp_path)
+    (tmp_path / "step-00000008" / "config.json").unlink()
     ours = checkpoints(tmp_path, keep=2)
     assert is_snapshot(ours.newest(), 4)
     ours.save(snapshot(6))
@@ -194,43 +180,20 @@ def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resum
 METRICS = {4: 0.3, 8: 0.1, 12: 0.2, 16: 0.4}
 
 
-def lose_the_pointer(directory: Path) -> None:
-    (directory / "best").unlink()
-
-
-def tear_the_pointer(directory: Path) -> None:
-    (directory / "best").write_text('{"step": ')
-
-
-def let_the_pointer_lie(directory: Path) -> None:
-    (directory / "best").write_text('{"step": 4, "metric": 0.0}')
-
-
-def lose_the_best(directory: Path) -> None:
-    shutil.rmtree(directory / "step-00000008")
-
-
-def damage_its_weights(directory: Path) -> None:
-    zero(directory / "step-00000008" / "model.safetensors", directory)
-
-
-def damage_its_state(directory: Path) -> None:
-    zero(directory / "step-00000008" / "state.json", directory)
-
-
 @pytest.mark.parametrize(
     ("damage", "best", "said"),
     [
-        (lose_the_pointer, 8, ""),
-        (let_the_pointer_lie, 8, ""),
-        (tear_the_pointer, 8, "best is damaged; searching the checkpoints for the best"),
-        (lose_the_best, 12, "the best checkpoint, of step 8, is gone or damaged"),
-        (damage_its_weights, 12, "step-00000008/model.safetensors is damaged"),
-        (damage_its_state, 12, "the best checkpoint, of step 8, is gone or damaged"),
+        (lambda at: (at / "best").unlink(), 8, ""),
+        (lambda at: (at / "best").write_text('{"step": 4, "metric": 0.0}'), 8, ""),
+        (lambda at: (at / "best").write_text('{"step": '), 8, "best is damaged; searching the checkpoints for the best"),
+        (lambda at: shutil.rmtree(at / "step-00000008"), 12, "the best checkpoint, of step 8, is gone or damaged"),
+        (lambda at: zero(at / "step-00000008/model.safetensors"), 12, "step-00000008/model.safetensors is damaged"),
+        (lambda at: zero(at / "step-00000008/state.json"), 12, "the best checkpoint, of step 8, is gone or damaged"),
     ],
+    ids=["no pointer", "a pointer that lies", "a torn pointer", "no best", "damaged weights", "a damaged state"],
 )
 def test_the_best_is_found_whatever_its_pointer_says(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], best: int, said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], best: int, said: str
 ) -> None:
     write(tmp_path, 4, 8, 12, 16, metrics=METRICS, keep=9)
     damage(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import VOCAB, copies, distance, same, tiny_model
+from support.doubles import VOCAB, bytes_kept, copies, distance, same, tiny_model
 from torch import Tensor
 
 from ttrain.config import Lora
@@ -76,19 +76,6 @@ def test_a_gated_layer_with_another_activation_stays_as_it_is() -> None:
     module = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2, hidden_act="gelu"))
     fuse(module)
     assert "forward" not in vars(module)
-
-
-def bytes_kept(run: Any) -> int:
-    """Bytes that the forward pass keeps for the backward pass, each storage once."""
-    kept: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def test_fused_layers_keep_three_tenths_less_for_the_backward_pass() -> None:

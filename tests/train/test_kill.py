@@ -15,16 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-from support.doubles import Home, Watcher, curve, logged_steps, run_here, stage_settings
+from support.doubles import Home, Watcher, curve, logged_steps, stage_settings
 
-from ttrain.config import PretrainConfig, Settings
+from ttrain.config import Settings
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import launch
 from ttrain.pipeline.plan import plan_stage
 from ttrain.pipeline.recipe import Rerun
 from ttrain.pipeline.stage_worker import PROCESS_NAME
-from ttrain.stages import PRETRAIN, pretrain
+from ttrain.stages import PRETRAIN
 from ttrain.store.layout import Artifact
 from ttrain.train import checkpoint_format
 from ttrain.train.trainer import QUICK
@@ -135,9 +135,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     last = Watcher()
     artifact = launch.build(PRETRAIN, settings, home.store, inputs, last).artifact
     lines.append(last.lines)
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    paths = {name: input.path for name, input in inputs.items()}
-    run_here(pretrain, config, root / "alone", paths, settings.runtime)
+    home.pretrain(settings, root / "alone")
     return Story(
         bool(gone), after_orphan, str(killed.value), after_kill, stopped.value, after_stop, lines, artifact, root / "alone"
     )
@@ -194,14 +192,6 @@ def test_nothing_of_the_tries_is_left_behind(story: Story) -> None:
 # --- extending a finished run -------------------------------------------------------------------------------------------
 
 
-def build_here(home: Home, settings: Settings, output: Path, **job: Any) -> dict[str, Any]:
-    """The stage in this process; its figures."""
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    paths = {name: input.path for name, input in home.pretrain_inputs().items()}
-    result: dict[str, Any] = run_here(pretrain, config, output, paths, settings.runtime, **job)
-    return result
-
-
 @pytest.mark.parametrize(
     ("short", "long", "begins"),
     [
@@ -220,7 +210,7 @@ def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
     first, second = (stage_settings(pretrain=budget, keep_checkpoints=9) for budget in (short, long))
     planned = plan_stage(PRETRAIN, first, home.store, inputs)
     assert planned.key is not None
-    result = build_here(home, first, tmp_path / "short")
+    result = home.pretrain(first, tmp_path / "short")
     if begins is None:
         assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
         begins = 4 * ((result["steps"] - 1) // 4)
@@ -229,8 +219,8 @@ def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
     extension = plan_stage(PRETRAIN, second, home.store, inputs, Rerun(extend=True))
     assert extension.start_from is not None
     assert extension.start_from.name == f"step-{begins:08d}"
-    extended = build_here(home, second, tmp_path / "extended", start_from=extension.start_from)
-    straight = build_here(home, second, tmp_path / "straight")
+    extended = home.pretrain(second, tmp_path / "extended", start_from=extension.start_from)
+    straight = home.pretrain(second, tmp_path / "straight")
     assert (extended["resumed_from_step"], extended["extended_from_step"]) == (begins, begins)
     assert extended["steps"] == straight["steps"] > result["steps"]
     assert sha256_file(tmp_path / "extended" / WEIGHTS) == sha256_file(tmp_path / "straight" / WEIGHTS)

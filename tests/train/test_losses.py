@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CPU, VOCAB, NumberedRows, copies, distance, same, settings_of_training, tiny_model
+from support.doubles import CPU, VOCAB, NumberedRows, bytes_kept, copies, distance, same, settings_of_training, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,20 +236,6 @@ def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
         assert distance({name: tensor}, {name: found[name]}) < 1e-6, name
     theirs, ours = (gradients(model, chunk, precision=torch.bfloat16) for chunk in (0, 10))
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
-
-
-def bytes_kept(run: Any) -> int:
-    """Bytes of the tensors that a forward pass keeps for its backward pass, each once."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run()
-    return sum(kept.values())
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])

@@ -117,9 +117,3 @@ def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
 def test_one_thread_and_one_row_are_the_least() -> None:
     assert NightThrottle(Night(), CPU, rows_per_device=1).set(True) == 1
     assert torch.get_num_threads() == 1
-
-
-@pytest.mark.parametrize("values", [{"start": "25:00"}, {"end": "8"}, {"timezone": "Europe/Nowhere"}])
-def test_what_is_no_time_is_refused(values: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"start|end|timezone"):
-        Night(**values)  # type: ignore[arg-type]

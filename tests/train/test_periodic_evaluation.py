@@ -30,7 +30,7 @@ from support.doubles import (
     tiny_model,
 )
 
-from ttrain.config import LoraConfig, MultiToken, PretrainConfig, SftConfig
+from ttrain.config import LoraConfig, MultiToken, SftConfig
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
@@ -46,7 +46,7 @@ from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.pipeline import plan
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.stages import callbacks, lora, pretrain, sft
+from ttrain.stages import callbacks, lora, sft
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
@@ -83,14 +83,12 @@ def weights_of(directory: Path) -> list[bytes]:
 
 
 def test_pretraining_with_a_suite_has_the_same_files_and_the_models_own_figures(stage_home: Home, tmp_path: Path) -> None:
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     (tmp_path / "mine.yaml").write_text(SUITE)
     (tmp_path / "sums.jsonl").write_text("".join(SUM % (number, number + 1) for number in range(9)))
     suite = {"eval_every_steps": 3, "eval_suite": str(tmp_path / "mine.yaml"), "eval_limit": 7}
     for name, runtime in (("without", {}), ("with", suite)):
         settings = stage_settings(7, {"validate_every_steps": 3}, **runtime)
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        run_here(pretrain, config, tmp_path / name, inputs, settings.runtime)
+        stage_home.pretrain(settings, tmp_path / name)
     first, second = (tmp_path / name for name in ("without", "with"))
     evaluated, others = lines_of(second)
     assert ([], others) == lines_of(first)

@@ -22,18 +22,17 @@ from support.doubles import (
     in_ranks,
     logged_steps,
     make_trainer,
-    run_here,
     settings_of_training,
     stage_settings,
     tiny_model,
 )
 
-from ttrain.config import Optim, PretrainConfig, Training
+from ttrain.config import Optim, Training
 from ttrain.errors import Interrupted, RankLost
 from ttrain.model import factory
 from ttrain.pipeline import launch
 from ttrain.pipeline.plan import plan_stage
-from ttrain.stages import PRETRAIN, pretrain
+from ttrain.stages import PRETRAIN
 from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Cadence
@@ -171,10 +170,7 @@ def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> N
     settings = stage_settings(10, {"optim": {"kind": "adamw"}}, devices=2, rows_per_device=3)
     watcher = Watcher()
     artifact = launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher).artifact
-    alone = run_here(
-        pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), tmp_path / "alone",
-        {name: input.path for name, input in home.pretrain_inputs().items()}, settings.runtime,
-    )  # fmt: skip
+    alone = home.pretrain(settings, tmp_path / "alone")
     assert (artifact.result["ranks"], alone["ranks"]) == (2, 1)
     ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
     assert logged_steps(ours, "loss") == [*range(1, 11)] and logged_steps(ours, "validation_loss") == [10]
@@ -207,10 +203,7 @@ def test_a_stage_with_two_devices_that_is_told_to_stop_saves_once_and_is_continu
         launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher)
     newest = max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
     assert 4 <= newest < 60
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    paths = {name: input.path for name, input in home.pretrain_inputs().items()}
-    continued = run_here(pretrain, config, output, paths, settings.runtime)
-    alone = run_here(pretrain, config, tmp_path / "alone", paths, settings.runtime)
+    continued, alone = home.pretrain(settings, output), home.pretrain(settings, tmp_path / "alone")
     assert continued["resumed_from_step"] == newest
     curves = [curve(place / "run" / "metrics.jsonl") for place in (output, tmp_path / "alone")]
     assert logged_steps(curves[0], "loss") == [*range(1, 61)] and logged_steps(curves[0], "validation_loss") == [60]

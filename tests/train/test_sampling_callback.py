@@ -5,33 +5,24 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.doubles import (
     Home,
-    NumberedRows,
-    Recorder,
-    copies,
     curve,
     logged_steps,
-    make_trainer,
-    run_here,
-    same,
-    settings_of_training,
     stage_settings,
     tiny_model,
 )
 
-from ttrain.config import PretrainConfig, Runtime
+from ttrain.config import Runtime
 from ttrain.core.hashing import DigestCache, code_digests
-from ttrain.stages import pretrain
 from ttrain.stages.callbacks import is_without_effect
 from ttrain.train.callbacks import StepRecord
 from ttrain.train.periodic_evaluation import PeriodicSamples
-from ttrain.train.trainer import QUICK, Cadence
+from ttrain.train.trainer import QUICK
 
 # --- samples ------------------------------------------------------------------------------------------------------------
 
@@ -64,41 +55,14 @@ def test_sampling_leaves_random_numbers_modes_and_gradients_as_they_were(tmp_pat
     assert random.random() == wanted[2]
 
 
-def test_samples_are_written_at_their_steps_and_move_neither_losses_nor_weights(tmp_path: Path) -> None:
-    """With dropout, by a writer that draws numbers, changes the mode and calls the model."""
-    found = []
-    for sampled in (False, True):
-        model, recorder = tiny_model(dropout=0.2), Recorder()
-
-        def write(model: Any = model) -> list[tuple[str, str]]:
-            model.eval()
-            logits = model(torch.randint(9, 60, (1, 4))).logits
-            return [("What?", str(int(logits[0, -1].argmax()))), ("Grüße", "東京\n🙂")]
-
-        samples = [PeriodicSamples(tmp_path, model, write, every=4)] if sampled else []
-        trainer = make_trainer(
-            settings_of_training(tokens=9 * 96), model, NumberedRows(52), rows_per_device=4,
-            callbacks=[*samples, recorder], cadence=Cadence(log=1),
-        )  # fmt: skip
-        trainer.fit()
-        found.append((recorder.figures("loss"), copies(trainer.weights.state())))
-    assert found[0][0] == found[1][0]
-    assert same(found[0][1], found[1][1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004.txt", "step-00000008.txt"]
-    text = (tmp_path / "step-00000008.txt").read_text(encoding="utf-8")
-    assert text.startswith("=== What?\n") and text.endswith("=== Grüße\n東京\n🙂\n\n")
-
-
 def test_a_stage_that_samples_and_validates_quickly_has_the_same_curve_and_weights_as_one_that_does_not(
     stage_home: Home, tmp_path: Path
 ) -> None:
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     assert Runtime().quick_validations == 8
     watched, results = {"sample_every_steps": 6, "quick_validations": 8, "guards": "off"}, []
     for name, runtime in (("without", {"quick_validations": 0}), ("with", watched)):
         settings = stage_settings(12, **runtime)
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        results.append(run_here(pretrain, config, tmp_path / name, inputs, settings.runtime))
+        results.append(stage_home.pretrain(settings, tmp_path / name))
     first, second = (tmp_path / name for name in ("without", "with"))
     assert (first / "model" / "model.safetensors").read_bytes() == (second / "model" / "model.safetensors").read_bytes()
     lines = curve(second / "run" / "metrics.jsonl")
@@ -139,10 +103,8 @@ def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(
     stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inputs = {name: artifact.path for name, artifact in stage_home.pretrain_inputs().items()}
     settings = stage_settings(12, {"optim": {"kind": "adamw", "lr": 1e-9}})
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-    assert run_here(pretrain, config, tmp_path, inputs, settings.runtime)["guard_warnings"] == {"no_effect": 1}
+    assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
     assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text
 
 
