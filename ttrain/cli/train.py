@@ -179,14 +179,13 @@ def _is_runtime(override: Override) -> bool:
 
 
 def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
-    """Run the process of the task. No fork server: it would load the libraries of language models, and be used once."""
+    """Run the process of the task."""
     from ttrain.config import Settings
     from ttrain.pipeline import processes, stage_worker
 
     os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
-    settings = Settings(runtime=runtime.model_copy(update={"fork_server": False}))
     try:
-        return processes.run(stage, settings, work, log_path, observer)
+        return processes.run(stage, Settings(runtime=runtime), work, log_path, observer)
     except StageFailed:
         outcome = stage_worker.read(work)
         if outcome and outcome.get("kind") == UsageError.__name__:

@@ -5,10 +5,10 @@ What changes the weights sits in a stage's sections and enters its key; what cha
 Defaults are the quickstart: a model of 1 M parameters that learns in 80 to 120 seconds on two cores.
 """
 
-from ttrain.config.base import Paths, Section, Share, Weighted, as_tuple, flatten
-from ttrain.config.data import DATASETS, LEARNT, PYTHON_DOCS, Data, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.base import Section, Weighted, as_tuple, flatten
+from ttrain.config.data import DATASETS, LEARNT, PYTHON_DOCS, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate, Expert, Gate, GateConfig
-from ttrain.config.loop import EarlyStopping, Loop, Optim, Precision, Schedule
+from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Auth, Night, Runtime, Servers, ServersConfig, Tracking
@@ -61,8 +61,6 @@ __all__ = [
     "AverageConfig",
     "ChatShardsConfig",
     "ChosenBaseConfig",
-    "Data",
-    "EarlyStopping",
     "Evaluate",
     "EvaluateConfig",
     "Event",
@@ -82,8 +80,6 @@ __all__ = [
     "Nightly",
     "Notify",
     "Optim",
-    "Paths",
-    "Precision",
     "Pretrain",
     "PretrainConfig",
     "Promotion",
@@ -102,7 +98,6 @@ __all__ = [
     "SftConfig",
     "Shards",
     "ShardsConfig",
-    "Share",
     "SourceConfig",
     "TaskConfig",
     "Tokenizer",

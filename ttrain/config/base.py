@@ -24,7 +24,9 @@ from pydantic import (
 from ttrain.core import redact
 
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
-RETIRED: Final = frozenset({"muon_momentum", "muon_adjust_lr", "prefetch_steps"})
+RETIRED: Final = frozenset({
+    "muon_momentum", "muon_adjust_lr", "prefetch_steps", "fork_server", "rows_fraction", "threads_fraction",
+})  # fmt: skip
 
 
 class Section(BaseModel):
@@ -153,6 +155,12 @@ def _time_of_day(value: str) -> str:
 
 
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
+
+
+def check_stride(section: Any, prefix: str = "") -> None:
+    """Raise ValueError where windows of the section's `row_length` tokens would leave some between them unread."""
+    if section.stride > section.row_length:
+        raise ValueError(f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Count, Location, Section, as_tuple, with_fields
+from ttrain.config.base import Count, Location, Section, as_tuple, check_stride, with_fields
 from ttrain.config.loop import Optim
 from ttrain.config.training import TRAINING_STAGES, TaskConfig
 
@@ -61,8 +61,7 @@ class Evaluate(Section):
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Evaluate:
-        if self.stride > self.row_length:
-            raise ValueError(f"evaluate.stride is {self.stride} but must not exceed evaluate.row_length {self.row_length}")
+        check_stride(self, "evaluate.")
         return self
 
 
@@ -87,10 +86,7 @@ class Gate(TaskConfig):
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Gate:
-        if self.stride > self.row_length:
-            raise ValueError(
-                f"stride is {self.stride} but must not exceed row_length {self.row_length}; try {self.row_length}"
-            )
+        check_stride(self)
         return self
 
 
@@ -166,8 +162,7 @@ class TextTask(TaskBase):
 
     @model_validator(mode="after")
     def _stride_fits(self) -> TextTask:
-        if self.stride > self.row_length:
-            raise ValueError(f"stride is {self.stride} but must not exceed row_length {self.row_length}")
+        check_stride(self)
         return self
 
 

@@ -96,9 +96,14 @@ def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
 def layer_parameters(sizes: Mapping[str, Any]) -> int:
     """Parameters of the matrices of all layers of a dense model with gated feed-forward layers; its `SIZES`."""
     hidden, layers, heads = int(sizes["hidden_size"]), int(sizes["layers"]), int(sizes["heads"])
-    inner = int(sizes["intermediate_size"] or -(-(hidden * 8 // 3) // 32) * 32)
+    inner = int(sizes["intermediate_size"] or usual_intermediate_size(hidden))
     attention = 2 * hidden * (hidden + hidden // heads * int(sizes["kv_heads"] or heads))
     return layers * (attention + 3 * hidden * inner)
+
+
+def usual_intermediate_size(hidden_size: int) -> int:
+    """8/3 of the width, as many parameters as a feed-forward layer of four widths without a gate; a multiple of 32."""
+    return -(-(hidden_size * 8 // 3) // 32) * 32
 
 
 def _count(value: Any) -> int:

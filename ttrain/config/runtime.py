@@ -12,13 +12,12 @@ from ttrain.config.training import CHOSEN_BASE, TRAININGS
 
 
 class Night(Section):
-    """Hours in which training takes less of the machine. The weights stay the same, up to the order of summation."""
+    """Hours in which training takes half of the machine: micro-batches and threads. The weights stay the same, up to the
+    order of summation."""
 
     start: TimeOfDay = Field("22:00", description="hour:minute; included")
     end: TimeOfDay = Field("08:00", description="hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
-    rows_fraction: float = Field(0.5, gt=0, le=1, description="of runtime.rows_per_device")
-    threads_fraction: float = Field(0.5, gt=0, le=1, description="of the threads of a rank")
     memory_limit_gb: float | None = Field(None, gt=0, description="of a rank, as runtime.memory_limit_gb")
 
 
@@ -56,7 +55,6 @@ class Runtime(Section):
     rank_timeout_seconds: float = Field(
         20.0, gt=0, description="ranks that do not answer, or all wait, for so long (or five of their steps) are ended"
     )
-    fork_server: bool = Field(True, description="stages start from a process that has their libraries loaded")
     threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
     rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
     memory_limit_gb: float | None = Field(
@@ -132,15 +130,8 @@ class Runtime(Section):
 
     def attempts_of(self, stage: str) -> StageRuntime:
         """Retries and times of a stage: its own where it has some, else those of all stages."""
-        overrides = {
-            name: value
-            for key, stage_runtime in self.stages.items()
-            if key == stage
-            for name, value in stage_runtime
-            if value is not None
-        }
-        common = {name: getattr(self, name) for name in StageRuntime.model_fields}
-        return StageRuntime(**{**common, **overrides})
+        own = self.stages.get(stage, StageRuntime()).model_dump(exclude_none=True)
+        return StageRuntime(**{**{name: getattr(self, name) for name in StageRuntime.model_fields}, **own})
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Runtime:

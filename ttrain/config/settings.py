@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,19 +15,6 @@ from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
-
-
-def trainings_of(starts: Mapping[str, str], optional: Collection[str] = ()) -> tuple[str, ...]:
-    """The stages that train, in their order: LoRA, the optional ones that have data, and what these need.
-
-    `starts`: `start_from` of each stage, by stage.
-    """
-    needed = set[str]()
-    for name in (TRAININGS[-1], *optional):
-        while name in TRAININGS and name not in needed:
-            needed.add(name)
-            name = starts[name]
-    return tuple(name for name in TRAININGS if name in needed)
 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
@@ -98,8 +85,13 @@ class Settings(_UntilTrainings):
 
     @property
     def trainings(self) -> tuple[str, ...]:
-        """The stages that train, in their order: what nothing starts from is not run."""
-        return trainings_of(self.starts, [name for name in OPTIONAL if self.exists(name)])
+        """The stages that train, in their order: LoRA, the optional ones that have data, and what these start from."""
+        needed, starts = set[str](), self.starts
+        for name in (TRAININGS[-1], *filter(self.exists, OPTIONAL)):
+            while name in TRAININGS and name not in needed:
+                needed.add(name)
+                name = starts[name]
+        return tuple(name for name in TRAININGS if name in needed)
 
     def exists(self, name: str) -> bool:
         """Whether a stage that trains can be in the pipeline: an optional one has data."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
-from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE, SLICE_ENTRIES
+from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
 
 PROBED_TOKENS = 8
 MARK = 100.0  # so large that a cap, a scale or a shift between the head and the logits would change it
@@ -89,7 +89,7 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], n
 def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None) -> Tensor:
     """Nats of the labels, from hidden states and the head, or from logits; log-sum-exp in fp32 or the states' wider type."""
     on_cpu = states.device.type == "cpu"
-    chunk = CHUNK_TOKENS.get(states.device.type, CHUNK_TOKENS_ELSEWHERE)
+    chunk = default_chunk_tokens(states.device)
     costs: list[Tensor] = []
     for start in range(0, len(live_N), chunk):
         rows_C, labels_C = live_N[start : start + chunk], labels_N[start : start + chunk]

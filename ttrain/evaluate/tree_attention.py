@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.token_losses import PROBED_TOKENS, plain_parts
 from ttrain.train import attention
-from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE
+from ttrain.train.losses import default_chunk_tokens
 
 LEAST_SAVED = {"cpu": 64}  # tokens that make a prefix worth its own forward pass
 
@@ -214,7 +214,7 @@ class Scorer:
     def _costs(self, states_U: Tensor, laid: TreeBatch) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """(nats of each target, whether it was the most likely token), both of shape [N]. The log-sum-exp is in fp32."""
         device = states_U.device
-        chunk = CHUNK_TOKENS.get(device.type, CHUNK_TOKENS_ELSEWHERE)
+        chunk = default_chunk_tokens(device)
         costs, best = [], []
         for start in range(0, len(states_U), chunk):
             some_UD = states_U[start : start + chunk]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ttrain.config import Model
 from ttrain.config.model import Moe
+from ttrain.config.rules import usual_intermediate_size
+from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
 from ttrain.model import registry
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-INTERMEDIATE_MULTIPLE = 32
 # Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
 NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
@@ -62,7 +63,9 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
         hf_config = names.make(**values)
         _set_rope(config, hf_config, names)
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
-        raise UsageError(f"model.kind is {names.kind}, whose config refuses these settings: {_one_line(error)}") from None
+        raise UsageError(
+            f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error))}"
+        ) from None
     return hf_config
 
 
@@ -131,7 +134,7 @@ def _standard(config: Model) -> dict[str, Any]:
     return {
         **{names[0]: getattr(config, setting) for setting, names in NAMES.items()},
         "num_key_value_heads": kv_heads,
-        "intermediate_size": config.intermediate_size or _round_up(config.hidden_size * 8 // 3, INTERMEDIATE_MULTIPLE),
+        "intermediate_size": config.intermediate_size or usual_intermediate_size(config.hidden_size),
         "head_dim": config.hidden_size // config.heads,
     }
 
@@ -215,14 +218,6 @@ def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> 
         rope |= LLAMA3
     hf_config.rope_parameters = rope
     hf_config.validate()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 SIZE_MULTIPLE = 8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16

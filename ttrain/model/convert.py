@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
 )
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 SHOWN = 12  # names in an error
+SHARD_SIZE = "5GB"  # of the largest file of weights, as transformers had it before version 5
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class ImportResult:
     directory: Path
 
 
-def import_model(
-    source: Path, target: Path, *, config: Path | None = None, tokenizer: Path | None = None, shard_size: str = "5GB"
-) -> ImportResult:
+def import_model(source: Path, target: Path, *, config: Path | None = None, tokenizer: Path | None = None) -> ImportResult:
     """Convert a state dict, or a directory with one, to a Hugging Face directory, in fp32.
 
     `config`: its settings, if they are not beside it; `tokenizer`: a directory whose tokenizer is copied.
@@ -71,7 +70,7 @@ def import_model(
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        parameters = _write(converted, temporary, shard_size)
+        parameters = _write(converted, temporary)
         has_tokenizer = _bring_tokenizer(
             tokenizer or file.parent, temporary, converted.layout, asked_for=tokenizer is not None
         )
@@ -160,7 +159,7 @@ def _settings(file: Path, config: Path | None) -> dict[str, Any]:
     return settings
 
 
-def _write(converted: ConvertedModel, directory: Path, shard_size: str) -> int:
+def _write(converted: ConvertedModel, directory: Path) -> int:
     from transformers import AutoModelForCausalLM
 
     registry.register_own()
@@ -175,7 +174,7 @@ def _write(converted: ConvertedModel, directory: Path, shard_size: str) -> int:
     model.load_state_dict(converted.weights, strict=False)
     eos = converted.config.eos_token_id
     model.generation_config.eos_token_id = eos if isinstance(eos, list) or eos is None else [eos]
-    model.save_pretrained(directory, max_shard_size=shard_size)
+    model.save_pretrained(directory, max_shard_size=SHARD_SIZE)
     for name, data in registry.own_files(converted.config).items():
         (directory / name).write_bytes(data)
     if converted.second_head:

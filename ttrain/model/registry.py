@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.config import Model
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, write_bytes
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.core.machine import versions
 from ttrain.errors import UsageError
@@ -40,14 +41,7 @@ def names() -> frozenset[str]:
     """Architectures with a causal head in transformers, and ours; not all of them can be trained here."""
     try:
         kinds = read_table()
-    except (
-        OSError,
-        SyntaxError,
-        LookupError,
-        ValueError,
-        AttributeError,
-        TypeError,
-    ):  # the file has another form in this version
+    except (OSError, SyntaxError, LookupError, ValueError, AttributeError, TypeError):  # this version's has another form
         from transformers.models.auto import modeling_auto
 
         kinds = frozenset(getattr(modeling_auto, TABLE))
@@ -129,13 +123,9 @@ def _read_record(record: Path) -> str | None:
 
 def _write(record: Path, problem: str) -> None:
     """Cache the result; if that fails, the next plan takes some seconds longer."""
-    temporary = record.with_suffix(".tmp")
-    try:
+    with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(problem, encoding="utf-8")
-        temporary.replace(record)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        write_bytes(record, problem.encode("utf-8"))
 
 
 def register_own() -> None:

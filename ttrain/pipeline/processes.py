@@ -23,7 +23,7 @@ from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import Stage
+from ttrain.stages import STAGES, Stage
 
 if TYPE_CHECKING:
     from ttrain.pipeline.recipe import Planned
@@ -189,7 +189,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
     """Load the libraries of these stages, which are still to run, in the background while another stage runs."""
-    if stages and settings.runtime.fork_server and available():
+    if stages and available():
         with contextlib.suppress(ForkServerError):  # reported when the server is needed
             fork_server_for(environment_of(settings), PRELOADED if any(stage.loads_torch for stage in stages) else BASIC)
 
@@ -209,7 +209,8 @@ def start(
         )
     for variables in environments:
         process = None
-        if runtime.fork_server and available() and (stage.loads_torch or loaded_server_for(variables)):
+        # Not what trains a task or a gate: it would load the libraries of language models, and be used once.
+        if stage.name in STAGES and available() and (stage.loads_torch or loaded_server_for(variables)):
             process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
         group.processes.append(process or spawn(module, arguments, variables, log))
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ttrain.config import Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.core.files import write_json
 from ttrain.data import chat, chat_templates
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
@@ -105,31 +106,26 @@ def language_model_callbacks(
         write = sampler(model, encoder, job.runtime, ranks, documents=TRAINING_STAGES[config.section].rows == "documents")
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
-        callbacks.append(_evaluations(config, job, model, encoder, ranks, callbacks))
+        writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Loggers)]
+        measure = measure_of(config, job, model, encoder, ranks)
+        every, tokens_per_step = job.runtime.eval_every_steps, config.tokens_per_step
+        callbacks.append(PeriodicEvaluation(model, measure, writers, every=every, tokens_per_step=tokens_per_step))
     return callbacks
 
 
-def _evaluations(
-    config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks, others: Sequence[Callback]
-) -> PeriodicEvaluation:
-    return PeriodicEvaluation(
-        model,
-        measure_of(config, job, model, encoder, ranks),
-        [callback for callback in others if isinstance(callback, MetricsFile | Loggers)],
-        every=job.runtime.eval_every_steps,
-        tokens_per_step=config.tokens_per_step,
-    )
+def _refuse_sharded_models(runtime: Runtime, ranks: Ranks, setting: str, use: str) -> None:
+    if runtime.parallel == "fsdp" and ranks.world > 1:
+        raise UsageError(
+            f"runtime.{setting} is {getattr(runtime, setting)}, but with runtime.parallel=fsdp no rank holds a whole model "
+            f"that could {use}; set runtime.{setting}=0, or runtime.parallel=ddp"
+        )
 
 
 def sampler(
     model: nn.Module, encoder: Encoder, runtime: Runtime, ranks: Ranks, *, documents: bool
 ) -> Callable[[], Sequence[tuple[str, str]]]:
     """Return a function that generates the most likely continuation of each prompt, as a document or as an assistant."""
-    if runtime.parallel == "fsdp" and ranks.world > 1:
-        raise UsageError(
-            f"runtime.sample_every_steps is {runtime.sample_every_steps}, but with runtime.parallel=fsdp no rank holds a "
-            f"whole model that could write; set runtime.sample_every_steps=0, or runtime.parallel=ddp"
-        )
+    _refuse_sharded_models(runtime, ranks, "sample_every_steps", "write")
     stops = [encoder.eos_id, encoder.end_id]
 
     def write() -> list[tuple[str, str]]:
@@ -174,18 +170,11 @@ def measure_of(
 
     Each evaluation leaves `run/evaluations/step-00000100.json`, with the intervals of its figures.
     """
-    import orjson
-
     from ttrain.evaluate import run
     from ttrain.evaluate.results import Results
     from ttrain.inference.evaluated_model import as_evaluated_model
 
-    runtime = job.runtime
-    if runtime.parallel == "fsdp" and ranks.world > 1:
-        raise UsageError(
-            f"runtime.eval_every_steps is {runtime.eval_every_steps}, but with runtime.parallel=fsdp no rank holds a whole "
-            f"model that could be asked; set runtime.eval_every_steps=0, or runtime.parallel=ddp"
-        )
+    _refuse_sharded_models(job.runtime, ranks, "eval_every_steps", "be asked")
     items = read_items(config, job) if ranks.first else []
 
     def measure(step: int) -> Mapping[str, float]:
@@ -195,10 +184,7 @@ def measure_of(
         log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
         directory = job.run_directory / "evaluations"
         directory.mkdir(exist_ok=True)
-        path = directory / f"step-{step:08d}.json"
-        temporary = path.with_suffix(".tmp")  # it is read while training goes on
-        temporary.write_bytes(orjson.dumps(results.to_json(), option=orjson.OPT_INDENT_2))
-        temporary.replace(path)
+        write_json(directory / f"step-{step:08d}.json", results.to_json())
         return figures_of(results)
 
     return measure

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from ttrain.stages.job import StageContext
 from ttrain.stages.shards import heldout_records
 from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
-from ttrain.train.distributed import Ranks
+from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
@@ -98,9 +97,7 @@ def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
         samples_by_model[name] = _samples(model, encoder, settings, device)
         if items_by_model[name]:
             subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
-            outcomes += running.ask(
-                items_by_model[name], subject, partial(_report_task_progress, _progress(job, number * PARTS + len(data)))
-            )
+            outcomes += running.ask(items_by_model[name], subject, _task_progress(job, number * PARTS + len(data)))
     for outcome in outcomes:
         table.outcome(outcome)
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
@@ -182,13 +179,15 @@ def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[A
     return items_by_model
 
 
-def _report_task_progress(progress: Callable[[float, int], None], task: str, done: float, total: int) -> None:
-    progress(done, total)
-
-
 def _progress(job: StageContext, parts_done: int) -> Callable[[float, int], None]:
     """A callback that reports the progress within one part, as a share of all parts of all models."""
     return lambda done, total: job.progress.update(parts_done + done / max(1, total), len(_models(job)) * PARTS, "parts")
+
+
+def _task_progress(job: StageContext, parts_done: int) -> Callable[[str, float, int], None]:
+    """As `_progress`, for the tasks of suites, which also say their names."""
+    progress = _progress(job, parts_done)
+    return lambda task, done, total: progress(done, total)
 
 
 def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
@@ -231,9 +230,7 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
 
 def join_ranks(runtime: Runtime) -> Ranks:
     """Join the other ranks on this machine, and share its cores with them."""
-    local_world_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_world_size))
-    return Ranks.join(precision.resolve_device(runtime.device, local_rank))
+    return Ranks.join(precision.resolve_device(runtime.device, share_cores(runtime.threads)))
 
 
 def _shared_scores(

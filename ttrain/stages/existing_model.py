@@ -128,7 +128,7 @@ def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]])
     tables = {id(table): table for table in _tables(model)}  # tied: one table twice
     with torch.no_grad():
         for table in tables.values():
-            values = {number: _mean(table, chosen or seen_ids) for number, chosen in pieces.items()}
+            values = {number: table[list(chosen or seen_ids)].mean(dim=0) for number, chosen in pieces.items()}
             for number, value in values.items():
                 table[number] = value
 
@@ -156,7 +156,3 @@ def _lengthen(head: nn.Linear, rows: int) -> None:
         new_rows = tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])
         setattr(head, name, nn.Parameter(torch.cat([tensor.detach(), new_rows])))
     head.out_features = rows
-
-
-def _mean(table: Tensor, rows: Sequence[int]) -> Tensor:
-    return table[list(rows)].mean(dim=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from ttrain.stages.job import StageContext
 from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
-from ttrain.train.distributed import Ranks
+from ttrain.train.distributed import Ranks, share_cores
 from ttrain.train.precision import Precision, set_deterministic
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
 from ttrain.train.schedules import decay_start, plateau_end
@@ -55,8 +54,7 @@ class TrainableModel:
 
 def start(runtime: Runtime) -> Ranks:
     """Join the other ranks and share the cores among them."""
-    local_world_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(runtime.threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    local_rank = share_cores(runtime.threads)
     set_deterministic(runtime.deterministic)
     device = precision.resolve_device(runtime.device, local_rank)
     limit_memory(limit_bytes(runtime), device)
@@ -65,13 +63,7 @@ def start(runtime: Runtime) -> Ranks:
 
 def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -> Loader:
     """This rank's batches of the rows."""
-    return Loader(
-        rows,
-        order,
-        rows_per_device=runtime.rows_per_device,
-        rank=ranks.rank,
-        world=ranks.world,
-    )
+    return Loader(rows, order, rows_per_device=runtime.rows_per_device, rank=ranks.rank, world=ranks.world)
 
 
 def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: int) -> bool:

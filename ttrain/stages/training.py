@@ -27,7 +27,7 @@ from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
-from ttrain.train.losses import CHUNK_TOKENS, CHUNK_TOKENS_ELSEWHERE
+from ttrain.train.losses import default_chunk_tokens
 from ttrain.train.precision import Precision
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
@@ -178,7 +178,7 @@ def tuned(
     start = Choice(
         min(runtime.rows_per_device, rows_of_a_rank),
         "masked" if runtime.attention == "masked" else "records",
-        CHUNK_TOKENS.get(ranks.device.type, CHUNK_TOKENS_ELSEWHERE) if chunk_tokens is None else chunk_tokens,
+        default_chunk_tokens(ranks.device) if chunk_tokens is None else chunk_tokens,
         compiles(runtime, ranks.device, rows, order.steps),
     )
     values = {

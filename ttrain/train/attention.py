@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ttrain.train.precision import autocast_dtype
 from ttrain.train.varlen import Spans, span_attention
 
 NAME = "ttrain"  # among the attention implementations of transformers
@@ -282,11 +283,6 @@ def record_attention(
         return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
     output = RecordAttention.apply(query, key, value, groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's
     return output, None
-
-
-def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The number format of products on a device: that of autocast, where it is on, else `dtype`."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 class RecordAttention(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import ProgressWriter, parse_json
+from ttrain.core.files import ProgressWriter, parse_json, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.loader import Order
 from ttrain.errors import TTrainError
@@ -135,9 +135,7 @@ def truncate_after(path: Path, step: int) -> None:
             if line.endswith("\n") and step and _step_of(line) <= step:
                 kept_lines.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept_lines))
-    temporary.replace(path)
+    write_bytes(path, "".join(kept_lines).encode())
 
 
 def _step_of(line: str) -> float:

@@ -89,20 +89,21 @@ class Ranks:
         if self.world == 1:
             return sorted(names)
         gathered: list[list[str]] = [[] for _ in range(self.world)]
-        with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
+        with self._doing(watchdog.WAITING), self._naming_lost_ranks():
             dist.all_gather_object(gathered, sorted(names))
         return sorted({name for some in gathered for name in some})
 
-    @contextlib.contextmanager
-    def busy(self, activity: str) -> Iterator[None]:
+    def busy(self, activity: str) -> contextlib.AbstractContextManager[None]:
         """Announce work other than a step, such as "saving", for which the other ranks wait longer."""
-        with self.watch.doing(activity, busy=True) if self.watch else contextlib.nullcontext():
-            yield
+        return self._doing(activity, busy=True)
+
+    def _doing(self, activity: str, *, busy: bool = False) -> contextlib.AbstractContextManager[None]:
+        return self.watch.doing(activity, busy=busy) if self.watch else contextlib.nullcontext()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world > 1:
-            with self.watch.doing(watchdog.WAITING) if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
+            with self._doing(watchdog.WAITING), self._naming_lost_ranks():
                 dist.barrier()
 
     @contextlib.contextmanager
@@ -129,6 +130,13 @@ class Ranks:
         """Leave the process group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def share_cores(threads: int | None) -> int:
+    """Give this process so many threads, or its share of the cores; returns its number among the ranks of this machine."""
+    local_world_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    return local_rank
 
 
 def global_norm(parameters: list[Tensor]) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ttrain.train.attention import RecordGroups, autocast_dtype, mixed, mixed_slopes
+from ttrain.train.attention import RecordGroups, mixed, mixed_slopes
+from ttrain.train.precision import autocast_dtype
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
 

@@ -22,6 +22,7 @@ from ttrain.train.distributed import on_device
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import labels_after_next, linear_token_loss_sum, linear_token_losses, token_loss_sum, token_losses
 from ttrain.train.moe import Balancing, Routers
+from ttrain.train.precision import autocast_dtype
 from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.varlen import Spans
 
@@ -56,7 +57,11 @@ class CausalTask(TrainingTask):
         self.config = config
         self._model = NextTokenLoss(model, self.build_criterion(), chunk_tokens, attention)
         if gradient_checkpointing:
-            check_checkpointing(model)
+            if count(model):
+                raise UsageError(
+                    "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed "
+                    "layer does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
+                )
             causal: Any = self._model.causal
             causal.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -157,7 +162,7 @@ class NextTokenLoss(nn.Module):
         parameter = next(self.parameters())
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dropout = (getattr(config, "attention_dropout", 0.0) or 0.0) if self.training else 0.0
-        if not varlen.is_usable(device, attention.autocast_dtype(device, parameter.dtype), width, dropout):
+        if not varlen.is_usable(device, autocast_dtype(device, parameter.dtype), width, dropout):
             return None
         if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
             return None
@@ -305,12 +310,3 @@ def prepend(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         "position_ids": inputs["position_ids"] + virtual,
         "attention_mask": torch.cat([mask.new_ones(B, 1, T, virtual), mask], -1),
     }
-
-
-def check_checkpointing(model: nn.Module) -> None:
-    """Raise UsageError if the model has a prefix: recomputed layers do not get its keys a second time."""
-    if count(model):
-        raise UsageError(
-            "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed layer "
-            "does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
-        )

@@ -22,11 +22,7 @@ from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE
 from ttrain.errors import TTrainError
 from ttrain.train.distributed import Ranks
-
-# The weight's gradient is accumulated once per chunk: large chunks do so less often, small ones hold fewer logits.
-CHUNK_TOKENS = {"cpu": 512}
-
-CHUNK_TOKENS_ELSEWHERE = 2048
+from ttrain.train.precision import autocast_dtype
 
 FEW_ROWS = 64
 
@@ -35,6 +31,14 @@ SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its 
 KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
 
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
+
+
+def default_chunk_tokens(device: torch.device) -> int:
+    """Tokens whose logits are in memory at once.
+
+    The weight's gradient is accumulated once per chunk: large chunks do so less often, small ones hold fewer logits.
+    """
+    return 512 if device.type == "cpu" else 2048
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -74,7 +78,7 @@ def linear_token_loss_sum(
     torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
     CPU than the plain way (247 ms against 205 ms).
     """
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden_BTD.device.type, CHUNK_TOKENS_ELSEWHERE)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
     gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients, compiled
@@ -88,7 +92,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool, compiled: bool
     ) -> Tensor:
         kind = hidden_ND.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
         grad_dtype = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype  # the loss scale is applied later
@@ -126,7 +130,7 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
     chunk, in the backward pass.
     """
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden_BTD.device.type, CHUNK_TOKENS_ELSEWHERE)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
     gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
     losses_N: Tensor = _LinearTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
@@ -140,7 +144,7 @@ class _LinearTokenLosses(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool
     ) -> Tensor:
         kind = hidden_ND.device.type
-        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        ctx.dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
         ctx.scale = FP16_GRADIENT_SCALE if ctx.dtype == torch.float16 else 1.0
         wide = torch.promote_types(ctx.dtype, torch.float32)
         losses_N = torch.zeros(len(labels_N), dtype=wide, device=labels_N.device)

@@ -25,12 +25,10 @@ from torch.nn import functional as F
 from ttrain.config.model import Moe
 from ttrain.errors import UsageError
 from ttrain.train.distributed import shard_like
+from ttrain.train.kernels import SILUS
+from ttrain.train.precision import autocast_dtype, is_ampere
 
 NAME = "ttrain"  # among the experts implementations of transformers
-
-SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
-
-AMPERE = (8, 0)  # from which on CUDA has grouped products
 
 
 def group(model: nn.Module) -> None:
@@ -59,14 +57,13 @@ def _is_plain(module: Any) -> bool:
 
 def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
     """Weighted sum of the expert outputs of each token, [N, D]; the signature is transformers'."""
-    kind = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+    dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
     output: Tensor
     if torch.compiler.is_compiling() or not _is_plain(self) or not _has_products(hidden_ND.device, dtype):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         output = grouped_mm_experts_forward(self, hidden_ND, experts_Nk, weights_Nk)
-    elif kind == "cpu":
+    elif hidden_ND.device.type == "cpu":
         arguments = (hidden_ND, self.gate_up_proj, self.down_proj, experts_Nk, weights_Nk, dtype)
         output = Experts.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     else:
@@ -76,7 +73,7 @@ def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tenso
 
 def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda":
-        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= AMPERE
+        return dtype == torch.bfloat16 and is_ampere(device)
     return device.type == "cpu" and dtype != torch.float16  # a sum can exceed the range of fp16
 
 

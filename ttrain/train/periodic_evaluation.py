@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ttrain.core.files import write_bytes
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 
 PREFIX = "eval/"  # of every figure
@@ -85,11 +86,9 @@ class PeriodicSamples(Callback):
         with preserve_rng_and_modes(self._model):
             written = self._write()
         path = self._directory / f"step-{record.step:08d}.txt"
-        temporary = path.with_suffix(".tmp")  # it is read while training goes on
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written), encoding="utf-8")
-            temporary.replace(path)
+            write_bytes(path, "".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written).encode("utf-8"))
         except OSError as error:  # best effort: nothing depends on the file
             log.warning("cannot write the sample %s, training continues: %s", path, error.strerror)
 

@@ -25,8 +25,6 @@ OVERFLOWS_IN_A_ROW = 32  # halve 2^16, or a scale that has grown for 32 000 step
 
 LOWEST_SCALE = 2.0**-16
 
-AMPERE = (8, 0)  # the first compute capability with bf16 and tf32
-
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is arm's
 
 log = logging.getLogger("ttrain")
@@ -94,7 +92,7 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
     requested = word
     if word == "auto":
         word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
-    if word == "tf32" and not _is_ampere(device):
+    if word == "tf32" and not is_ampere(device):
         raise UsageError(f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto")
     if requested == "bf16" and device.type != "mps" and not has_bf16(device):
         faster = "fp16" if device.type == "cuda" else "fp32"
@@ -107,7 +105,7 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes bf16 in hardware; emulated, it is slower than fp32. Not on MPS: Apple's M1 has none."""
     if device.type == "cuda":
-        return _is_ampere(device)
+        return is_ampere(device)
     if device.type == "cpu":
         try:
             flags = Path("/proc/cpuinfo").read_text().split()
@@ -117,8 +115,14 @@ def has_bf16(device: torch.device) -> bool:
     return False
 
 
-def _is_ampere(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The number format of products on a device: that of autocast, where it is on, else `dtype`."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def is_ampere(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 8.0 or newer: with bf16, tf32, grouped products and flash attention."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_device(word: str, local_rank: int = 0) -> torch.device:

@@ -115,7 +115,7 @@ def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
 
 
 class NightThrottle:
-    """Switches between day and night settings by the clock. `rows_per_device`: that of the day."""
+    """Switches between day and night settings by the clock; by night half of the day's `rows_per_device` and threads."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class NightThrottle:
     def set(self, on: bool) -> int:
         """Switch night settings on or off; returns the rows of a micro-batch from now on."""
         self.on = on
-        share, cap = self.settings, self.settings.memory_limit_gb
-        rows = max(1, int(self._rows_per_device * share.rows_fraction)) if on else self._rows_per_device
-        threads = max(1, int(self._threads * share.threads_fraction)) if on else self._threads
+        cap = self.settings.memory_limit_gb
+        rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
+        threads = max(1, self._threads // 2) if on else self._threads
         torch.set_num_threads(threads)
         try:
             if cap:

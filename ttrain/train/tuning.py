@@ -27,6 +27,7 @@ from ttrain.train.resource_limits import cap_at_available_memory, is_out_of_memo
 from ttrain.train.task import TrainingTask
 
 BUDGET_SECONDS = 60.0
+LONGEST_SECONDS = 2 * BUDGET_SECONDS  # that another process of the home is waited for
 WARMUPS, REPEATS = 1, 3  # micro-batches of a trial
 STATES = 2  # numbers that an optimizer keeps for each one that is trained
 FINAL_ROUNDS, FINALISTS, NEAR = 3, 5, 1.05  # in turns: the settings, and what came within 5 % of the fastest
@@ -56,7 +57,6 @@ class Search:
     measure: Measure
     ranks: Ranks
     stop: Callable[[], bool] = lambda: False
-    budget_seconds: float = BUDGET_SECONDS
     clock: Callable[[], float] = time.monotonic
     seconds: dict[Choice, float] = field(default_factory=dict)  # of a step; infinite where it could not be computed
     too_large: set[Choice] = field(default_factory=set)  # for the memory of a rank
@@ -137,7 +137,7 @@ class Search:
 
     def _goes_on(self) -> bool:
         """Whether there is time left by the clock of the first rank, and none was asked to stop."""
-        over = self.ranks.first and self.clock() - self.began >= self.budget_seconds
+        over = self.ranks.first and self.clock() - self.began >= BUDGET_SECONDS
         stops, late = self.ranks.sum([float(self.stop()), float(over)])
         self.stopped = self.stopped or stops > 0
         return not (self.stopped or late)
@@ -236,7 +236,6 @@ def tune(
     *,
     home: Path | None,
     stop: Callable[[], bool],
-    budget_seconds: float = BUDGET_SECONDS,
 ) -> Choice:
     """The choice that is remembered for what is described, or one that is measured now and remembered.
 
@@ -245,13 +244,13 @@ def tune(
     ranks = subject.ranks
     with ranks.busy("tuning"), contextlib.ExitStack() as stack:
         if ranks.first and home is not None:
-            stack.enter_context(_alone(home, 2 * budget_seconds, stop))
+            stack.enter_context(_alone(home, stop))
         remembered = tunings.recall(home, described) if ranks.first and home is not None else None
         choice = _agreed(remembered.choice if remembered else None, ranks)
         if choice is not None:
             log.info("tuning: remembered for this machine and shape: %s", remembered)
             return choice
-        search = Search(subject.seconds_of_a_step, ranks, stop, budget_seconds)
+        search = Search(subject.seconds_of_a_step, ranks, stop)
         with cap_at_available_memory(ranks.device, ranks.world):
             start = search.fitting(start)
             tuned, gain = search.run(start, _affordable(axes, subject, start, search))
@@ -283,22 +282,22 @@ def _agreed(choice: Choice | None, ranks: Ranks) -> Choice | None:
 
 
 @contextlib.contextmanager
-def _alone(home: Path, longest_seconds: float, stop: Callable[[], bool]) -> Iterator[None]:
-    """Measure alone among the processes of a home; after so many seconds, or where it cannot be locked, beside others."""
+def _alone(home: Path, stop: Callable[[], bool]) -> Iterator[None]:
+    """Measure alone among the processes of a home; after `LONGEST_SECONDS`, or where it cannot be locked, beside others."""
     import filelock
 
     path = home / tunings.LOCK
     lock = filelock.FileLock(path, mode=0o600)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + longest_seconds
+        deadline = time.monotonic() + LONGEST_SECONDS
         while not stop():
             try:
                 lock.acquire(timeout=0.2)
                 break
             except filelock.Timeout:
                 if time.monotonic() >= deadline:
-                    log.warning("tuning: another process has measured for %g s; measuring beside it", longest_seconds)
+                    log.warning("tuning: another process has measured for %g s; measuring beside it", LONGEST_SECONDS)
                     break
     except OSError as error:
         log.warning("tuning: %s cannot be locked: %s", path, error)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ttrain.train.distributed import on_device
+from ttrain.train.precision import is_ampere
 
 DEVICE = "cuda"
-FLASH_CAPABILITY = (8, 0)  # the first compute capability that flash attention supports
 LONGEST_HEAD = 256  # its widest head
 HALF = (torch.bfloat16, torch.float16)
 
@@ -59,9 +59,7 @@ def spans_of(segments_BT: npt.NDArray[Any], device: torch.device) -> Spans:
 
 def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout: float) -> bool:
     """Whether the kernel runs on this device, in this number format, for heads so wide, and without dropout."""
-    if device.type != DEVICE or dtype not in HALF or head_width > LONGEST_HEAD or head_width % 8 or dropout:
-        return False
-    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    return is_ampere(device) and dtype in HALF and head_width <= LONGEST_HEAD and head_width % 8 == 0 and not dropout
 
 
 def span_attention(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Spans, scale: float) -> Tensor:
