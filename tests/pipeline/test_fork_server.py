@@ -295,12 +295,12 @@ def test_a_fresh_process_keeps_an_early_signal_too(place: Path) -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
-def started(work: Path, observer: Watcher, stage: Stage = PRETRAIN, **runtime: Any) -> tuple[processes.ProcessGroup, str]:
+def started(work: Path, observer: Watcher, stage: Stage = PRETRAIN) -> tuple[processes.ProcessGroup, str]:
     """The processes of a stage without a job, which end at once, and what is in their log."""
     group = processes.ProcessGroup()
     with (work / "log.txt").open("w+b") as log:
         try:
-            processes.start(group, stage, stage_settings(**runtime), work, log, observer)
+            processes.start(group, stage, stage_settings(), work, log, observer)
             for process in group.processes:
                 process.wait()
         finally:
@@ -329,7 +329,6 @@ def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path,
     wait_for_end(first.pid)
     group, log = started(tmp_path, Watcher())
     assert isinstance(group.processes[0], ForkedProcess) and "there is no" in log
-    assert isinstance(started(tmp_path, Watcher(), fork_server=False)[0].processes[0], subprocess.Popen)
 
 
 def test_a_stage_without_torch_is_forked_where_a_server_is_loaded_and_waits_for_none(

@@ -97,7 +97,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     while (
         not lines_of_orphan or step_of(lines_of_orphan[-1]) < at or not [*(work / "output" / "checkpoints").glob("step-*")]
     ):
-        assert receiver.poll(60), "the launching process says nothing"
+        assert receiver.poll(240), "the launching process says nothing"
         lines_of_orphan.append(receiver.recv())  # it is logged before it is whole
     worker = worker_of(launcher.pid)
     launcher.kill()

@@ -296,6 +296,11 @@ def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, T
 Sums = Mapping[str, Sequence[float]]
 
 
+def added(sums: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of the loss, with those of one more micro-batch."""
+    return {**sums, **{name: vector.detach().flatten() + sums.get(name, 0) for name, vector in vectors.items()}}
+
+
 class ReducedSums:
     """Packs the parts of the loss and other sums into one list of numbers. The first step fixes the names."""
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.deferred import MOST_STEPS, DeferredStep, DeferredSteps
 from ttrain.train.distributed import Ranks, full_tensor, global_norm
-from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite, ReducedSums, rows_to_blame
+from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite, ReducedSums, added, rows_to_blame
 from ttrain.train.parallel import place
 from ttrain.train.precision import LossScale, Precision
 from ttrain.train.resource_limits import NightThrottle
@@ -34,6 +33,7 @@ from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.task import TrainingTask
 from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, Cadence, FitResult, TrainerOptions, Weights
+from ttrain.train.validation import measure
 
 CADENCE, OPTIONS = Cadence(), TrainerOptions()  # unless others are given
 QUICK = "validation_loss_quick"
@@ -149,24 +149,8 @@ class Trainer:
 
     def _measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
         """`validate`, and the figures of the task over the same batches."""
-        was_training = self.bare.training
-        self.bare.eval()
-        total, count, world = 0.0, 0, self.ranks.world
-        sums: dict[str, Tensor] = {}
         with self.average.as_weights():
-            for number in range(self.ranks.rank, -(-len(batches) // world) * world, world):
-                filler = number >= len(batches)  # sharded models must be called equally often on all ranks
-                batch = batches[0].without_targets() if filler else batches[number]
-                with self.precision.autocast():
-                    loss = self.task.validation_step(self.bare, batch, self.ranks.device)
-                total, count = total + float(loss.total), count + loss.count
-                sums = {name: vector.detach().flatten() + sums.get(name, 0) for name, vector in loss.sums.items()}
-        self.bare.train(was_training)
-        names, lengths = [*sums], [len(vector) for vector in sums.values()]  # the same on all ranks: each has a batch
-        total, live, *values = self.ranks.sum([total, float(count), *(torch.cat([*sums.values()]).tolist() if sums else ())])
-        ends = list(accumulate(lengths))
-        summed = {name: values[end - length : end] for name, length, end in zip(names, lengths, ends, strict=True)}
-        return total / live if live else math.nan, dict(self.task.figures(summed)) if summed else {}
+            return measure(self.task, self.bare, batches, self.ranks, self.precision)
 
     def _trial_pass(self, module: nn.Module) -> None:
         """Run one forward and backward pass, for the compiler."""
@@ -190,7 +174,7 @@ class Trainer:
             improved = False
             if self.step in self._quick_steps:
                 self._validate_quickly()
-            if self.validation and (last or self._due(self.cadence.validate, self.step)):
+            if self._validates(self.step):
                 improved = self._validated(*self._measure(self.validation))
                 signalled, callback_stop = self._agree_on_stop(signalled, callback_stop)
             reason = INTERRUPTED if signalled and not last else STOPPED if callback_stop else None
@@ -316,8 +300,7 @@ class Trainer:
             live += loss.count
             for name, value in loss.parts.items():
                 parts[name] = parts.get(name, 0.0) + value.detach()
-            for name, vector in loss.sums.items():
-                sums[name] = vector.detach().flatten() + sums.get(name, 0)
+            sums = added(sums, loss.sums)
         self.parallel.finish()
         return live, parts, sums, losses
 
@@ -393,6 +376,9 @@ class Trainer:
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
+    def _validates(self, step: int) -> bool:
+        return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
+
     def _save_due(self, step: int) -> bool:
         is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps
         return is_due or step == decay_start(self.task.config.schedule, self.steps)
@@ -406,14 +392,11 @@ class Trainer:
             self._saved = step
             if not self.ranks.first:
                 return
-            metric = self.counters.validation_loss if step == self.step and self._validated_at(step) else None
+            metric = self.counters.validation_loss if step == self.step and self._validates(step) else None
             with self.ranks.busy("saving"):
                 snapshot = self._buffers.take(step, weights, optimizer, resume.state_of(self, step))
                 self.checkpoints.save(snapshot, metric=metric)
         self.callback_list.dispatch("saved", step)
-
-    def _validated_at(self, step: int) -> bool:
-        return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore everything but the weights from a snapshot."""

@@ -1,0 +1,200 @@
+"""How values are written in YAML, in files, variables and on the command line, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as given_settings
+from hypothesis import strategies as st
+from support.refusals import refused, settings_file
+
+from ttrain.config import Night
+from ttrain.config.loading import known_keys, load
+from ttrain.errors import UsageError
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3E-4", "0.0003", "'3e-4'"])
+def test_a_float_may_be_written_as_people_write_it(tmp_path: Path, text: str) -> None:
+    """PyYAML reads `3e-4` as a string."""
+    from_file = load(files=[settings_file(tmp_path, f"sft: {{optim: {{lr: {text}}}}}")], environment={})
+    from_line = load([f"sft.optim.lr={text}"], environment={})
+    from_environment = load(environment={"TTRAIN__SFT__OPTIM__LR": text})
+    assert [loaded.settings.sft.optim.lr for loaded in (from_file, from_line, from_environment)] == [3e-4] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1M", 10**6), ("1.5m", 1_500_000), ("250k", 250_000), ("2e6", 2_000_000), ("1_000_000", 10**6), ("2B", 2 * 10**9)],
+)
+def test_counts_are_read_as_people_write_them(text: str, tokens: int) -> None:
+    assert load([f"pretrain.tokens={text}"], environment={}).settings.pretrain.tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["M", "1.5", "0.5e0", "1e999999999", "1MM", "0k", "-1M", "1 M 2"])
+def test_what_is_no_whole_number_above_zero_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"pretrain\.tokens"):
+        load([f"pretrain.tokens={text}"], environment={})
+
+
+def test_a_key_that_yaml_takes_for_a_boolean_is_a_name_in_files_and_on_the_command_line(tmp_path: Path) -> None:
+    written = "notify: {on: [failed], command: [tell]}"
+    path = tmp_path / "mine.yaml"
+    path.write_text(written, encoding="utf-8")
+    assert load([], files=[path], environment={}).settings.notify.on == ("failed",)
+    assert load(["notify={on: [kept]}"], environment={}).settings.notify.on == ("kept",)
+    assert load(["runtime.deterministic=on"], environment={}).settings.runtime.deterministic is True  # a value still is one
+
+
+def test_a_time_of_day_is_hour_and_minute_without_quotes_and_nothing_else(tmp_path: Path) -> None:
+    for written in ("06:30", "22:30", "6:30"):
+        files = [settings_file(tmp_path, f"nightly:\n  deadline: {written}\n")]
+        for loaded in (load([], files=files, environment={}), load([f"nightly.deadline={written}"], environment={})):
+            assert loaded.settings.nightly.deadline == written.rjust(5, "0")
+    assert load(["runtime.night.start=23:05"], environment={}).settings.runtime.night == Night(start="23:05")
+    for wrong in ("25:00", "6:30:10", "soon"):
+        with pytest.raises(
+            UsageError, match=r"nightly\.deadline.*is not a time of day; write hour:minute from 00:00 to 23:59"
+        ):
+            load([f"nightly.deadline={wrong}"], environment={})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("a: [", "not valid YAML"), ("- a\n- b", "mapping"), ("1: 2", "mapping"), ("sft: {1: 2}", "unknown setting 'sft.1'")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+    path = settings_file(tmp_path, text)
+    message = refused(files=[path])
+    assert part in message
+    assert str(path) in message
+
+
+def nested(bomb: str) -> str:
+    """30 lines, each of which stands for ten of the line before it."""
+    lines = (f"a{n}: &a{n} {bomb.replace('*', ', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 30))
+    return "\n".join(["a0: &a0 {k: 1}", *lines])
+
+
+TRAPS: dict[str, tuple[str | bytes, str]] = {
+    "a day that is none": ("name: 2026-02-30", "line 1, column 7: '2026-02-30' looks like a date but is not one; put text"),
+    "an integer without text": ("seed: !!int ''", "looks like an integer but is not one"),
+    "a truth that is none": ("seed: !!bool perhaps", "'perhaps' looks like a value of its type but is not one"),
+    "a path that is too long": (f"data: {{pretrain: {'x' * 5000}}}\nsft: {{epochs: x}}", "sft.epochs is 'x'"),
+    "a zone that is none": ("name: 2001-12-14t21:59:43.10-99:00", "looks like a date but is not one"),
+    "5,000 digits": (f"seed: 1{'9' * 5000}", "line 1, column 7: '1999"),
+    "5,000 digits of 16": (f"seed: 0x{'f' * 5000}", "has more than 64 bits"),
+    "no digits": ("sft:\n  epochs: 0b_", "line 2, column 11: '0b_' looks like an integer but is not one"),
+    "a list in itself": ("sft: &a [*a]", "line 1, column 10: the alias *a contains itself"),
+    "a mapping in itself": ("sft: &a {b: *a}", "the alias *a contains itself"),
+    "3,000 lists": (f"sft: {'[' * 3000}", "line 1, column 55: it is nested more than 50 deep"),
+    "3,000 mappings": (f"sft: {'{a: ' * 3000}", "nested more than 50 deep"),
+    "3,000 names": (f"{'.'.join('a' * 3000)[:900]}: 1", "unknown setting 'a.a.a"),
+    "3,000 names of an open setting": (
+        f"model: {{fields: {{{'.'.join('a' * 400)}: 1}}}}",
+        "unknown setting 'model.fields.a.a",
+    ),
+    "aliases": (nested("[*]"), "line 5, column 40: it holds more than 25,000 values or 1,048,576 characters, aliases"),
+    "merges": (nested("{<<: [*]}"), "it holds more than 25,000 values"),
+    "a long text by aliases": (f"a: &a '{'x' * 300_000}'\nb: [*a, *a, *a, *a]", "line 2, column 13: it holds more than"),
+    "20,000 unknown settings": ("\n".join(f"key{n}: 1" for n in range(20_000)), "it holds more than 25,000 values"),
+    "10,000 unknown settings": ("\n".join(f"key{n}: 1" for n in range(10_000)), "unknown setting 'key0'"),
+    "20,000 times one setting": (f"sft: {{{', '.join(['lr: 1'] * 20_000)}}}", "it holds more than 25,000 values"),
+    "10,000 times one setting": (f"sft: {{{', '.join(['lr: 1'] * 10_000)}}}", "'lr' is given twice"),
+    "a long value": (f"sft: {{epochs: {'x' * 900_000}}}", "sft.epochs is 'xxxx"),
+    "2 MB": ("a: " + "x" * 2_000_000, "it is longer than 1 MiB"),
+    "a tag of Python's": ("sft: !!python/object/apply:os.system [id]", "is not a plain type; leave it out"),
+    "bytes": ("name: !!binary aGk=", "is not a plain type; leave it out"),
+    "a set": ("name: !!set {a}", "is not a plain type; leave it out"),
+    "a long anchor": (f"sft: *{'x' * 100_000}", "line 1, column 6: found undefined alias"),
+    "a bell": ("sft:\n  a: \x07", "line 2: a character that YAML does not allow"),
+    "no UTF-8": (b"sft:\n  a: \xff", "line 2: it is not UTF-8"),
+    "a list as a key": ("sft: {? [a, b] : 1}", "line 1, column 9: found unhashable key"),
+    "two documents": ("--- 1\n--- 2", "another document"),
+    "a line break in a key": ('"a\\nb": 1', "unknown setting 'a b'"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TRAPS.values(), ids=TRAPS)
+def test_a_file_that_is_a_trap_is_answered_soon_and_in_one_line(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    begun = time.process_time()
+    said = refused(files=[path])
+    assert time.process_time() - begun < 3  # 0.4 s at most on a quiet core; one that is shared counts up to three times that
+    assert message in said and str(path) in said
+    assert "\n" not in said and len(said) < 700
+
+
+IN_VALUES = (
+    "a day that is none", "5,000 digits", "a list in itself", "3,000 lists", "3,000 names", "aliases",
+    "a tag of Python's", "a bell", "two documents", "a line break in a key",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_VALUES)
+def test_the_same_in_a_variable_and_on_the_command_line(name: str) -> None:
+    text, begun = TRAPS[name][0], time.process_time()
+    for call in (
+        lambda: load([f"sft.epochs={text}"], environment={}), lambda: load([text], environment={}),
+        lambda: load([f"{text}=1"], environment={}), lambda: load(environment={"TTRAIN__SFT__EPOCHS": text}),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+    assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "pipe", "folder"])
+def test_what_is_no_regular_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = {"/dev/zero": Path("/dev/zero"), "folder": tmp_path}.get(kind, tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(b"",), daemon=True).start()  # else who reads it would wait forever
+    assert refused(files=[path]) == (
+        f"cannot read settings from {path}: it is not a regular file; write the settings into one"
+    )
+    if kind == "pipe":
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # which ends the thread
+
+
+def test_10_000_settings_of_an_architecture_are_read_soon(tmp_path: Path) -> None:
+    fields = {f"field{number}": number for number in range(10_000)}
+    path = settings_file(tmp_path, json.dumps({"model": {"fields": fields}}))
+    begun = time.process_time()
+    assert load(files=[path], environment={}).settings.model.fields == fields
+    assert time.process_time() - begun < 4  # 0.6 s on a quiet core
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=20),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=8) | st.integers(), values, max_size=4),
+    max_leaves=8,
+)
+WORDS = (
+    "sft:", "model:", "  fields:", "  epochs:", "  optim: {lr:", "&a", "*a", "<<:", "- ", "[", "]", "{", "}", ",", "!!int",
+    "!!str", "!!float", "!!null", "|", ">", "'", '"', "\n", "  ", "?", ":", "=", "~", "0x", "1_0", "0b1", "1e400", ".nan",
+    "2026-13-01", "12:61", "---", "...", "%YAML 1.1", "\t", "#", "é",
+)  # fmt: skip
+LINES = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=25)
+TREES = st.dictionaries(st.sampled_from(known_keys()), VALUES, max_size=3).map(yaml.dump)
+
+
+@given_settings(max_examples=30, deadline=None)
+@given(st.one_of(LINES.map(" ".join), LINES.map("".join), TREES))
+def test_whatever_a_file_says_is_read_or_refused_in_lines(text: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "settings.yaml"
+        path.write_text(text, encoding="utf-8", errors="replace")
+        for call in (lambda: load(files=[path], environment={}), lambda: load([f"sft.epochs={text}"], environment={})):
+            try:
+                call()
+            except UsageError as error:
+                assert all(len(line) < 700 for line in str(error).split("\n"))
