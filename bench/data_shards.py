@@ -1,12 +1,13 @@
-"""JSON lines to shards: CPU seconds, wall time, disk and memory, against `datasets` and against `tokenizers` alone.
+"""JSON lines to shards, and shards to batches: CPU seconds, wall time, disk and memory, against `datasets`.
 
     python bench/data_shards.py [--path FILE.jsonl.zst --megabytes 300] needs `pip install datasets`
+    python bench/data_shards.py --only batches                         shuffled rows of 512 tokens
     python bench/data_shards.py --only memory                          a file of 2 GB against one of 100 MB
     python bench/data_shards.py --only near                            near-duplicates of shards that are made already
 
 Both sides use the same tokenizer and two processes, begin and end each document alike, and must make the same ids of all
-documents. `datasets` comes twice: "lean" calls `encode_batch_fast` and keeps the ids alone; "documented" is what its
-documentation shows, a transformers tokenizer in a batched map that keeps all columns. Ours comes with one worker, too.
+documents; `datasets` calls `encode_batch_fast` and keeps the ids alone. Ours comes with one worker, too. Batches have the
+same arrays on both sides.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import itertools
 import random
 import resource
 import shutil
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +27,35 @@ import common
 from common import MEGABYTE, Cost, Table
 
 WORKERS = 2
-BATCH_TEXTS = 1000  # the default of `datasets`
 LARGE_MEGABYTES, SMALL_MEGABYTES = 2000, 100
-LEAST_CPU, LEAST_ALONE, LEAST_WORKERS, MOST_DISK, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.0, 1.8, 0.2, 400, 1.1
+LEAST_CPU, LEAST_WORKERS, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.8, 400, 1.1
 LEAST_NEAR = 100.0  # MB a CPU minute
 PLANTED_BYTES = 10_000_000
+ROW_LENGTH, ROWS_PER_BATCH, BATCHES, LEAST_BATCHES = 512, 32, 2000, 1.7
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def compare_peers(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Ours against `datasets`, and against encoding alone."""
+    """Ours against `datasets`."""
     path = common.write_text(options, directory)
     tokenizer = common.train_tokenizer(path, directory)
     sides = {
         "ours": lambda: make(shard, path, tokenizer, directory / "ours", WORKERS),
         "one worker": lambda: make(shard, path, tokenizer, directory / "one", 1),
-        "alone": lambda: common.measure(encode_alone, path, tokenizer),
     }
-    peers = {"lean": map_lean, "documented": map_documented} if common.has("datasets") else {}
-    for peer, side in peers.items():
-        sides[peer] = partial(make, side, path, tokenizer, directory / peer, WORKERS, **ONE_THREAD)
+    if has_peer := common.has("datasets"):
+        sides["datasets"] = lambda: make(map_lean, path, tokenizer, directory / "datasets", WORKERS, **ONE_THREAD)
     costs = table.interleave(sides, options.rounds)
     cpu, wall = common.median(costs["ours"], "cpu"), common.median(costs["ours"], "wall")
     print(f"ours: {costs['ours'][0].result}, {path.stat().st_size / MEGABYTE / cpu:.1f} MB a CPU second")
     table.speedup("seconds, one worker", wall, common.median(costs["one worker"], "wall"), least=LEAST_WORKERS)
-    for peer in peers:
-        table.speedup(f"CPU seconds, datasets ({peer})", cpu, common.median(costs[peer], "cpu"), least=LEAST_CPU)
-        table.speedup(f"seconds, datasets ({peer})", wall, common.median(costs[peer], "wall"))
-        sizes = [directory_bytes(directory / side) / MEGABYTE for side in ("ours", peer)]
-        table.ratio(f"MB on disk, datasets ({peer})", *sizes, most=MOST_DISK if peer == "documented" else 0)
-        compared = compare_ids(directory / "ours", directory / peer)
-        table.check(f"ids of all {compared['documents']} documents equal ({peer})", compared["equal"])
-    for figure, ours in (("cpu", cpu), ("wall", wall)):
-        name = f"{'CPU ' if figure == 'cpu' else ''}seconds, tokenizers without reading and writing"
-        table.speedup(name, ours, common.median(costs["alone"], f"encoding_{figure}"), least=LEAST_ALONE)
+    if has_peer:
+        table.speedup("CPU seconds, datasets", cpu, common.median(costs["datasets"], "cpu"), least=LEAST_CPU)
+        table.speedup("seconds, datasets", wall, common.median(costs["datasets"], "wall"))
+        sizes = [directory_bytes(directory / side) / MEGABYTE for side in ("ours", "datasets")]
+        table.ratio("MB on disk, datasets", *sizes)
+        compared = compare_ids(directory / "ours", directory / "datasets")
+        table.check(f"ids of all {compared['documents']} documents equal", compared["equal"])
 
 
 def compare_memory(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -169,20 +165,6 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     }
 
 
-def encode_alone(path: str, tokenizer: str) -> dict[str, Any]:
-    """`encode_batch_fast` on texts in memory, with all threads."""
-    from tokenizers import Tokenizer
-
-    opened, texts = Tokenizer.from_file(f"{tokenizer}/tokenizer.json"), common.read_texts(path)
-
-    def encode() -> None:
-        for start in range(0, len(texts), BATCH_TEXTS):
-            opened.encode_batch_fast(texts[start : start + BATCH_TEXTS], add_special_tokens=False)
-
-    cost = common.timed(encode)
-    return {"encoding_wall": cost.wall, "encoding_cpu": cost.cpu}
-
-
 def map_lean(path: str, tokenizer: str, output: str, workers: str) -> None:
     """`datasets` at its best: the fastest call of `tokenizers`, and nothing but the ids is kept."""
     from tokenizers import Tokenizer
@@ -197,18 +179,6 @@ def map_lean(path: str, tokenizer: str, output: str, workers: str) -> None:
         return {"input_ids": [[ends.bos_id, *encoding.ids, ends.eos_id] for encoding in encodings]}
 
     map_dataset(path, output, encode, num_proc=int(workers), remove_columns=["text"])
-
-
-def map_documented(path: str, tokenizer: str, output: str, workers: str) -> None:
-    """`datasets` as its documentation shows it: a transformers tokenizer, all columns kept."""
-    from transformers import PreTrainedTokenizerFast
-
-    opened = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-
-    def encode(batch: dict[str, list[str]]) -> Any:
-        return opened([text + opened.eos_token for text in batch["text"]])
-
-    map_dataset(path, output, encode, num_proc=int(workers))
 
 
 def map_dataset(path: str, output: str, encode: Any, **arguments: Any) -> None:
@@ -240,7 +210,93 @@ def digests_of(tokens: Any, offsets: Any) -> Iterator[bytes]:
         yield hashlib.blake2b(tokens[start:end].astype("<u4").tobytes(), digest_size=16).digest()
 
 
-PARTS = {"peers": compare_peers, "memory": compare_memory, "near": compare_near}
+def compare_batches(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """Tokens that reach the model, a second and a CPU second of one process."""
+    path = common.write_text(options, directory)
+    tokenizer = common.train_tokenizer(path, directory)
+    shards = directory / "shards" / "train"
+    make(shard, path, tokenizer, directory / "shards", WORKERS)
+    sides = {"ours": lambda: common.measure(read_batches, shards, tokenizer)}
+    if common.has("datasets"):
+        common.measure(save_rows, shards, directory / "rows")
+        sides["datasets"] = lambda: common.measure(read_datasets, directory / "rows")
+    costs = table.interleave(sides, options.rounds)
+    table.value("tokens a CPU second", common.median(costs["ours"], "per_cpu_s"))
+    if "datasets" in costs:
+        for figure, unit, least in (("per_cpu_s", "CPU second", LEAST_BATCHES), ("per_s", "second", 0)):
+            rates = (common.median(costs[side], figure) for side in ("ours", "datasets"))
+            table.ratio(f"tokens a {unit}, datasets", *rates, least=least)
+
+
+def read_batches(directory: str, tokenizer: str) -> dict[str, float]:
+    """As the trainer gets them: arrays of a step, turned into tensors that share their memory."""
+    import torch
+
+    from ttrain.data.encoder import Encoder
+
+    loader = loader_of(directory, Encoder(Path(tokenizer), fast=False).pad_id, BATCHES)
+
+    def batches() -> Iterator[int]:
+        for step in range(BATCHES):
+            for micro_batch in loader.step(step):
+                batch = micro_batch.batch
+                arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
+                tensors = [torch.from_numpy(array) for array in arrays]
+                yield tensors[0].numel()
+
+    return rate(batches())
+
+
+def read_datasets(directory: str) -> dict[str, float]:
+    """`datasets` with rows of the same length, memory-mapped too, through a shuffled DataLoader."""
+    import datasets
+    from torch.utils.data import DataLoader
+
+    rows = datasets.load_from_disk(directory).with_format("torch")
+    loader = DataLoader(rows, batch_size=ROWS_PER_BATCH, shuffle=True)
+
+    def batches() -> Iterator[int]:
+        epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+        for batch in itertools.islice(epochs, BATCHES):
+            yield batch["input_ids"].numel()
+
+    return rate(batches())
+
+
+def rate(batches: Iterator[int]) -> dict[str, float]:
+    """Tokens a second of those after the first batch, which pays for imports and opening."""
+    next(batches)
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = sum(batches)
+    return {"per_s": tokens / (time.perf_counter() - wall), "per_cpu_s": tokens / (time.process_time() - cpu)}
+
+
+def loader_of(directory: str, pad_id: int, steps: int) -> Any:
+    """The loader of the training stages, for one rank."""
+    from ttrain.data.loader import Loader, ShuffledOrder
+    from ttrain.data.record_rows import DocumentRows
+    from ttrain.data.shards import ShardSet
+
+    rows = DocumentRows(ShardSet(Path(directory)), ROW_LENGTH, pad_id)
+    order = ShuffledOrder(len(rows), ROWS_PER_BATCH, steps * ROWS_PER_BATCH, seed=1)
+    return Loader(rows, order, rows_per_device=ROWS_PER_BATCH)
+
+
+def save_rows(directory: str, output: str) -> None:
+    """The rows of a set of shards as a `datasets` directory, in int32 as its map would leave them."""
+    import datasets
+    import numpy as np
+
+    rows = loader_of(directory, 0, 1).rows
+    batch = rows.batch(range(len(rows) - 1))
+    columns = {name: getattr(batch, f"{name}_BT") for name in ("input_ids", "labels", "positions", "segments")}
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
+    arrays = {name: array.astype(np.int32) for name, array in columns.items()}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(arrays, features=features).save_to_disk(output)
+
+
+PARTS = {"peers": compare_peers, "batches": compare_batches, "memory": compare_memory, "near": compare_near}
 
 if __name__ == "__main__":
-    common.main(str(__doc__), PARTS, default="peers", options=common.text_options)
+    common.main(str(__doc__), PARTS, default="peers,batches", options=common.text_options)

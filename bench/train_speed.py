@@ -1,31 +1,25 @@
-"""Tokens a second and memory of a pretraining stage against other trainers, and how long a checkpoint stops the training.
+"""Tokens a second and memory of a pretraining stage against other trainers, and what runtime.tune=auto finds.
 
-    python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 25 minutes on two cores: S 19, T 5, checkpoint 1
+    python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 25 minutes on two cores: S 19, T 5
     python bench/train_speed.py --only speed --size tiny --rounds 1 --sides plain,bare
-    python bench/train_speed.py --only checkpoint --layers 2 --rounds 2
     python bench/train_speed.py --only tune [--size Q]                    4 minutes
 
 speed: S and T are models of hidden size 512 and 256, Q is the quickstart's, see SIZES in train_common.py. All sides have
 AdamW, bf16 autocast over fp32 weights where the CPU has bf16 (else fp32), the same rows and the same tokens a step. `plain`
 is `ttrain stage run pretrain` as it is: tracking, curves, log, progress, checkpoints (on T every 20 steps, five times as
-often as by default), documents kept apart by a mask; `ranks` is one rank a core, `muon` and `muon-ranks` are both with Muon,
-`compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
+often as by default), documents kept apart by a mask; `ranks` is one rank a core, `compiled` has
+runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
 transformers.Trainer (needs `pip install accelerate`) as its users run it, `peak` the fastest matmul in the same number
 format. On T, plain and bare alone are compared.
 
 tune: seconds of a step with what runtime.tune=auto chooses within its minute, against the fastest of all choices, both
 measured once more in turns; without the optimizer, without compiling.
-
-checkpoint: the step that saves, against `torch.save` of the same state and fsync on the training thread; and the steps
-while the writer writes, against those without.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,11 +34,9 @@ from common import Cost, Costs, Table
 from train_common import CORES, SIZES, Size
 
 LEAST_BARE, LEAST_TRANSFORMERS, LEAST_RANKS, LEAST_FLOPS, MOST_MEMORY = 0.98, 1.15, 1.1, 0.55, 0.65
-MOST_STALL, MOST_SLOWDOWN, MOST_TUNED = 0.15, 1.2, 1.03
-SIDES = ("plain", "ranks", "muon", "muon-ranks", "compiled", "bare", "transformers", "peak")
+MOST_TUNED = 1.03
+SIDES = ("plain", "ranks", "compiled", "bare", "transformers", "peak")
 T_SIDES = ("plain", "bare")
-MUON = "pretrain.optim.kind=muon"
-STEPS_ALONE = 4
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +44,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     train_common.options(parser)
     parser.add_argument("--size", choices=sorted(SIZES), help="only this one; default: S and T")
     parser.add_argument("--sides", help=f"only these, with commas: {', '.join(SIDES)}")
-    parser.add_argument("--layers", type=int, default=7, help="of the model whose checkpoint is saved; 7 make 310 MB")
 
 
 def compare_speed(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -93,8 +84,6 @@ def run_sides(
     sides: dict[str, Callable[[], Cost]] = {
         "plain": ours,
         "ranks": lambda: ours(*ranks),
-        "muon": lambda: ours(MUON),
-        "muon-ranks": lambda: ours(MUON, *ranks),
         "compiled": lambda: ours("runtime.compile=true"),
         "bare": lambda: common.measure(train_peers.train_bare, *work, **train_common.allocator()),
         "transformers": transformers,
@@ -117,7 +106,7 @@ def add_lines(name: str, size: Size, costs: Costs, table: Table) -> None:
               f"largest process {memory[side]:,.0f} MB")  # fmt: skip
     for side, base, least in (
         ("plain", "bare", LEAST_BARE), ("plain", "transformers", LEAST_TRANSFORMERS), ("ranks", "plain", LEAST_RANKS),
-        ("muon-ranks", "muon", LEAST_RANKS), ("compiled", "plain", 0),
+        ("compiled", "plain", 0),
     ):  # fmt: skip
         if side in rates and base in rates:
             table.ratio(f"{name}: tokens/s, {side}, {base}", rates[side], rates[base], least=least)
@@ -130,69 +119,6 @@ def add_lines(name: str, size: Size, costs: Costs, table: Table) -> None:
             least = LEAST_FLOPS if side == "plain" else 0
             flops = rates[side] * size.flops_per_token / 1e9
             table.ratio(f"{name}: GFLOP/s, {side}, matmul", flops, peak, least=least)
-
-
-def compare_checkpoint(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Both ways to save, and the steps beside the writer; the first round is not counted: ours allocates in it."""
-    import torch
-
-    from ttrain.train.checkpoint import Checkpoints, SnapshotBuffers
-
-    model = train_common.random_model(512, options.layers, 512)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, common.VOCAB_SIZE, (1, 256))
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    checkpoints, buffers = Checkpoints(directory / "ours", files=dict, keep=1), SnapshotBuffers()
-
-    def save(number: int) -> None:
-        states = {f"{key}|{names[p]}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
-        checkpoints.save(buffers.take(number, dict(model.named_parameters()), states, {}))
-
-    def save_with_torch() -> None:
-        with (directory / "theirs.pt").open("wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    step()
-    rounds: list[dict[str, float]] = []
-    for number in range(options.rounds + 1):
-        seconds = {"alone": common.timed(lambda: [step() for _ in range(STEPS_ALONE)]).wall / STEPS_ALONE}
-        seconds["theirs"] = common.timed(save_with_torch).wall
-        step()
-        began = time.perf_counter()
-        seconds["ours"] = common.timed(lambda number=number: save(number + 1)).wall
-        seconds["beside"], seconds["durable"] = step_beside_writer(checkpoints, step, began)
-        rounds.append(seconds)
-    checkpoints.close()
-    milliseconds = {name: 1000 * statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}
-    print(f"  {(directory / 'theirs.pt').stat().st_size / common.MEGABYTE:.0f} MB by torch.save; ours is durable after "
-          f"{milliseconds['durable']:,.0f} ms")  # fmt: skip
-    for label, ours, theirs, most in (
-        ("checkpoint: ms without training, torch.save and fsync", "ours", "theirs", MOST_STALL),
-        ("checkpoint: ms of a step, while writing, without", "beside", "alone", MOST_SLOWDOWN),
-    ):
-        value = statistics.median(one[ours] / one[theirs] for one in rounds[1:])
-        table.ratio(label, milliseconds[ours], milliseconds[theirs], value=value, most=most)
-
-
-def step_beside_writer(checkpoints: Any, step: Callable[[], None], began: float) -> tuple[float, float]:
-    """Seconds of a step that begins while the writer writes, and seconds until the checkpoint was durable."""
-    writing, steps = checkpoints.pending[-1], []
-    ended: list[float] = []
-    writing.add_done_callback(lambda _: ended.append(time.perf_counter()))
-    while not writing.done() or not steps:
-        steps.append(common.timed(step).wall)
-    checkpoints.wait()
-    return statistics.mean(steps), ended[0] - began
 
 
 class RandomRows:
@@ -263,7 +189,5 @@ def search_choices(name: str, rounds: str) -> dict[str, Any]:
     return {**figures, "choice": str(choice), "best": str(best), "choices": len(choices), "seconds": seconds}
 
 
-PARTS = {"speed": compare_speed, "checkpoint": compare_checkpoint, "tune": compare_tuned}
-
 if __name__ == "__main__":
-    common.main(str(__doc__), PARTS, default="speed,checkpoint", rounds=5, options=options)
+    common.main(str(__doc__), {"speed": compare_speed, "tune": compare_tuned}, default="speed", rounds=5, options=options)
