@@ -221,7 +221,7 @@ class TrialRunner:
         header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
         table = report.markdown(rows, header)
         self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
-        self._parent.log_text(report_page.render(self.sweep, trials, self.study.importances()), self.sweep.page.name)
+        self._parent.log_text(report_page.render(self.sweep, trials), self.sweep.page.name)
         self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
         if best and best.value is not None:
             self._log_best(best, done=_done(trials))

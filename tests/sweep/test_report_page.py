@@ -75,7 +75,7 @@ def test_the_command_of_a_trial_is_one_that_a_shell_takes_as_it_was_meant(tmp_pa
 
 def test_a_page_without_a_finished_trial_says_so(tmp_path: Path) -> None:
     sweep, _ = sweep_of(tmp_path)
-    assert "no trial has completed" in report_page.render(sweep, [], {})
+    assert "no trial has completed" in report_page.render(sweep, [])
 
 
 def test_dots_stand_where_their_values_are_and_tell_them() -> None:
@@ -108,7 +108,7 @@ def places(drawing: str) -> list[tuple[float, float]]:
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_a_browser_shows_the_numbers_of_the_page_and_no_error(tmp_path: Path) -> None:
     sweep, study = sweep_of(tmp_path)
-    sweep.page.write_text(report_page.render(sweep, study.trials(), {LR: 0.75, KIND: 0.25}), encoding="utf-8")
+    sweep.page.write_text(report_page.render(sweep, study.trials()), encoding="utf-8")
     with Browser() as browser:
         for width, scheme in ((1200, "light"), (390, "dark")):
             browser.resize(width, 900)
@@ -120,7 +120,7 @@ def test_a_browser_shows_the_numbers_of_the_page_and_no_error(tmp_path: Path) ->
         cells = browser.evaluate("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
         told = browser.evaluate("[...document.querySelectorAll('.mark-symbol title')].map(title => title.textContent)")
         legend = browser.evaluate("document.querySelector('.legend').textContent")
-    assert {"2 *", "3.0000", "(6.1250)", "75 %", "full-2"} <= set(cells)
+    assert {"2 *", "3.0000", "(6.1250)", "full-2"} <= set(cells)
     assert f"diverged: {HOSTILE}" in cells
     assert sum("trial 2: 3.0000" in text for text in told) == 3  # on both settings' plots, and among the trials
     assert "trial 2" in legend and "trial 5" not in legend

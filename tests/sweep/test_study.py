@@ -201,14 +201,3 @@ def test_who_only_looks_changes_nothing_also_in_the_middle_of_a_draw(tmp_path: P
     journal.write_bytes(torn)
     assert [trial.outcome for trial in study_of(journal, writes=False).trials()] == [COMPLETED] * 3
     assert journal.read_bytes() == torn
-
-
-def test_importances_name_the_setting_that_matters() -> None:
-    space = Space({LR: Interval(1e-4, 1e-1, log=True), "seed": IntegerRange(1, 99)}, {})
-    study = study_of(None, space, sampler="random")
-    assert study.importances() == {}
-    for _ in range(20):
-        trial = study.ask()
-        study.tell(trial.number, COMPLETED, abs(math.log10(trial.values[LR] / 1e-2)))
-    shares = study.importances()
-    assert shares[LR] > 3 * shares["seed"] and math.isclose(sum(shares.values()), 1.0)

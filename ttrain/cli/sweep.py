@@ -126,7 +126,7 @@ def sweep_list(as_json: AsJson = False) -> None:
 
     studies = [(sweep, Study.of(sweep).trials()) for sweep in records.list_sweeps(home())]
     if as_json:
-        print_json([summary.sweep_json(sweep, trials, {}) for sweep, trials in studies])
+        print_json([summary.sweep_json(sweep, trials) for sweep, trials in studies])
         return
     if not studies:
         print("no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`")
@@ -179,17 +179,13 @@ def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
     from ttrain.sweep.report_page import render
     from ttrain.sweep.study import FAILED, RUNNING, Study, best_of
 
-    study = Study.of(sweep)
-    trials, importances = study.trials(), study.importances()
+    trials = Study.of(sweep).trials()
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(sweep, trials, importances), encoding="utf-8")
+    page.write_text(render(sweep, trials), encoding="utf-8")
     if as_json:
-        print_json({**summary.sweep_json(sweep, trials, importances), "page": str(page)})
+        print_json({**summary.sweep_json(sweep, trials), "page": str(page)})
         return
     table(*summary.trial_table(trials, sweep.space, sweep.measure))
-    if importances:
-        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in importances.items())
-        print_escaped(f"importance of the settings: {shares}")
     print_escaped(f"{sweep.name}: {summary.counts(trials)}; {summary.verdict(trials, sweep.measure)}")
     if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
         print("the same command continues unfinished trials and retries failed ones")

@@ -35,7 +35,7 @@ def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = Fa
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
     problems = find_problems(view, earlier)
     page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
-    page.section("Stages", stage_timeline(view), _stages(view))
+    page.section("Stages", _stages(view))
     page.section("What went wrong", _problem_table(problems))
     page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
@@ -220,35 +220,6 @@ def machine(view: RunView) -> list[Block]:
         recorded = (manifest.get("result", {}).get(field) for manifest in manifests)
         values[field] = list(dict.fromkeys(str(value) for value in recorded if value is not None))
     return table_of(("name", "value"), [(field, ", ".join(texts)) for field, texts in values.items() if texts])
-
-
-ROW, BAR, TEXT = 34, 9, 13  # pixels: of a stage, of its bar, of the line above it
-
-LEAST = 0.4  # percent of the width, so that a short bar can be seen
-
-
-def stage_timeline(view: RunView) -> Markup:
-    """A bar for each stage that this run built, from its start to its end; empty where none has recorded both."""
-    bars = [
-        (name, max(0.0, stage.ended - stage.seconds - view.started), stage.seconds, stage.status)
-        for name, stage in view.stages.items()
-        if stage.ended and stage.seconds and not stage.cached
-    ]
-    if not bars:
-        return Markup()
-    whole = max(view.seconds or 0.0, *(begin + took for _, begin, took, _ in bars))
-    parts = []
-    for row, (name, begin, took, status) in enumerate(bars):
-        y, share = ROW * row, max(LEAST, 100 * took / whole)
-        bar = {"y": y + TEXT + 5, "height": BAR, "rx": 3}
-        parts += [
-            tag("text", name, " ", tag("tspan", format_duration(took), class_="faint"), x=0, y=y + TEXT),
-            tag("rect", x=0, width="100%", class_="whole", **bar),
-            tag("rect", x=f"{100 * begin / whole:.2f}%", width=f"{share:.2f}%",
-                class_="failed" if status in UNFINISHED else "bar", **bar),
-        ]  # fmt: skip
-    label = f"{len(bars)} stages over {format_duration(whole)}"
-    return tag("svg", joined(parts), class_="times", height=ROW * len(bars), role="img", aria_label=label)
 
 
 UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}

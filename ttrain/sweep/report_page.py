@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from ttrain.core.text import format_duration, is_number
@@ -20,7 +20,7 @@ from ttrain.tracking import Point
 CURVES = 16  # of trials on one chart, the best of them
 
 
-def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> str:
+def render(sweep: Sweep, trials: Sequence[Trial]) -> str:
     """The page as HTML."""
     measure, space = sweep.measure, sweep.space
     best = best_of(trials, maximize=measure.maximize)
@@ -43,9 +43,6 @@ def render(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, floa
         plots.append(Scatter("trial, and the best so far", dots, line=line, is_whole=True))
     if done:
         page.section(f"What each setting does to {measure.metric}", page.charts(plots))
-    if importances:
-        rows = [(name, f"{100 * share:.0f} %") for name, share in importances.items()]
-        page.section("How much of the difference each setting explains", html.table(("setting", "share"), rows, numbers=[1]))
     page.section("While the trials trained", page.charts(_curves(curves, measure.metric)))
     header, cells = summary.trial_table(trials, space, measure)
     numbers = [*range(2 + len(space.dimensions)), len(header) - 2]

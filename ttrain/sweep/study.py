@@ -127,20 +127,6 @@ class Study:
         self.note(number, outcome=outcome)
         self._study.tell(self._frozen(number).number, value, state=STATES[outcome])
 
-    def importances(self) -> dict[str, float]:
-        """How much of the metric's variance each setting explains; empty where there is too little to tell.
-
-        fANOVA: proceedings.mlr.press/v32/hutter14.html. It loads scikit-learn, which takes seconds.
-        """
-        done = [trial for trial in self.trials() if trial.outcome == COMPLETED]
-        if len(self.space.dimensions) < 2 or len(done) < 2 * len(self.space.dimensions):
-            return {}
-        with contextlib.suppress(ValueError, RuntimeError):  # raised where all values are equal
-            evaluator = optuna.importance.FanovaImportanceEvaluator(seed=self.seed)
-            shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
-            return {name: float(share) for name, share in shares.items()}
-        return {}
-
     def _begin(self, number: int, params: Mapping[str, Any]) -> Trial:
         """Record a running trial in one line of the journal, so that a kill leaves all of it or nothing."""
         attributes = {"trial": number}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.text import format_duration, truncated
@@ -81,7 +81,7 @@ def command(sweep: Sweep, trial: Trial) -> str:
     return " ".join(map(shlex.quote, arguments))
 
 
-def sweep_json(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, float]) -> dict[str, Any]:
+def sweep_json(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Any]:
     """The object that `show --json` prints."""
     measure = sweep.measure
     best = best_of(trials, maximize=measure.maximize)
@@ -96,7 +96,6 @@ def sweep_json(sweep: Sweep, trials: Sequence[Trial], importances: Mapping[str, 
         "sampler": sweep["asked"]["sampler"],
         "best": best.to_json() if best else None,
         "command": command(sweep, best) if best else None,
-        "importances": dict(importances),
         "trials": [trial.to_json() for trial in trials],
         "page": str(sweep.page) if sweep.page.exists() else None,
         "tracking": sweep["tracking"],
