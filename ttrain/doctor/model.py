@@ -36,13 +36,13 @@ from ttrain.doctor.parts import (
     without_dropout,
 )
 from ttrain.errors import TTrainError
+from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints as checkpoints_in
 from ttrain.train.checkpoint_format import step_of
 from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.losses import NonFinite
 from ttrain.train.precision import Precision
-from ttrain.train.task import TrainingTask
 
 LOSS_ROWS = 8
 
@@ -103,9 +103,7 @@ def documents(learner: Learner, rows: Rows, precision: Precision) -> Check:
 
 def first_loss(learner: Learner, rows: Rows, precision: Precision, *, trained: bool) -> Check:
     """Whether a new model's loss is near ln(vocabulary), the loss of uniform guessing, and a `trained` one's below it."""
-    subject = learner.build()
-    task = learner.task(learner.config, subject.model, learner.runtime)
-    model = task.build_model().to(precision.device).eval()
+    task, model = learner.prepared(precision.device)
     with precision.autocast():
         loss_sum = task.validation_step(model, select_rows(rows, LOSS_ROWS).whole, precision.device)
     loss, nothing = float(loss_sum.total) / max(1, loss_sum.count), math.log(_head(model).weight.shape[0])
@@ -146,11 +144,9 @@ def routers(learner: Learner, rows: Rows, precision: Precision) -> Check | None:
 
     for name, module in router_modules:
         module.register_forward_hook(watch(name))
-    task = learner.task(learner.config, subject.model, learner.runtime)
+    task, model = learner.prepared(precision.device, subject.model)
     with precision.autocast():
-        task.validation_step(
-            task.build_model().to(precision.device).eval(), select_rows(rows, LOSS_ROWS).whole, precision.device
-        )
+        task.validation_step(model, select_rows(rows, LOSS_ROWS).whole, precision.device)
     evenness = {name: _evenness(numbers, experts) for name, (numbers, experts) in chosen.items()}
     worst = min(evenness, key=lambda name: evenness[name])
     figure = f"{len(evenness)} routers, the least even at {evenness[worst]:.2f} of an even spread ({worst})"
@@ -168,9 +164,7 @@ def _evenness(numbers: Tensor, experts: int) -> float:
 
 def _logits(learner: Learner, precision: Precision, inputs: list[np.ndarray[Any, Any]], segments_BT: Any) -> list[Tensor]:
     """[B, T, V] logits for each of the inputs, as the task's own forward pass makes them, mask and all."""
-    subject = learner.build()
-    task: TrainingTask = learner.task(learner.config, subject.model, learner.runtime)
-    model = task.build_model().to(precision.device).eval()
+    task, model = learner.prepared(precision.device)
     hidden: list[Tensor] = []
     causal: Any = getattr(model, "causal", model)
     if getattr(causal.config, "_experts_implementation", None) not in (None, "eager"):
@@ -200,7 +194,7 @@ def _head(model: nn.Module) -> Any:
 
 def _different_id(ids: Any) -> Any:
     """A different id for each id, which every vocabulary has."""
-    return np.where(ids == 1, 0, 1) if isinstance(ids, np.ndarray) else (0 if ids == 1 else 1)
+    return np.where(ids == 1, 0, 1)
 
 
 Step = tuple[float, dict[str, Tensor]]  # loss (of rank 0, NaN on others), and gradients by name
@@ -294,15 +288,9 @@ def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
     """Whether ten steps on one batch, at the peak learning rate, lower its loss."""
     name, section = "one batch is learnt", learner.config.section
     too_long = f"lower {section}.optim.lr: the steps are too long"
-    sample, recorder, subject = select_rows(rows, ROWS_PER_STEP), LossRecorder(), learner.build()
-    without_dropout(subject.model)
-    schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
-    trainer = trainer_of(
-        learner, subject, sample, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
-        rows_per_step=ROWS_PER_STEP, rows_per_device=ROWS_PER_STEP, callbacks=[recorder], schedule=schedule,
-    )  # fmt: skip
+    recorder = LossRecorder()
     try:
-        trainer.fit()
+        learn_batch(learner, learner.build(), select_rows(rows, ROWS_PER_STEP), precision, recorder)
     except NonFinite:
         return Check(name, False, f"the loss of step {len(recorder.losses) + 1} on it is not finite", too_long)
     first, last = recorder.losses[0], recorder.losses[-1]
@@ -310,6 +298,18 @@ def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
     ok = last <= (1 - LEARNT) * first
     figure = f"loss {first:.3f} to {last:.3f} in {LEARNT_STEPS} steps on it"
     return make_check(name, ok, figure, too_short if last <= first else too_long)
+
+
+def learn_batch(
+    learner: Learner, subject: TrainableModel, rows: InMemoryRows, precision: Precision, recorder: LossRecorder
+) -> None:
+    """Take LEARNT_STEPS steps on all the rows at the peak learning rate, without dropout."""
+    without_dropout(subject.model)
+    schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
+    trainer_of(
+        learner, subject, rows, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
+        rows_per_step=len(rows), rows_per_device=len(rows), callbacks=[recorder], schedule=schedule,
+    ).fit()  # fmt: skip
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
@@ -44,6 +45,13 @@ class Learner:
     build: Callable[[], TrainableModel]
     task: Callable[[Training, nn.Module, Runtime], TrainingTask]
     trainer: Callable[..., Trainer] = Trainer
+
+    def prepared(
+        self, device: torch.device, model: nn.Module | None = None, **changes: Any
+    ) -> tuple[TrainingTask, nn.Module]:
+        """The task, with these settings changed, and its model on the device, which does not train; a new one by default."""
+        task = self.task(self.config.replaced(changes), model or self.build().model, self.runtime)
+        return task, task.build_model().to(device).eval()
 
 
 class InMemoryRows(Rows):

@@ -6,7 +6,7 @@ Letters in names: B rows, T positions, A answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from ttrain.config.training import Dpo
 from ttrain.data.packing import Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
-from ttrain.doctor.model import LEARNT_STEPS, ROWS_PER_STEP
+from ttrain.doctor.model import LEARNT_STEPS, ROWS_PER_STEP, learn_batch
 from ttrain.doctor.parts import (
     Check,
     InMemoryRows,
@@ -24,10 +24,7 @@ from ttrain.doctor.parts import (
     make_check,
     numbered_answers,
     select_rows,
-    trainer_of,
-    without_dropout,
 )
-from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision
 from ttrain.train.preference_tuning import is_paired, score_answers
 
@@ -38,16 +35,15 @@ MIRRORED = 1e-5  # of a log-probability, relative
 FIX_MASK = "fix the mask between the answers of a pair: one sees the other"
 
 
-def with_references(learner: Learner, rows: Rows, device: torch.device, count: int = PAIR_ROWS) -> InMemoryRows:
-    """`count` of the rows with the log-probabilities of the model before its first step, scored row by row in fp32."""
-    sample = select_rows(rows, count)
+def with_references(learner: Learner, rows: Rows, device: torch.device) -> InMemoryRows:
+    """PAIR_ROWS of the rows with the log-probabilities of the model before its first step, scored row by row in fp32."""
+    sample = select_rows(rows, PAIR_ROWS)
     largest = int(sample.whole.answer_ids_A.max()) if isinstance(sample.whole, PairBatch) else 0
     references = np.full(largest + 1, np.nan)
-    model = learner.task(learner.config, learner.build().model, learner.runtime).build_model().to(device).eval()
+    _, model = learner.prepared(device)
     with torch.no_grad():
         for number in range(len(sample)):
-            batch = sample.batch([number])
-            assert isinstance(batch, PairBatch)
+            batch = _pairs(sample, [number])
             references[batch.answer_ids_A] = score_answers(model, batch, device)[0].cpu().numpy()
     return select_rows(InMemoryRows(sample.whole, references), len(sample))
 
@@ -68,13 +64,12 @@ def first_loss(learner: Learner, rows: Rows, device: torch.device) -> Check | No
     assert isinstance(config, Dpo)
     if not config.has_reference:
         return None
-    batch = rows.batch(range(len(rows)))
-    assert isinstance(batch, PairBatch)
+    batch = _pairs(rows, range(len(rows)))
     weights_A = np.where(batch.ratings_A > 0, config.desirable_weight, config.undesirable_weight)
     of_loss = {"ipo": 1 / (4 * config.beta**2), "kto": float(weights_A.mean()) / 2}
     expected = of_loss.get(config.loss, math.log(2))
-    task = learner.task(config.replaced({"sft_weight": 0.0}), learner.build().model, learner.runtime)
-    loss_sum = task.validation_step(task.build_model().to(device).eval(), batch, device)
+    task, model = learner.prepared(device, sft_weight=0.0)
+    loss_sum = task.validation_step(model, batch, device)
     loss = float(loss_sum.total) / max(1, loss_sum.count)
     figure = f"{loss:.7f}; of two equal models {expected:.7f}"
     ok = abs(loss - expected) <= AT_START * max(1.0, expected)
@@ -85,14 +80,8 @@ def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
     """Whether ten steps on one batch, at the peak learning rate, raise the rewards of its good answers above the others."""
     name, section = "a preference is learnt", learner.config.section
     sample, subject, recorder = select_rows(rows, ROWS_PER_STEP), learner.build(), LossRecorder()
-    without_dropout(subject.model)
-    schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
     before = _lead(learner, subject.model, sample, precision.device)
-    trainer = trainer_of(
-        learner, subject, sample, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
-        rows_per_step=len(sample), rows_per_device=len(sample), schedule=schedule, callbacks=[recorder],
-    )  # fmt: skip
-    trainer.fit()
+    learn_batch(learner, subject, sample, precision, recorder)
     after = _lead(learner, subject.model, sample, precision.device)
     losses = f"{recorder.losses[0]:.4f} to {recorder.losses[-1]:.4f} in {LEARNT_STEPS} steps"
     figure = f"loss {losses}; lead of the good answers {before:+.4f} to {after:+.4f}"
@@ -102,9 +91,8 @@ def learns(learner: Learner, rows: Rows, precision: Precision) -> Check:
 
 def _lead(learner: Learner, model: nn.Module, rows: InMemoryRows, device: torch.device) -> float:
     """Mean log-ratio of the good answers less that of the bad ones."""
-    batch = rows.batch(range(len(rows)))
-    assert isinstance(batch, PairBatch)
-    objective = learner.task(learner.config, model, learner.runtime).build_model().to(device).eval()
+    batch = _pairs(rows, range(len(rows)))
+    _, objective = learner.prepared(device, model)
     with torch.no_grad():
         log_probs_A = score_answers(objective, batch, device)[0].cpu().numpy()
     good, ratios_A = batch.ratings_A > 0, log_probs_A - (0 if batch.references_A is None else batch.references_A)
@@ -118,12 +106,11 @@ def mirror(learner: Learner, rows: InMemoryRows, device: torch.device) -> Check 
     None for answers that are rated alone.
     """
     swapped = InMemoryRows(_swapped(rows.whole)) if isinstance(rows.whole, PairBatch) else rows
-    objective = learner.task(learner.config, learner.build().model, learner.runtime).build_model().to(device).eval()
+    _, objective = learner.prepared(device)
     margins = []
     with torch.no_grad():
         for sample in (rows, swapped):
-            batch = sample.batch(range(len(sample)))
-            assert isinstance(batch, PairBatch)
+            batch = _pairs(sample, range(len(sample)))
             if not is_paired(batch.answer_ids_A):
                 return None
             log_probs_P2 = score_answers(objective, batch, device)[0].cpu().numpy().reshape(-1, 2)
@@ -132,6 +119,12 @@ def mirror(learner: Learner, rows: InMemoryRows, device: torch.device) -> Check 
     apart = float(np.abs(margins[0] + margins[1]).max()) / max(1.0, largest)
     figure = f"margins of {len(margins[0])} swapped pairs are {apart:.1e} from their mirror, of up to {largest:.3f}"
     return make_check("swapped pairs mirror", apart <= MIRRORED, figure, FIX_MASK)
+
+
+def _pairs(rows: Rows, numbers: Sequence[int]) -> PairBatch:
+    batch = rows.batch(numbers)
+    assert isinstance(batch, PairBatch)
+    return batch
 
 
 def _swapped(batch: PairBatch) -> PairBatch:
