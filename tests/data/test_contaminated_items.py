@@ -24,7 +24,7 @@ from ttrain.stages import evaluate
 def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
     file = jsonl(directory / f"{task}.jsonl", rows)
     spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}).tasks[task]
-    return run.read_task(task, spec, SuiteFiles(directory))
+    return run.functions_of(spec)[0](task, spec, SuiteFiles(directory))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from ttrain.evaluate import chats, tool_calls
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.evaluate.tool_calls import Budget
 
 # Names in plain text, a special token at the end of each turn, and no system turn.
 NAMED = (
@@ -205,7 +206,7 @@ def test_functions_are_found_whatever_they_say_of_themselves(said: str) -> None:
     ],
 )
 def test_a_call_that_cannot_be_made_says_why(body: str, wrong: str) -> None:
-    (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", FUNCTIONS)
+    (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", FUNCTIONS, Budget())
     assert call.wrong.startswith(wrong) and bool(call.wrong) == bool(wrong)
     assert bool(call.unchecked) == ("odd" in body)
 
@@ -219,7 +220,7 @@ def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
         {"$ref": "#/enum/x", "enum": [1]},
     )  # fmt: skip
     for schema in schemas:
-        (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>', {"f": schema})
+        (call,) = tool_calls.calls('<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>', {"f": schema}, Budget())
         assert call.unchecked and not call.wrong, schema
 
 
@@ -239,12 +240,12 @@ def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(
     monkeypatch.setattr(tool_calls, "SANDBOX", small)
     body = json.dumps({"name": "f", "arguments": {"a": "a" * 40 + "!", "b" * 40 + "!": 1, "a" * 40 + "!": 2}})
     begun = time.process_time()
-    judged = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
+    judged = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema}, Budget())
     assert len(judged.unchecked) == 1 and "asks for too much: it needs more than 0." in judged.unchecked[0]
     assert judged.valid and judged.right, "what cannot be compared is judged by name and arguments alone"
-    again = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema})
+    again = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema}, Budget())
     assert again == judged, "it is not asked twice"
-    (call,) = tool_calls.calls(CALL.replace("2", "0"), FUNCTIONS)
+    (call,) = tool_calls.calls(CALL.replace("2", "0"), FUNCTIONS, Budget())
     assert call.wrong == "weather: days: 0 is less than the minimum of 1" and not call.unchecked
     assert time.process_time() - begun < 1
 
@@ -271,13 +272,13 @@ def test_marks_that_never_end_take_no_time() -> None:
     ],
 )
 def test_calls_are_right_where_they_are_those_of_the_reference(answer: str, expected: tuple[bool, ...]) -> None:
-    judged = tool_calls.judge(answer, CALL, FUNCTIONS)
+    judged = tool_calls.judge(answer, CALL, FUNCTIONS, Budget())
     assert (judged.called, judged.valid, judged.right_names, judged.right) == expected
 
 
 def test_a_reference_that_its_own_schema_refuses_can_still_be_given() -> None:
     reference = CALL.replace("2", "0")
-    judged = tool_calls.judge(reference, reference, FUNCTIONS)
+    judged = tool_calls.judge(reference, reference, FUNCTIONS, Budget())
     assert judged.right and not judged.valid
 
 
@@ -405,7 +406,7 @@ def test_progress_goes_from_nothing_to_all_once(encoder: Encoder, model: Any, tm
 def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     small = small_sandbox(0.1)
     monkeypatch.setattr(tool_calls, "SANDBOX", small)
-    budget = tool_calls.Budget(seconds=0.4)
+    budget = Budget(seconds=0.4)
     body = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'a': 'a' * 40 + '!'}})}</tool_call>"
     reasons = []
     for number in range(60):
@@ -417,7 +418,7 @@ def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_cheap_schemas_use_nothing_of_the_budget() -> None:
-    budget = tool_calls.Budget()
+    budget = Budget()
     for days in range(20):
         tool_calls.judge(CALL.replace("2", str(days)), CALL, FUNCTIONS, budget)
     assert budget.used_seconds < 0.5 and not budget.refused

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
-from ttrain.data import chat, chat_shapes, chat_templates, records
+from ttrain.data import chat, chat_shapes, records
 from ttrain.data.chat_templates import Message, Messages, Segment, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.data.tools import has_calls
@@ -28,16 +28,17 @@ log = logging.getLogger("ttrain")
 Tokens = tuple[list[int], list[bool]]
 
 
-def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[chat_templates.Messages]:
+def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    rows, left_out = reading.read_texts(task, spec, files, _messages, chat_shapes.CHAT_FIELDS)
-    chats = tuple(messages for messages, _ in rows)
-    names = reading.digests([[message.identity() for message in messages] for messages in chats])
-    return Items(task, spec, chats, names, tuple(left_out), reading.groups([row for _, row in rows], spec.by))
+
+    def identity(messages: Messages) -> object:
+        return [message.identity() for message in messages]
+
+    return reading.read_texts(task, spec, files, _messages, chat_shapes.CHAT_FIELDS, identity)
 
 
-def run(items: Items[chat_templates.Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Compute loss in nats per token of the assistant's turns, their end tokens included, and its exponential; and the
     metrics of `answers.figures` unless `new_tokens` is 0.
 
@@ -95,7 +96,7 @@ def _part(progress: ProgressCallback, number: int, halves: bool) -> ProgressCall
     return (lambda done, total: progress(number * total + done, 2 * total)) if halves else progress
 
 
-def _messages(row: dict[str, Any]) -> chat_templates.Messages:
+def _messages(row: dict[str, Any]) -> Messages:
     conversation = records.parse_conversation(row)
     if isinstance(conversation, records.Conversation):
         return conversation.messages

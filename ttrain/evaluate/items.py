@@ -158,9 +158,11 @@ def read_texts(
     files: SuiteFiles,
     parse: Callable[[dict[str, Any]], T],
     row_format: str,
-) -> tuple[Rows[T], list[LeftOut]]:
-    """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that `limit` allows.
-    Raises DataError where there is none."""
+    identity: Callable[[T], object],
+    within: Callable[[Rows[T]], Rows[T]] = lambda rows: rows,
+) -> Items[T]:
+    """Read the records of a held-out part, or of the task's file, as `read_rows` does, draw those that `limit` allows, and
+    take of them those `within` other limits. `identity`: what identifies a record. Raises DataError where there is none."""
     setting, left_out, part = files.setting(task, "file"), list[LeftOut](), heldout_part(spec)
     if part:
         rows: Rows[T] = [(parse(dict(record)), record) for record in files.heldout[part]]
@@ -170,7 +172,10 @@ def read_texts(
         bad = f"; the first of {len(left_out)} bad rows is {left_out[0].location}: {left_out[0].reason}" if left_out else ""
         noun = {"text": "document"}.get(spec.kind, spec.kind.removesuffix("s"))
         raise DataError(f"{setting} {spec.file} has no {noun}; a row needs {row_format}{bad}")
-    return sampled(rows, spec.limit, spec.seed), left_out
+    rows = within(sampled(rows, spec.limit, spec.seed))
+    values = tuple(value for value, _ in rows)
+    by_label = groups([row for _, row in rows], spec.by)
+    return Items(task, spec, values, digests(list(map(identity, values))), tuple(left_out), by_label)
 
 
 def heldout_part(task: Task) -> str | None:

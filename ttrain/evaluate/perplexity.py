@@ -175,15 +175,13 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
         assert isinstance(document, sources.TextDocument), "the parser yields documents"
         return document.text
 
+    def within(rows: reading.Rows[str]) -> reading.Rows[str]:
+        sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
+        most = spec.max_bytes
+        return rows if most is None else rows[: max(1, sum(size <= most for size in sizes))]
+
     row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-    rows, left_out = reading.read_texts(task, spec, files, parse, row_fields)
-    sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
-    if spec.max_bytes is not None:
-        rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
-    texts = tuple(text for text, _ in rows)
-    return Items(
-        task, spec, texts, reading.digests(texts), tuple(left_out), reading.groups([row for _, row in rows], spec.by)
-    )
+    return reading.read_texts(task, spec, files, parse, row_fields, str, within)
 
 
 def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

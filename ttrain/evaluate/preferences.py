@@ -47,10 +47,7 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
             raise BadRow(RATED)
         return pair
 
-    rows, left_out = reading.read_texts(task, spec, files, parse, PREFERENCE_FIELDS)
-    pairs = tuple(pair for pair, _ in rows)
-    names = reading.digests([pair.content().decode() for pair in pairs])
-    return Items(task, spec, pairs, names, tuple(left_out), reading.groups([row for _, row in rows], spec.by))
+    return reading.read_texts(task, spec, files, parse, PREFERENCE_FIELDS, lambda pair: pair.content().decode())
 
 
 def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

@@ -14,7 +14,7 @@ from ttrain.data.overlap import plain
 from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
 from ttrain.evaluate import choices, generation
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
@@ -31,11 +31,11 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
     """
     for loaded in suites:
         check_parts(loaded, heldout)
-    return [
-        read_task(name, spec, SuiteFiles(loaded.base, heldout, loaded.options, loaded.suite.allow_code))
-        for loaded in suites
-        for name, spec in loaded.suite.tasks.items()
-    ]
+    items: list[Items[Any]] = []
+    for loaded in suites:
+        files = SuiteFiles(loaded.base, heldout, loaded.options, loaded.suite.allow_code)
+        items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
+    return items
 
 
 def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProgress) -> list[TaskResult]:
@@ -46,7 +46,7 @@ def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProg
         def progress(done: int, total: int, task_items: Items[Any] = task_items, number: int = number) -> None:
             report(task_items.task, number + done / max(1, total), len(items))
 
-        outcomes.append(run(task_items, subject, progress))
+        outcomes.append(functions_of(task_items.spec)[1](task_items, subject, progress))
         report(task_items.task, number + 1, len(items))
     return outcomes
 
@@ -113,19 +113,7 @@ def _digest(item: object) -> str | None:
     return digest_of_text(plain(text))
 
 
-def read_task(task: str, spec: evaluate.Task, files: SuiteFiles) -> Items[Any]:
-    """Read the items of a task. Raises UsageError or DataError if its files cannot be read or have no item."""
-    read_items, _ = _functions_of(spec)
-    return read_items(task, spec, files)
-
-
-def run(items: Items[Any], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
-    """Evaluate the model on the items."""
-    _, score = _functions_of(items.spec)
-    return score(items, subject, progress)
-
-
-def _functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
+def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
     """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs."""
     match spec:
         case evaluate.TextTask():

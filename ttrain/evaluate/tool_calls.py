@@ -73,11 +73,11 @@ def offered_functions(messages: Sequence[Message]) -> Functions:
     return functions
 
 
-def judge(answer: str, reference: str, functions: Functions, budget: Budget | None = None) -> CallVerdict:
+def judge(answer: str, reference: str, functions: Functions, budget: Budget) -> CallVerdict:
     """Judge an answer's calls by the reference's. If no functions are offered, any name is valid.
 
     The budget is shared by all answers that are judged with it."""
-    answer_calls, reference_calls = calls(answer, functions, budget), calls(reference, {})
+    answer_calls, reference_calls = calls(answer, functions, budget), calls(reference, {}, budget)
     wrong = tuple(call.wrong for call in answer_calls if call.wrong)
     all_named = bool(answer_calls) and all(call.name for call in answer_calls)
     return CallVerdict(
@@ -91,9 +91,9 @@ def judge(answer: str, reference: str, functions: Functions, budget: Budget | No
     )
 
 
-def calls(text: str, functions: Functions, budget: Budget | None = None) -> list[Call]:
+def calls(text: str, functions: Functions, budget: Budget) -> list[Call]:
     """Parse every call of a text, in order; an unfinished call has no name."""
-    parsed = [_call(body, functions, budget or Budget()) for body in _texts_between(text, CALL_BEGIN, CALL_END)]
+    parsed = [_call(body, functions, budget) for body in _texts_between(text, CALL_BEGIN, CALL_END)]
     if text.count(CALL_BEGIN) > len(parsed):
         parsed.append(Call("", {}, f"a call without {CALL_END}"))
     return parsed
