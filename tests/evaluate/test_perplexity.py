@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ttrain.config import Lora
 from ttrain.data.packing import IGNORE
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.perplexity import ScoringWindow, windows
+from ttrain.evaluate.perplexity import windows
 from ttrain.evaluate.token_losses import TokenLosses, plain_parts
 from ttrain.model import adapters
 from ttrain.train.distributed import Ranks
@@ -64,14 +64,6 @@ def test_every_token_after_the_first_is_scored_once_with_the_tokens_before_it(to
     assert scored == list(range(1, tokens))
 
 
-@pytest.mark.parametrize(
-    ("length", "stride", "expected"),
-    [(4, 2, [(0, 1, 5), (2, 5, 7), (3, 7, 8)]), (4, 4, [(0, 1, 5), (3, 5, 8)]), (9, 1, [(0, 1, 8)])],
-)
-def test_windows_follow_the_table(length: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
-    assert list(windows(8, length, stride)) == [ScoringWindow(*one) for one in expected]
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50)), st.integers(1, 200), st.integers(1, 100))
 def test_batches_hold_every_window_once_within_the_limit(lengths: list[int], most: int, enough: int) -> None:
@@ -89,21 +81,6 @@ def test_batches_hold_every_window_once_within_the_limit(lengths: list[int], mos
 
 
 # --- scores -------------------------------------------------------------------------------------------------------------
-
-
-def test_texts_that_fit_into_a_window_cost_what_a_naive_sum_says() -> None:
-    model = tiny_model().eval()
-    sequences = [sequence(seed, length) for seed, length in enumerate((5, 30, 17, 2, 1))]
-    nats, count = 0.0, 0
-    for ids, live in sequences:
-        with torch.no_grad():
-            logs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        for t in range(1, len(ids)):
-            if live[t]:
-                nats, count = nats - float(logs[t - 1, ids[t]]), count + 1
-    found = score_of(model, sequences, length=32, stride=16)
-    assert found.tokens == count
-    assert found.nats == pytest.approx(nats, rel=1e-6)
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])

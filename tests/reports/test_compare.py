@@ -264,7 +264,10 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
         (["report", A, "--out", "."], "is a directory"),
         (["report", A, B], "a page is about one run"),
         (["report", A, "--metric", "loss"], "add --png"),
-        (["report", A, "--png", "--metric", "nothing"], "the curves are grad_norm, loss, lr, validation_loss"),
+        (
+            ["report", A, "--png", "--metric", "nothing"],
+            "a curve nothing; the curves are grad_norm, loss, lr, validation_loss",
+        ),
         (["report", A, "--png", "--stage", "sft"], "those that have are pretrain"),
     ],
 )

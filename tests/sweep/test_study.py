@@ -47,10 +47,10 @@ def test_a_sweep_that_is_opened_again_for_each_trial_draws_what_one_in_a_single_
 
 
 def test_tpe_finds_better_values_than_chance_does() -> None:
-    """Over ten seeds, so that no luck of one decides."""
+    """Over five seeds, so that no luck of one decides."""
     means = {}
     for sampler in ("tpe", "random"):
-        found = [study_of(None, sampler=sampler, seed=seed) for seed in range(10)]
+        found = [study_of(None, sampler=sampler, seed=seed) for seed in range(5)]
         for study in found:
             run(study, 16)
         means[sampler] = sum(study.best().value for study in found) / len(found)  # type: ignore[union-attr,misc]
