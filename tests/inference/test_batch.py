@@ -22,7 +22,7 @@ from ttrain.inference.sampling import Sampling
 # --- files of prompts ---------------------------------------------------------------------------------------------------
 
 
-def write_prompts(path: Path, count: int = 40) -> Path:
+def write_prompts(path: Path, count: int) -> Path:
     path.write_text(
         "".join(json.dumps({"prompt": "why " * (number * 7 % 12 + 1), "id": number}) + "\n" for number in range(count))
     )
@@ -58,8 +58,11 @@ def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(one: LoadedModel
     assert third["stop"] != "too long"
 
 
-def test_an_answering_that_was_cut_goes_on_where_it_was(one: LoadedModel, tmp_path: Path) -> None:
-    rows = batch.read(write_prompts(tmp_path / "p.jsonl"), raw=False)
+def test_an_answering_that_was_cut_goes_on_where_it_was(
+    one: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "WINDOW_BATCHES", 2)
+    rows = batch.read(write_prompts(tmp_path / "p.jsonl", 5), raw=False)
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     made: list[int] = []
 
@@ -79,8 +82,8 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(one: LoadedModel, tmp_pa
     with partial.open("ab") as file:
         file.write(b'{"half": ')
     made.clear()
-    assert batch.write_answers(cut, {"model": 1}, make) == 32
-    assert sum(made) == 8
+    assert batch.write_answers(cut, {"model": 1}, make) == 4
+    assert sum(made) == 1
     assert cut.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     with pytest.raises(KeyboardInterrupt):

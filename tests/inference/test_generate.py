@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.inference.generate import KVCache, TextStream, generate
-from ttrain.inference.loading import load
+from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
@@ -38,9 +40,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
+    """The model of a shape, with a second head that knows what it says."""
+
+    @cache
+    def make(shape: str) -> LoadedModel:
+        place = write_model(tmp_path_factory.mktemp(shape), **SHAPES[shape])
+        save_file(fitted_head(speaker(place), PROMPTS[1], 14).state_dict(), place / SECOND_HEAD)
+        return speaker(place)
+
+    return make
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(shape: str, tmp_path: Path) -> None:
-    one = speaker(write_model(tmp_path, **SHAPES[shape]))
+def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(
+    shape: str, headed: Callable[[str], LoadedModel]
+) -> None:
+    one = headed(shape)
     expected = [greedy(one.model, prompt, 16) for prompt in PROMPTS]
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     one = ending_with(one)
@@ -176,11 +193,8 @@ def fitted_head(one: Any, prompt: list[int], tokens: int) -> nn.Linear:
 
 
 @pytest.mark.parametrize(("shape", "temperature"), [*((shape, 0.0) for shape in SHAPES), ("llama", 0.8), ("window", 0.8)])
-def test_the_second_head_changes_no_token(shape: str, temperature: float, tmp_path: Path) -> None:
-    write_model(tmp_path, **SHAPES[shape])
-    one = speaker(tmp_path)
-    save_file(fitted_head(one, PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
-    one = ending_with(speaker(tmp_path))
+def test_the_second_head_changes_no_token(shape: str, temperature: float, headed: Callable[[str], LoadedModel]) -> None:
+    one = ending_with(headed(shape))
     settings = Sampling(max_tokens=24, temperature=temperature, top_p=0.9, repetition_penalty=1.1 if temperature else 1.0)
     for prompt in PROMPTS[:2]:
         heard: list[int] = []
@@ -195,10 +209,8 @@ def test_the_second_head_changes_no_token(shape: str, temperature: float, tmp_pa
             assert said.drafts.accepted >= 6  # it knows the first fourteen states, of which it is asked at every second
 
 
-def test_a_right_guess_that_ends_the_answer_ends_it(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    save_file(fitted_head(speaker(tmp_path), PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
-    one = speaker(tmp_path)
+def test_a_right_guess_that_ends_the_answer_ends_it(headed: Callable[[str], LoadedModel]) -> None:
+    one = headed("llama")
     free = greedy(one.model, PROMPTS[1], 14)
     for stop in free[1:13]:  # said on its own, or as a guess
         (plain,) = generate(ending_with(one, stop), [PROMPTS[1]], LONG)
@@ -226,10 +238,8 @@ def positions_of(one: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_later_turns_are_answered_as_from_scratch(shape: str, tmp_path: Path) -> None:
-    write_model(tmp_path, **SHAPES[shape])
-    save_file(fitted_head(speaker(tmp_path), PROMPTS[1], 14).state_dict(), tmp_path / SECOND_HEAD)
-    one = ending_with(speaker(tmp_path))
+def test_later_turns_are_answered_as_from_scratch(shape: str, headed: Callable[[str], LoadedModel]) -> None:
+    one = ending_with(headed(shape))
     short = Sampling(max_tokens=8)
     kept, history = KVCache(one), list(PROMPTS[1])
     for turn in range(6):

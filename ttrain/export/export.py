@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -179,7 +180,7 @@ def _fill(
         model = load(reference.model, reference.adapter)
         say(f"writing {request.dtype}")
         parameters = write(model, work, dtype=request.dtype, shard_bytes=shard_bytes)
-        remarks += _second_head(reference, work, request, write_tensors)
+        remarks += _second_head(reference, work, request)
     has_code = not adapter_only and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
@@ -199,7 +200,7 @@ def _fill(
     return exported, remarks
 
 
-def _second_head(reference: Reference, work: Path, request: Request, write: Callable[..., int]) -> Iterator[str]:
+def _second_head(reference: Reference, work: Path, request: Request) -> Iterator[str]:
     """Write the head for the token after the next only if asked: some programs load every safetensors file they see."""
     head = reference.second_head
     if head is None:
@@ -209,7 +210,7 @@ def _second_head(reference: Reference, work: Path, request: Request, write: Call
     if not request.keep_head:
         yield "its second head is left out; --keep-head writes it beside the model, for ttrain chat --speculative"
         return
-    write(head, work / SECOND_HEAD, dtype=request.dtype)
+    write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
 
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
@@ -376,17 +377,14 @@ def check_repository(name: str) -> None:
     """Raise UsageError unless the name is that of a repository on the Hub, OWNER/NAME."""
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with contextlib.suppress(ValueError):
         validate_repo_id(name)
-    except ValueError:
-        name_fits = False
-    else:
-        name_fits = name.count("/") == 1
-    if not name_fits:
-        raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
+        if name.count("/") == 1:
+            return
+    raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
 
 
-def push(exported: Export, repository: str, *, public: bool = False) -> str:
+def push(exported: Export, repository: str, *, public: bool) -> str:
     """Upload the files of an export in one commit; returns the address of the commit.
 
     A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of

@@ -307,7 +307,7 @@ class LimitedRequests:
             body = await self._read(receive)
             self._check_active()
         except _Refused as refusal:
-            await _refuse(send, refusal.status, str(refusal), *refusal.headers)
+            await _refuse(send, refusal)
             return
         self._active += 1
         try:
@@ -395,9 +395,9 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-async def _refuse(send: Send, status: int, message: str, *headers: tuple[bytes, bytes]) -> None:
-    body = json.dumps(error_body(status, message)).encode()
+async def _refuse(send: Send, refusal: _Refused) -> None:
+    body = json.dumps(error_body(refusal.status, str(refusal))).encode()
     length = (b"content-length", str(len(body)).encode())
     kind = (b"content-type", b"application/json")
-    await send({"type": "http.response.start", "status": status, "headers": [kind, length, *headers]})
+    await send({"type": "http.response.start", "status": refusal.status, "headers": [kind, length, *refusal.headers]})
     await send({"type": "http.response.body", "body": body})

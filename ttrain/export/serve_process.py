@@ -83,10 +83,8 @@ def application(
         raise RuntimeError(
             "transformers serve no longer takes the generation state of ttrain, so its requests would have no limits"
         )
-    from transformers.cli.serving import utils as serving_utils
-
     # By its kind a model gets the answer template of the vendor's chats, which ours are not: prompts came back as answers.
-    serving_utils.get_response_template = lambda processor, model: None
+    utils.get_response_template = lambda processor, model: None
     prompt_tokens.render_in_child()
     prompt_tokens.tokenize_in_threads()
     app = transformers_build(
@@ -115,9 +113,7 @@ class CheckedHandler:
         try:
             checked = self._kind.model_validate(body)
             request.max_tokens = checked.max_tokens_requested
-            if (
-                checked.logit_bias is not None
-            ):  # transformers wants decimals, and clients send what OpenAI's page shows: -100
+            if checked.logit_bias is not None:  # transformers wants decimals, OpenAI's page shows -100
                 body["logit_bias"] = checked.logit_bias
             _, model, _ = self._handler._resolve_model(body)
             prompt_tokens.CONTEXT.set(prompt_tokens.context_of(model))  # of this request's task
