@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import typer.main
 
 from ttrain import tracking
+from ttrain.reports import drawings
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
 gc.disable()
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin(name)
 
 
+PAGE_DRAWINGS = drawings.page_drawings
+
 # Makes the finished home that others wait for, where it is not there yet.
 FIRST = "test_lineage_pipeline.py"
 
@@ -94,6 +97,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, or after a command that was stopped here
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_drawings() -> Iterator[None]:
+    """Pages that this process makes have empty drawings: each tracked run has a page, and the engine that draws takes 1 s of
+    CPU to start and 0.06 s a chart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawings, "page_drawings", lambda charts, **options: ["<svg></svg>"] * len(charts))
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_drawings() -> Iterator[None]:
+    """For tests of what is drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawings, "page_drawings", PAGE_DRAWINGS)
+        yield
 
 
 @pytest.fixture(scope="session")

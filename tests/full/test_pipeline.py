@@ -64,7 +64,8 @@ def test_prefect_shows_the_run_and_its_stages_with_logs_and_the_table(finished: 
 def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finished: Any, tmp_path: Path) -> None:
     run = finished.runs()[-1]
     [page] = finished.home.glob(f"mlflow/artifacts/{run['tracking']['run_id']}/artifacts/report.html")
-    assert f"{run['run']}: report" in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert f"{run['run']}: report" in text and '<svg class="drawing"' in text, "drawn by the engine, in the run's process"
     told = json.loads(
         finished.in_process("report", run["run"], "--out", str(tmp_path / "again.html"), "--json", settings=False)
     )

@@ -116,6 +116,7 @@ def test_the_command_prints_the_table_writes_the_page_and_gives_json(nights: Nig
     assert "does not exist" in cli.here("models", "history", "--html", nowhere, settings=False, code=2)
 
 
+@pytest.mark.usefixtures("real_drawings")
 def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
     page = history_page.render("mine", of_home(nights))
     for night in of_home(nights):

@@ -28,6 +28,7 @@ from ttrain.store import runs
 from ttrain.tracking import Point, RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
+pytestmark = pytest.mark.usefixtures("real_drawings")
 HOSTILE = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">\u202e\x1b[31m{{7*7}}&amp;'
 STEPS, GAP = 40, 7
 

@@ -16,6 +16,7 @@ from ttrain.sweep.measure import Measure
 from ttrain.sweep.study import COMPLETED, DIVERGED, PRUNED, Study
 
 LR, KIND = "pretrain.optim.lr", "pretrain.optim.kind"
+pytestmark = pytest.mark.usefixtures("real_drawings")
 HOSTILE = "</script><script>document.title='owned'</script>"
 MEASURE = Measure("pretrain/validation_loss", "pretrain", "pretrain")
 VALUES = [3.25, 3.0, 3.5]  # of the trials that came to their end
