@@ -37,6 +37,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 # Before anything imports MLflow: it would write an installation id into the user's ~/.config. No server of the user's.
 os.environ |= tracking.ENVIRONMENT
 os.environ.pop("MLFLOW_TRACKING_URI", None)
+# The processes of stages find `support`, too, whatever server forks them: one of its own, with torch, takes 5 s of CPU.
+os.environ["PYTHONPATH"] = str(Path(__file__).parent)
 # Modules are compiled once, not in each of some hundred processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

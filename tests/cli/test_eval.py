@@ -26,8 +26,7 @@ from ttrain.pipeline.names import resolve
 from ttrain.stages import evaluate
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.model_files import Reference, weights_digest
-from ttrain.store.runs import RunRecord
+from ttrain.store.model_files import Reference
 
 WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [
@@ -81,6 +80,11 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     (task,) = told["tasks"]
     assert (task["task"], task["items"], told["models"]) == ("words", len(CHOICES), ["pretrain", "./other"])
     assert sum(task["left_out"].values()) == len(BAD)
+    assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
+        (str(here / "words.jsonl"), line) for line in (9, 10)
+    ]
+    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
+    assert {name: one["key"] for name, one in told["identities"].items()} == {"pretrain": "3" * 64, "./other": None}
     first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
     for figure in (first, second):
         assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
@@ -95,6 +99,7 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
+    assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12} (the newest pretrain here)\n")
     places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
     assert f"words: 2 rows left out: {places}" in text
     assert "pretrain (1) - pretrain (2)" in text and "no significant difference (minimum detectable: 0.7500)" in text
@@ -137,6 +142,7 @@ def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pyte
     ("words", "cure"),
     [
         (("nothing",), "there is no model 'nothing'"),
+        (("pretrain", "--run", "nothing"), "there is no run 'nothing'"),
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
         (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
         (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, so"),
@@ -188,15 +194,6 @@ def test_items_never_overwrite_a_file_of_the_command_line(here: Path, capsys: py
     assert f"--items is words.jsonl, but --choices is {here}/words.jsonl, which would be overwritten" in text
 
 
-def test_every_row_that_is_left_out_is_in_the_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(said(capsys, "pretrain", "--choices", "words.jsonl", "--json"))
-    (task,) = told["tasks"]
-    assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
-        (str(here / "words.jsonl"), line) for line in (9, 10)
-    ]
-    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
-
-
 def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,40 +209,6 @@ def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_th
     assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")
     with pytest.raises(UsageError, match=r"are chats, but the tokenizer of \./plain has no chat template, so name tasks"):
         default_suite({"chats": []}, [Reference("./plain", plain)])
-
-
-def test_a_nights_newer_model_is_not_compared_with_the_users_adapter(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(here / "home", tmp_path / "home")
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    store = ArtifactStore(tmp_path / "home")
-    base, tuned = store.latest("pretrain"), store.latest("sft")
-    mine = RunRecord(store.root, "full", ["pretrain", "sft"], {"name": "mine"})
-    for made in (base, tuned):
-        mine.stage(made.stage, outcome="completed", key=made.key)
-    mine.finish("completed", {})
-    write_model(tmp_path / "made" / "model", seed=7, max_length=64)
-    newer = store.publish("pretrain", "7" * 64, tmp_path / "made", {**base.manifest, "inputs": {}})
-    write_model(tmp_path / "made" / "model", seed=8, max_length=64)
-    inputs = {"base": {"stage": "pretrain", "key": newer.key, "content": newer.content}}
-    newest = store.publish("sft", "8" * 64, tmp_path / "made", {**tuned.manifest, "inputs": inputs})
-    night = RunRecord(store.root, "nightly", ["pretrain", "sft"], {"name": "mine"})
-    for made in (newer, newest):
-        night.stage(made.stage, outcome="completed", key=made.key)  # and it goes on
-
-    words = ("pretrain", "sft", "--choices", "words.jsonl", "--limit", "2")
-    text = said(capsys, *words)
-    assert f"pretrain = mine, {mine.run}:pretrain, {'3' * 12} (there is a newer pretrain, {'7' * 12}: " in text
-    assert f"sft = mine, {mine.run}:sft, {'4' * 12} (there is a newer sft, " in text and "lineage" not in text
-    told = json.loads(said(capsys, *words, "--json"))["identities"]
-    assert {name: (one["run"], one["key"]) for name, one in told.items()} == {
-        "pretrain": (f"{mine.run}:pretrain", base.key), "sft": (f"{mine.run}:sft", tuned.key)
-    }  # fmt: skip
-    assert told["sft"]["digest"] == weights_digest(tuned.path / "model")
-    told = json.loads(said(capsys, *words, "--json", "--run", night.run))["identities"]
-    assert [one["key"] for one in told.values()] == [newer.key, newest.key]
-    assert "not of one lineage: pretrain, " in said(capsys, "pretrain", f"{night.run}:sft", *words[2:])
 
 
 def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,18 +298,8 @@ def test_a_model_is_asked_its_own_suites_only(here: Path, tmp_path: Path) -> Non
     assert not any(name.startswith("words") for name in found["metrics"])
 
 
-def test_a_suites_figure_can_decide_about_the_champion(here: Path, tmp_path: Path) -> None:
-    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
-    found = evaluated(here, tmp_path, suites="mine.yaml")
-    one = Evaluation.of(Artifact("evaluate", "key", tmp_path, {"result": found})).scores("words/accuracy/base")
-    assert (one.higher_is_better, len(one.records), set(one.sums) <= {0.0, 1.0}) == (True, len(CHOICES), True)
-    decision = decide(one, one, Promotion(metric="words/accuracy/base", min_samples=5))
-    assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
-    assert decision.interval is not None and decision.smallest_difference is not None
-
-
 def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: Path, tmp_path: Path) -> None:
-    """A figure without items would be decided by itself alone, and an accuracy the wrong way round."""
+    """Of a suite; a figure without items would be decided by itself alone, and an accuracy the wrong way round."""
     rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
     write_lines(here / "groups.jsonl", rows)
     (here / "groups.yaml").write_text(
@@ -356,8 +309,12 @@ def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: 
     evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
     of_group, whole = (Evaluation.of(evaluation).scores(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
     assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
+    assert (len(whole.records), set(whole.sums) <= {0.0, 1.0}) == (len(CHOICES), True)
     low, high = found["intervals"]["words/accuracy/base"]
     assert low <= whole.value <= high
+    decision = decide(whole, whole, Promotion(metric="words/accuracy/base", min_samples=5))
+    assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
+    assert decision.interval is not None and decision.smallest_difference is not None
     perplexity = Evaluation.of(evaluation).scores("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)

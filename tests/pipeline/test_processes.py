@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,54 +22,6 @@ from ttrain.stages import PRETRAIN
 from ttrain.store.layout import Artifact
 
 LIMIT_SECONDS = 2.0
-# A worker whose rank 1 does something else when it comes to its sixth sum.
-SABOTAGE = """
-import os, sys, time
-from ttrain.pipeline import stage_worker as worker
-from ttrain.train.distributed import Ranks
-
-def main():
-    what, sums, proper = os.environ["SABOTAGE"], [], Ranks.sum
-    def sum(self, values):
-        sums.append(values)
-        if self.rank == 1 and len(sums) == 6:
-            print("now", flush=True)
-            if what == "raise":
-                raise ZeroDivisionError("of rank 1")
-            if what == "hang":
-                time.sleep(600)
-        if self.rank == 0 and len(sums) == 6 and what == "save slowly":
-            with self.busy("saving"):
-                time.sleep(3)
-        return proper(self, values)
-    Ranks.sum = sum
-    if what == "a slow disk":
-        fsync, begin = os.fsync, Ranks.__init__
-        def of_rank(self, *words, **named):
-            begin(self, *words, **named)
-            os.fsync = slowly if self.rank == 0 else refused
-        def slowly(file):
-            print("rank 0 writes", flush=True)
-            time.sleep(0.6)
-            fsync(file)
-        def refused(file):
-            raise RuntimeError("a file of another rank than the first")
-        Ranks.__init__ = of_rank
-    if what == "write the curve slowly":
-        from ttrain.train.callbacks import MetricsFile
-        log = MetricsFile.log
-        def slowly(self, record):
-            if record.step == 6:
-                time.sleep(5)
-            log(self, record)
-        MetricsFile.log = slowly
-    return worker.main()
-
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-
-
 SEEDS = itertools.count(1)
 
 
@@ -118,22 +69,13 @@ def bed(stage_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     assert listening == []
 
 
-@pytest.fixture(scope="module")
-def saboteur(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("saboteur")
-    (place / "saboteur.py").write_text(SABOTAGE)
-    return place
-
-
 @pytest.fixture
-def sabotage(saboteur: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have rank 1 do what is said."""
+def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have rank 1 do what is said, by the worker of support/saboteur.py."""
 
     def choose(what: str) -> None:
-        path = [str(saboteur), str(Path(launch.__file__).parents[2])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         monkeypatch.setenv("SABOTAGE", what)
-        monkeypatch.setattr(processes, "WORKER", "saboteur")
+        monkeypatch.setattr(processes, "WORKER", "support.saboteur")
 
     return choose
 

@@ -1,0 +1,73 @@
+"""A worker whose rank 1 does something else when it comes to its sixth sum: what the variable SABOTAGE says."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from ttrain.pipeline import stage_worker as worker
+from ttrain.train.callbacks import MetricsFile
+from ttrain.train.distributed import Ranks
+
+
+def main() -> int:
+    what, sums, proper = os.environ["SABOTAGE"], list[Any](), Ranks.sum
+
+    def sum_(self: Ranks, values: Any) -> Any:
+        sums.append(values)
+        if self.rank == 1 and len(sums) == 6:
+            print("now", flush=True)
+            if what == "raise":
+                raise ZeroDivisionError("of rank 1")
+            if what == "hang":
+                time.sleep(600)
+        if self.rank == 0 and len(sums) == 6 and what == "save slowly":
+            with self.busy("saving"):
+                time.sleep(3)
+        return proper(self, values)
+
+    patched: Any = Ranks
+    patched.sum = sum_
+    if what == "a slow disk":
+        delay_writes()
+    if what == "write the curve slowly":
+        delay_sixth_line()
+    return worker.main()
+
+
+def delay_writes() -> None:
+    """Those of the first rank; no other one may write."""
+    fsync, begin = os.fsync, Ranks.__init__
+
+    def of_rank(self: Ranks, *words: Any, **named: Any) -> None:
+        begin(self, *words, **named)
+        os.fsync = slowly if self.rank == 0 else refused
+
+    def slowly(file: Any) -> None:
+        print("rank 0 writes", flush=True)
+        time.sleep(0.6)
+        fsync(file)
+
+    def refused(file: Any) -> None:
+        raise RuntimeError("a file of another rank than the first")
+
+    patched: Any = Ranks
+    patched.__init__ = of_rank
+
+
+def delay_sixth_line() -> None:
+    log = MetricsFile.log
+
+    def slowly(self: MetricsFile, record: Any) -> None:
+        if record.step == 6:
+            time.sleep(5)
+        log(self, record)
+
+    patched: Any = MetricsFile
+    patched.log = slowly
+
+
+if __name__ == "__main__":
+    sys.exit(main())
