@@ -230,7 +230,7 @@ def _average(settings: Settings, champion: Champion | None, files: Mapping[str, 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
-    champion = tracking.champion(store.root, settings.name)
+    champion = tracking.Champions(store.root).champion(settings.name)
     if champion is None:
         return None
     return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})

@@ -257,7 +257,7 @@ class NightRun:
             prefect_run.show_decision(text, night.name, in_flow=self.in_flow)
         if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"
-            tracking.promote(self.store.root, self.settings.name, execution.model_set)
+            tracking.Champions(self.store.root).promote(self.settings.name, execution.model_set)
         return decided.decision
 
     def _named(self, night: NightRecord) -> NightRecord:

@@ -30,7 +30,7 @@ def nights(cli: Cli) -> list[NightRecord]:
 
 
 def champion(cli: Cli) -> str | None:
-    found = tracking.champion(cli.home, NAME)
+    found = tracking.Champions(cli.home).champion(NAME)
     return found.version if found else None
 
 
@@ -97,7 +97,7 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert (found.name, found.outcome, files_of(found)) == ("night-000002", "promoted", ["docs-3.jsonl"])
     decision = found.data["decision"]
     assert decision["promote"] and decision["difference"] == pytest.approx(decision["champion"] - decision["challenger"])
-    assert tracking.find_set(second.home, NAME, "2").decision == decision
+    assert tracking.Champions(second.home).find(NAME, "2").decision == decision
     assert "champion" in second.output and "the challenger: -" in second.output
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
@@ -146,7 +146,7 @@ def test_a_killed_night_refuses_another_and_goes_on_with_its_own_list_where_it_s
 
 
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
-    first, found = (tracking.find_set(second.home, NAME, version) for version in ("1", "2"))
+    first, found = (tracking.Champions(second.home).find(NAME, version) for version in ("1", "2"))
     assert first.keys["tokenizer"] == found.keys["tokenizer"]
     assert first.members["tokenizer"].version == found.members["tokenizer"].version == "1"
     base = json.loads((second.home / "store/base-model" / found.keys["base-model"] / "manifest.json").read_bytes())
@@ -157,17 +157,17 @@ def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second:
 
 
 def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(second: Any) -> None:
-    keys = tracking.find_set(second.home, NAME, "2").keys
+    keys = tracking.Champions(second.home).find(NAME, "2").keys
     base, sample = (second.home / "store" / stage / keys[stage] / "manifest.json" for stage in ("pretrain", "replay"))
     rows = json.loads(base.read_bytes())["result"]["rows"]
     assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
-    first = tracking.find_set(second.home, NAME, "1").keys["shards-pretrain"]
+    first = tracking.Champions(second.home).find(NAME, "1").keys["shards-pretrain"]
     assert json.loads(sample.read_bytes())["inputs"]["learnt-0000"]["key"] == first
     assert nights(second)[0].learnt_documents == (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
 
 
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
-    keys = tracking.find_set(second.home, NAME, "2").keys
+    keys = tracking.Champions(second.home).find(NAME, "2").keys
 
     def inputs(stage: str) -> dict[str, Any]:
         manifest = json.loads((second.home / "store" / stage / keys[stage] / "manifest.json").read_bytes())
@@ -211,7 +211,7 @@ PLATEAU_ENDS = 20  # of the 40 steps of TINY
 
 
 def artifact_of(cli: Cli, version: str, stage: str) -> Path:
-    return cli.home / "store" / stage / tracking.find_set(cli.home, NAME, version).keys[stage]
+    return cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
 
 
 @pytest.mark.long
@@ -224,7 +224,7 @@ def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that
     assert "the champion, version 2, is warmed up again" in night(cli, *INFINITE)
     version = nights(cli)[0].data["version"]
     cli.here("models", "promote", version, settings=False)
-    keys = {of: tracking.find_set(cli.home, NAME, of).keys for of in ("2", version)}
+    keys = {of: tracking.Champions(cli.home).find(NAME, of).keys for of in ("2", version)}
     assert all(keys[version][stage] == keys["2"][stage] for stage in ("sft", "lora"))  # no chat was new
     add_documents(cli, "docs-5", 5)
     shutil.copytree(cli.home, tmp_path / "whole-home")
@@ -330,7 +330,7 @@ def before_second(copy: Callable[[], Cli]) -> Cli:
     cli = copy()
     (cli.data / "docs-4.jsonl").unlink()
     (cli.home / "nightly" / NAME / "night-000002.json").unlink()
-    tracking.rollback(cli.home, NAME)
+    tracking.Champions(cli.home).rollback(NAME)
     assert champion(cli) == "1"
     return cli
 
@@ -367,7 +367,7 @@ def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
 def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
     cli = copy()
     night(cli, "nightly.deadline_hours=0.0001")
-    tracking.promote(cli.home, NAME, "1")
+    tracking.Champions(cli.home).promote(NAME, "1")
     said = night(cli)
     assert "version 1 became champion during the night" in said and champion(cli) == "1"
     assert nights(cli)[0].outcome == "kept"

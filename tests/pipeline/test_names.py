@@ -408,7 +408,7 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
     ):
         runs_home.resolve("mine-sft@nope")
     store.register_models("mine", run=run, run_name="run-1", models=models, keys={}, metrics={})
-    tracking.promote(runs_home.store.root, "mine", "1")
+    tracking.Champions(runs_home.store.root).promote("mine", "1")
     for text in ("mine@champion", "mine/1"):
         assert runs_home.resolve(text).adapter == runs_home.lora.path / "adapter", "a set of models stands for its last one"
     with pytest.raises(UsageError, match="no registered model 'mine-sft/7'"):

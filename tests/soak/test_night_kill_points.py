@@ -117,7 +117,7 @@ def outcome_of(cli: Cli) -> dict[str, Any]:
     second, first = Nights(cli.home, NAME).all()
     assert (first.name, second.name, second.is_open) == ("night-000001", "night-000002", False)
     assert_registered_once(cli.home, 2)
-    champion = tracking.champion(cli.home, NAME)
+    champion = tracking.Champions(cli.home).champion(NAME)
     assert champion is not None and champion.version == second.data["version"] == "2"
     outcome: dict[str, Any] = {name: second.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
     for stage in STAGES:

@@ -356,5 +356,5 @@ def test_the_registered_keys_are_those_of_all_versions_and_of_what_they_stand_on
     assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
     expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
     assert tracking.registered_keys(user_home.store.root) == expected
-    tracking.promote(user_home.store.root, "mine", "1")  # whose files a night must not take for new ones
+    tracking.Champions(user_home.store.root).promote("mine", "1")  # whose files a night must not take for new ones
     assert tracking.registered_keys(user_home.store.root) == expected | {"shards-9"}

@@ -99,7 +99,7 @@ def everywhere(version: str, name: str = "mine") -> dict[str, str]:
 
 
 def champion(home: Path) -> ModelSet:
-    found = tracking.champion(home, "mine")
+    found = tracking.Champions(home).champion("mine")
     assert found is not None
     return found
 

@@ -42,8 +42,8 @@ DECISION = {
 
 def test_a_decision_stands_on_the_set_and_on_the_run_however_often_it_is_logged(sets_home: Path) -> None:
     for _ in range(2):
-        tracking.log_decision(sets_home, "mine", "3", DECISION, "| decision | promoted |")
-    found = tracking.find_set(sets_home, "mine", "3")
+        tracking.Champions(sets_home).log_decision("mine", "3", DECISION, "| decision | promoted |")
+    found = tracking.Champions(sets_home).find("mine", "3")
     assert found.decision == DECISION
     client = client_of(sets_home)
     assert client.get_model_version("mine", "3").description.count("| decision | promoted |") == 1
@@ -63,7 +63,7 @@ def test_a_first_champions_decision_has_no_figures_to_compare_and_may_belong_to_
     night = store.start_run("night", run_id=None, parent_run_id=None, tags={}, params={})
     assert isinstance(night, TrackedRun)
     first = {**DECISION, "champion": None, "difference": None, "interval": None, "samples": 0}
-    tracking.log_decision(sets_home, "mine", "1", first, "| |", run_id=night.id)
+    tracking.Champions(sets_home).log_decision("mine", "1", first, "| |", run_id=night.id)
     names = {name for name in client_of(sets_home).get_run(night.id).data.metrics if name.startswith("promotion/")}
     assert names == {"promotion/challenger", "promotion/samples"}
 
@@ -75,11 +75,12 @@ def test_a_home_that_never_tracked_has_no_champion_and_gets_no_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking.champion(tmp_path, "mine") is None
+    assert tracking.Champions(tmp_path).champion("mine") is None
     assert tracking.list_sets(tmp_path) == []
-    for act in (lambda: tracking.promote(tmp_path, "mine", "1"), lambda: tracking.rollback(tmp_path, "mine")):
-        with pytest.raises(UsageError):
-            act()
+    with pytest.raises(UsageError):
+        tracking.Champions(tmp_path).promote("mine", "1")
+    with pytest.raises(UsageError):
+        tracking.Champions(tmp_path).rollback("mine")
     assert not (tmp_path / "mlflow" / "mlflow.db").exists()
 
 
@@ -88,9 +89,10 @@ def test_a_server_that_does_not_answer_is_an_error_not_the_answer_none(
 ) -> None:
     """A night would else take it for "no champion yet" and begin from scratch."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hidden@127.0.0.1:9")
-    for act in (tracking.champion, tracking.list_sets, tracking.rollback):
+    champions = tracking.Champions(sets_home)
+    for act in (champions.champion, champions.rollback, lambda name: tracking.list_sets(sets_home, name)):
         with pytest.raises(TrackingError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be queried") as raised:
-            act(sets_home, "mine")
+            act("mine")
         assert "hidden" not in str(raised.value)
 
 
@@ -100,14 +102,14 @@ def test_a_server_over_http_does_the_same(server: str, tmp_path: Path, monkeypat
     home, stages = tmp_path / "home", ("tokenizer", "sft")
     assert [register(home, number, stages) for number in (1, 2, 2)] == ["1", "2", "2"]
     for version in ("1", "2"):
-        tracking.promote(home, "mine", version)
+        tracking.Champions(home).promote("mine", version)
     models = client_of(home).search_registered_models()
     assert {one.name: one.aliases for one in models} == {
         name: {"champion": "2"} for name in ("mine", "mine-tokenizer", "mine-sft")
     }
-    tracking.log_decision(home, "mine", "2", DECISION, "| |")
+    tracking.Champions(home).log_decision("mine", "2", DECISION, "| |")
     assert champion(home).decision == DECISION
-    assert tracking.rollback(home, "mine").version == "1"
+    assert tracking.Champions(home).rollback("mine").version == "1"
     assert [one.aliases for one in tracking.list_sets(home)] == [(), ("champion",)]
     assert not (home / "mlflow" / "mlflow.db").exists()
 
@@ -141,7 +143,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest
     assert "is already champion" in command(capsys, "promote", "1")[1]
     code, out = command(capsys, "rollback", "--json")
     assert (code, json.loads(out)["version"]) == (0, "3")
-    tracking.log_decision(sets_home, "mine", "3", DECISION, "")
+    tracking.Champions(sets_home).log_decision("mine", "3", DECISION, "")
     code, out = command(capsys, "list", "--json")
     assert [(one["version"], one["aliases"]) for one in json.loads(out)] == [("3", ["champion"]), ("2", []), ("1", [])]
     assert json.loads(out)[0]["decision"] == DECISION
@@ -224,7 +226,7 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(sets_home: Path, t
     assert ran(store, found, name="own").model_set == "1", "the same models are the same set"
     changed = {**found, "lora": published(store, tmp_path / "second", 22)["lora"]}
     assert ran(store, changed, name="own").model_set == "2"
-    newest = tracking.find_set(sets_home, "own", "2")
+    newest = tracking.Champions(sets_home).find("own", "2")
     assert {stage: member.version for stage, member in newest.members.items()} == {
         "tokenizer": "1", "pretrain": "1", "sft": "1", "lora": "2",
     }  # fmt: skip
@@ -276,7 +278,7 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     evaluated(store, 1, ["one", "two"], 4.0)
     same, other = evaluated(store, 2, ["one", "two"], 2.0), evaluated(store, 3, ["one", "three"], 2.0)
     assert run_summary.of(same, "mine", store) == {}, "nothing is champion"
-    tracking.promote(sets_home, "mine", "1")
+    tracking.Champions(sets_home).promote("mine", "1")
     found = run_summary.of(same, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {"bits_per_byte": 8 / 6, "chat_loss_sft": 1.0}
     assert set(found["intervals"]) == {*found["metrics"]}
@@ -288,7 +290,7 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     write_json(other.path / "scores.json", scores)
     found = run_summary.of(other, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {}, "a loss per token of another tokenizer tells nothing"
-    tracking.promote(sets_home, "mine", "2")
+    tracking.Champions(sets_home).promote("mine", "2")
     assert run_summary.of(same, "mine", store) == {}, "it is itself the champion"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert run_summary.of(other, "mine", store) == {}, "nobody waits for a server for the sake of a baseline"
@@ -298,9 +300,9 @@ def test_a_listing_loads_no_mlflow_until_the_database_changes(sets_home: Path, m
     first = tracking.list_sets(sets_home)
     assert [found.version for found in first] == ["3", "2", "1"]
     with monkeypatch.context() as patched:
-        patched.setattr(tracking, "_champions", lambda home: pytest.fail("MLflow was asked"))
+        patched.setattr(tracking.champions, "Champions", lambda home: pytest.fail("MLflow was asked"))
         assert tracking.list_sets(sets_home) == first and tracking.list_sets(sets_home, "another") == []
-    tracking.promote(sets_home, "mine", "2")
+    tracking.Champions(sets_home).promote("mine", "2")
     assert [found.aliases for found in tracking.list_sets(sets_home)][1] == ("champion",)
     copied = database_of(sets_home).with_name("sets.json")
     for damaged in ("{", '{"state": 1}', copied.read_text().replace('"members"', '"member"')):

@@ -52,7 +52,7 @@ def test_a_set_names_its_members_their_keys_and_figures(sets_home: Path) -> None
 
 def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home: Path) -> None:
     assert register(sets_home, 2, accuracy=0.5) == "2"
-    again = tracking.find_set(sets_home, "mine", "2")
+    again = tracking.Champions(sets_home).find("mine", "2")
     assert again.metrics == {"bits_per_byte": 1.8, "accuracy": 0.5}
     assert again.run == "full-2"
     assert len(tracking.list_sets(sets_home)) == 3
@@ -79,7 +79,7 @@ def test_two_homes_that_register_the_same_at_once_leave_one(sets_home: Path, mon
 def test_the_newest_set_is_challenger_and_its_members_follow_with_the_list(sets_home: Path) -> None:
     tracking.list_sets(sets_home)
     assert aliases(sets_home, "challenger") == everywhere("3")
-    tracking.promote(sets_home, "mine", "3")
+    tracking.Champions(sets_home).promote("mine", "3")
     assert aliases(sets_home, "challenger") == {}
     register(sets_home, 3)
     assert aliases(sets_home, "challenger") == {}, "the champion challenges nobody"
@@ -96,97 +96,97 @@ def test_a_name_that_models_of_another_pipeline_bear_is_not_taken(sets_home: Pat
 
 
 def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
-    assert tracking.champion(sets_home, "mine") is None
-    promoted = tracking.promote(sets_home, "mine", "2")
+    assert tracking.Champions(sets_home).champion("mine") is None
+    promoted = tracking.Champions(sets_home).promote("mine", "2")
     assert (promoted.version, promoted.aliases) == ("2", ("champion",))
     assert aliases(sets_home) == everywhere("2")
     assert champion(sets_home).keys["sft"] == "sft-2"
-    tracking.promote(sets_home, "mine", "3")
+    tracking.Champions(sets_home).promote("mine", "3")
     assert aliases(sets_home) == everywhere("3")
 
 
 def test_promoted_twice_is_promoted_once(sets_home: Path) -> None:
-    tracking.promote(sets_home, "mine", "1")
-    tracking.promote(sets_home, "mine", "2")
-    tracking.promote(sets_home, "mine", "2")
+    tracking.Champions(sets_home).promote("mine", "1")
+    tracking.Champions(sets_home).promote("mine", "2")
+    tracking.Champions(sets_home).promote("mine", "2")
     assert history(sets_home) == "1 2"
-    assert tracking.rollback(sets_home, "mine").version == "1"
+    assert tracking.Champions(sets_home).rollback("mine").version == "1"
 
 
 def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(sets_home: Path) -> None:
     for version in ("1", "2", "1", "3"):
-        tracking.promote(sets_home, "mine", version)
+        tracking.Champions(sets_home).promote("mine", version)
     found = []
     for expected in ("1", "2", "1"):
-        found.append(tracking.rollback(sets_home, "mine").version)
+        found.append(tracking.Champions(sets_home).rollback("mine").version)
         assert aliases(sets_home) == everywhere(expected)
     assert found == ["1", "2", "1"]
     with pytest.raises(UsageError, match="mine has no earlier champion to go back to"):
-        tracking.rollback(sets_home, "mine")
+        tracking.Champions(sets_home).rollback("mine")
     assert aliases(sets_home) == everywhere("1")
 
 
 def test_a_champion_that_was_deleted_is_passed_over_on_the_way_back(sets_home: Path) -> None:
     for version in ("1", "2", "3"):
-        tracking.promote(sets_home, "mine", version)
+        tracking.Champions(sets_home).promote("mine", version)
     client_of(sets_home).delete_model_version("mine", "2")
-    assert tracking.rollback(sets_home, "mine").version == "1"
+    assert tracking.Champions(sets_home).rollback("mine").version == "1"
 
 
 def test_the_present_champion_is_not_an_earlier_one_where_the_version_between_was_deleted(sets_home: Path) -> None:
     for version in ("3", "1", "2", "1"):
-        tracking.promote(sets_home, "mine", version)
+        tracking.Champions(sets_home).promote("mine", version)
     client_of(sets_home).delete_model_version("mine", "2")
-    assert tracking.rollback(sets_home, "mine").version == "3"
+    assert tracking.Champions(sets_home).rollback("mine").version == "3"
     assert aliases(sets_home) == everywhere("3")
 
 
 def test_a_champion_that_was_deleted_is_followed_by_the_one_before(sets_home: Path) -> None:
     for version in ("1", "2"):
-        tracking.promote(sets_home, "mine", version)
+        tracking.Champions(sets_home).promote("mine", version)
     client_of(sets_home).delete_model_version("mine", "2")
-    assert tracking.champion(sets_home, "mine") is None
-    assert tracking.rollback(sets_home, "mine").version == "1"
+    assert tracking.Champions(sets_home).champion("mine") is None
+    assert tracking.Champions(sets_home).rollback("mine").version == "1"
     assert aliases(sets_home) == everywhere("1")
 
 
 def test_a_champion_chosen_in_mlflow_itself_counts(sets_home: Path) -> None:
     """Somebody sets the alias on MLflow's page: the members follow, and the way back leads to the one before."""
-    tracking.promote(sets_home, "mine", "1")
+    tracking.Champions(sets_home).promote("mine", "1")
     client_of(sets_home).set_registered_model_alias("mine", "champion", "3")
     assert champion(sets_home).version == "3"
     tracking.list_sets(sets_home)
     assert aliases(sets_home) == everywhere("3")
-    assert tracking.rollback(sets_home, "mine").version == "1"
+    assert tracking.Champions(sets_home).rollback("mine").version == "1"
 
 
 def test_a_set_without_an_adapter_leaves_none_champion(sets_home: Path) -> None:
-    tracking.promote(sets_home, "mine", "3")
+    tracking.Champions(sets_home).promote("mine", "3")
     version = register(sets_home, 4, stages=("tokenizer", "pretrain", "sft"))
     assert version == "4"
-    tracking.promote(sets_home, "mine", version)
+    tracking.Champions(sets_home).promote("mine", version)
     assert aliases(sets_home) == {"mine": "4", "mine-base": "4", "mine-sft": "4", "mine-tokenizer": "4"}
 
 
 def test_a_member_that_was_deleted_is_a_warning(sets_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     client_of(sets_home).delete_model_version("mine-sft", "2")
-    tracking.promote(sets_home, "mine", "2")
+    tracking.Champions(sets_home).promote("mine", "2")
     assert "MLflow has no mine-sft/2" in caplog.text
     assert aliases(sets_home) == {name: "2" for name in everywhere("2") if name != "mine-sft"}
 
 
 def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(sets_home: Path) -> None:
-    for act in (tracking.promote, tracking.find_set):
+    for act in (tracking.Champions(sets_home).promote, tracking.Champions(sets_home).find):
         with pytest.raises(UsageError, match=r"mine has no version 7 that is a set.*3 \(.*full-3\), 2"):
-            act(sets_home, "mine", "7")
+            act("mine", "7")
     with pytest.raises(UsageError, match="there are none yet"):
-        tracking.promote(sets_home, "other", "1")
-    assert tracking.champion(sets_home, "other") is None
-    assert tracking.champion(sets_home, "mine-sft") is None
+        tracking.Champions(sets_home).promote("other", "1")
+    assert tracking.Champions(sets_home).champion("other") is None
+    assert tracking.Champions(sets_home).champion("mine-sft") is None
 
 
 def test_the_alias_of_a_set_leads_to_its_last_model(sets_home: Path) -> None:
-    tracking.promote(sets_home, "mine", "2")
+    tracking.Champions(sets_home).promote("mine", "2")
     assert tracking.last_of(tracking.find_version(sets_home, Registered("mine", "champion", None))) == Member(
         "mine-lora", "2", "lora", "lora-2"
     )
@@ -208,9 +208,9 @@ def test_the_home_records_its_champions_for_readers_without_mlflow(sets_home: Pa
     tracking.list_sets(sets_home)
     assert recorded_keys(sets_home, "mine") == {} == tracking.champion_keys_here(sets_home, "mine")
     for version in ("2", "3"):
-        tracking.promote(sets_home, "mine", version)
+        tracking.Champions(sets_home).promote("mine", version)
         assert recorded_keys(sets_home, "mine")["sft"] == f"sft-{version}"
-    tracking.rollback(sets_home, "mine")
+    tracking.Champions(sets_home).rollback("mine")
     assert recorded_keys(sets_home, "mine")["sft"] == "sft-2"
     client_of(sets_home).set_registered_model_alias("mine", "champion", "1")  # as MLflow's page does
     assert tracking.champion_keys_here(sets_home, "mine")["sft"] == "sft-1" == recorded_keys(sets_home, "mine")["sft"]
@@ -247,8 +247,8 @@ def dying_at(home: Path, patch: pytest.MonkeyPatch, number: int) -> None:
 
 def prepared(home: Path) -> None:
     """Champion is 2, before it was 1; 3 challenges."""
-    tracking.promote(home, "mine", "1")
-    tracking.promote(home, "mine", "2")
+    tracking.Champions(home).promote("mine", "1")
+    tracking.Champions(home).promote("mine", "2")
 
 
 @pytest.mark.soak
@@ -261,9 +261,9 @@ def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(
 
     def act() -> None:
         if action == "promote":
-            tracking.promote(sets_home, "mine", "3")
+            tracking.Champions(sets_home).promote("mine", "3")
         else:
-            tracking.rollback(sets_home, "mine")
+            tracking.Champions(sets_home).rollback("mine")
 
     act()
     after = state(sets_home)
@@ -291,15 +291,15 @@ def test_a_kill_between_any_two_writes_leaves_one_champion_and_is_mended(
 @pytest.mark.soak
 def test_a_kill_in_the_first_promotion_of_all_is_mended_by_the_next(sets_home: Path, tmp_path: Path) -> None:
     start = kept(sets_home, tmp_path / "start.db")
-    tracking.promote(sets_home, "mine", "1")
+    tracking.Champions(sets_home).promote("mine", "1")
     after = state(sets_home)
     for number in range(4):
         restored(sets_home, start)
         with pytest.MonkeyPatch.context() as patch:
             dying_at(sets_home, patch, number)
             with pytest.raises(Killed):
-                tracking.promote(sets_home, "mine", "1")
-        tracking.promote(sets_home, "mine", "1")
+                tracking.Champions(sets_home).promote("mine", "1")
+        tracking.Champions(sets_home).promote("mine", "1")
         assert state(sets_home) == after, f"done again after a kill at write {number}"
 
 
@@ -338,11 +338,13 @@ def test_a_process_that_is_killed_releases_the_lock_and_its_half_is_mended(sets_
         "    write_history(self, *args)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "Champions.write_history = write\n"
-        "tracking.promote(Path(sys.argv[1]), 'mine', '3')\n"
+        "tracking.Champions(Path(sys.argv[1])).promote('mine', '3')\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(sets_home)], timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert history(sets_home) == "1 2 3"
     assert champion(sets_home).version == "2"
-    assert tracking.rollback(sets_home, "mine").version == "1", "what never became champion is no step of the way back"
+    assert tracking.Champions(sets_home).rollback("mine").version == "1", (
+        "what never became champion is no step of the way back"
+    )
     assert history(sets_home) == "1"

@@ -446,33 +446,6 @@ def test_a_silent_server_costs_one_warning_and_bounded_time(
     assert "secret" not in caplog.text + "".join(path.read_text() for path in (tmp_path / "tracking").rglob("*.json*"))
 
 
-def test_what_a_failing_database_missed_arrives_when_it_works_again(
-    odd_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, path, down = opened(odd_home), odd_home / "metrics.jsonl", threading.Event()
-    run, log_batch = started(store), store.client.log_batch
-
-    def unless_down(*arguments: Any, **named: Any) -> None:
-        if down.is_set():
-            raise ConnectionError("database is locked")
-        log_batch(*arguments, **named)
-
-    monkeypatch.setattr(store.client, "log_batch", unless_down)
-    down.set()
-    path.write_text(lines(1, 5))
-    follower = MetricsFollower(path, run, seconds=0.02)
-    run.log_summary({"eval/bits_per_byte": 2.1})
-    run.set_tags({"note": "waited"})
-    follower.stop()
-    path.unlink()
-    assert len(caplog.records) <= 4, "one warning for each thing, not for each try"
-    down.clear()
-    wait_until(lambda: not run.waiting())
-    assert steps(run) == [1, 2, 3, 4, 5]
-    data = store.client.get_run(run.id).data
-    assert (data.metrics["eval/bits_per_byte"], data.tags["note"]) == (2.1, "waited")
-
-
 def test_points_that_failed_are_not_passed_by_later_ones(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later steps in MLflow would make the earlier ones look as if they had been sent."""
     store = opened(odd_home)
@@ -521,6 +494,8 @@ def test_a_database_that_is_none_costs_a_warning_which_names_the_cure(
     store = open_store(tmp_path, "ttrain")
     assert isinstance(store, MlflowStore) and store.close() == 0
     assert len(caplog.records) == 1 and "`ttrain track repair`" in caplog.text
+    prepare(tmp_path)
+    assert len(caplog.records) == 2 and "cannot be prepared" in caplog.text
 
 
 def test_preparing_makes_the_homes_own_database_wherever_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,14 +506,7 @@ def test_preparing_makes_the_homes_own_database_wherever_runs_go(tmp_path: Path,
     assert places == [("Default", f"{(tmp_path / 'mlflow' / 'artifacts').as_uri()}/0")]
 
 
-def test_preparing_what_is_no_database_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "mlflow.db").write_text("not a database, but longer than nothing" * 100)
-    prepare(tmp_path)
-    assert len(caplog.records) == 1 and "cannot be prepared" in caplog.text
-
-
-def test_the_stages_of_a_run_stand_in_one_tag_and_those_of_older_runs_in_many(odd_home: Path) -> None:
+def test_the_stages_of_a_run_stand_in_one_tag(odd_home: Path) -> None:
     store = opened(odd_home)
     parent = started(store, "full")
     child = store.start_run("sft", parent=parent, tags={}, params={})
@@ -547,6 +515,4 @@ def test_the_stages_of_a_run_stand_in_one_tag_and_those_of_older_runs_in_many(od
     tags = store.client.get_run(parent.id).data.tags
     assert [tag for tag in tags if tag.startswith("ttrain.") and "stage" in tag] == ["ttrain.stage", "ttrain.stages"]
     assert stages_of(tags) == {"sft": {"run": child.id, "key": "k2"}, "tokenizer": {"key": "k1"}}
-    older = {"ttrain.key.sft": "k2", "ttrain.child.sft": "r2", "ttrain.key.shards-sft": "k3", "ttrain.key": "k9"}
-    assert stages_of(older) == {"sft": {"key": "k2", "run": "r2"}, "shards-sft": {"key": "k3"}}
     assert stages_of({"ttrain.stages": "no JSON"}) == stages_of({"ttrain.stages": "[1]"}) == {}

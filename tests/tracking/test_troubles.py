@@ -9,7 +9,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,26 +94,6 @@ def test_sync_says_that_the_database_is_locked(hasty_home: Path) -> None:
 IDENTITY = "1f" * 16
 
 
-def unmade(home: Path, name: str, *, age: float = 0.0) -> Path:
-    """What a kill leaves between the making of an outbox and the first write in it."""
-    directory = home / "tracking" / (name * 16)
-    directory.mkdir(parents=True)
-    (directory / "lock").touch()
-    os.utime(directory, (time.time() - age, time.time() - age))
-    return directory
-
-
-def test_a_run_whose_outbox_was_never_whole_keeps_its_identity(hasty_home: Path) -> None:
-    left = unmade(hasty_home, "1f")
-    store = opened(hasty_home)
-    run = store.start_run("stage", identity=IDENTITY, tags={}, params={})
-    assert isinstance(run, TrackedRun) and run.identity == IDENTITY
-    assert (left / "run.json").is_file(), "and what waits is on disk"
-    assert store.client.get_run(run.id).data.tags["ttrain.id"] == IDENTITY
-    run.finish("FINISHED")
-    assert store.close() == 0 and not left.exists()
-
-
 def test_an_outbox_whose_making_is_killed_at_any_call_is_taken_over(tmp_path: Path) -> None:
     import filelock  # noqa: F401  # before the forks
 
@@ -146,12 +126,13 @@ def test_an_identity_that_another_process_has_made_whole_is_not_taken(tmp_path: 
 
 @pytest.mark.parametrize("by", ["the next run", "sync"])
 def test_what_killed_makers_of_outboxes_left_is_removed_unless_one_is_being_made(hasty_home: Path, by: str) -> None:
-    left = [unmade(hasty_home, "1f", age=7200), unmade(hasty_home, "2f").rename(hasty_home / "tracking" / ".2f.0a")]
-    os.utime(left[1], (time.time() - 7200, time.time() - 7200))
-    young = unmade(hasty_home, "3f").rename(hasty_home / "tracking" / ".3f.0a")
+    left, young = (hasty_home / "tracking" / name for name in (".1f.0a", ".2f.0a"))
+    for directory in (left, young):
+        directory.mkdir(parents=True)
+        (directory / "lock").touch()
+    os.utime(left, (time.time() - 7200, time.time() - 7200))
     opened(hasty_home) if by == "the next run" else tracking.sync(hasty_home)
-    assert not any(path.exists() for path in left)
-    assert young.exists() and not outbox.list_outboxes(hasty_home)
+    assert young.exists() and not left.exists() and not outbox.list_outboxes(hasty_home)
 
 
 def test_the_journal_of_a_long_run_is_cut_to_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,42 +149,19 @@ def test_the_journal_of_a_long_run_is_cut_to_what_waits(tmp_path: Path, monkeypa
     box.close()
 
 
-def test_what_an_earlier_version_left_is_delivered(hasty_home: Path) -> None:
-    """It had long texts, saved files and rows of outages in files of their own, and the points that it was sending."""
-    box = outbox.create(hasty_home, id=IDENTITY, name="stage", tags={}, tracker="", experiment="ttrain", ended=True)
-    box.close()
-    directory = hasty_home / "tracking" / IDENTITY
-    (directory / "files").mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps(box.run_info))
-    for name, text in {
-        "a-text": "long",
-        "b-file": "log",
-        "c-rows.jsonl": f"{json.dumps(row(2))}\n{json.dumps(row(3))}\n",
-    }.items():
-        (directory / "files" / name).write_text(text)
-    (directory / "flight.json").write_text(json.dumps([["loss", 9.0, 1_700_000_000_000, 1], ["loss", 8.0, 1, 2]]))
-    (hasty_home / "weights").write_text("w")
-    left: list[dict[str, Any]] = [
-        {"what": "params", "values": {"lr": "0.02"}},
-        {"what": "text", "to": "notes/long.md", "text": None, "kept": "a-text"},
-        {"what": "file", "path": "gone.txt", "to": "logs", "name": "gone.txt", "kept": "b-file"},
-        {"what": "file", "path": "weights", "to": "model", "name": "weights", "kept": None},
-        {"what": "rows", "kept": "c-rows.jsonl"},
-        {"what": "end", "status": "FINISHED", "time": 1_700_000_000_000},
-    ]
-    journal = "".join(json.dumps({"number": number, **entry}) + "\n" for number, entry in enumerate(left, 1))
-    (directory / "journal.jsonl").write_text(journal)
-    (done,) = tracking.sync(hasty_home)
-    assert done.things == {} and not outbox.list_outboxes(hasty_home)
-    client = tracking.open_reader(hasty_home).client
-    experiment = client.get_experiment_by_name("ttrain").experiment_id
-    (found,) = client.search_runs([experiment], f"tags.`ttrain.id` = '{IDENTITY}'")
-    assert (found.info.status, found.data.params) == ("FINISHED", {"lr": "0.02"})
-    points = sorted((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss"))
-    assert points == [(1, 9.0), (2, 8.0), (3, 1 / 3)], "the points in flight come first, and their steps once"
-    root = hasty_home / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
-    texts = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
-    assert texts == {"notes/long.md": "long", "logs/gone.txt": "log", "model/weights": "w"}
+def killed_after(act: Callable[[], object]) -> Any:
+    """The answer of `act` in a process that is killed then."""
+    heard, said = multiprocessing.Pipe()
+
+    def be_killed() -> None:
+        said.send(act())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    victim = multiprocessing.get_context("fork").Process(target=be_killed)
+    victim.start()
+    answer = heard.recv()
+    victim.join()
+    return answer
 
 
 def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
@@ -211,17 +169,7 @@ def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
 ) -> None:
     elsewhere = f"sqlite:///{shutil.copy(migrated_database, tmp_path / 'elsewhere.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
-    heard, said = multiprocessing.Pipe()
-
-    def be_killed() -> None:
-        run = started(opened(hasty_home))
-        said.send(run.id)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    victim = multiprocessing.get_context("fork").Process(target=be_killed)
-    victim.start()
-    run_id = heard.recv()
-    victim.join()
+    run_id = killed_after(lambda: started(opened(hasty_home)).id)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     store = opened(hasty_home)
     (left,) = outbox.list_outboxes(hasty_home)
@@ -237,16 +185,7 @@ def test_what_a_killed_run_left_for_another_mlflow_is_kept_for_that(
 def test_a_killed_run_that_had_delivered_all_is_noted_as_killed_once_mlflow_answers(
     hasty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, said = multiprocessing.Pipe()
-
-    def be_killed() -> None:
-        said.send(started(opened(hasty_home)).id)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    victim = multiprocessing.get_context("fork").Process(target=be_killed)
-    victim.start()
-    run_id = heard.recv()
-    victim.join()
+    run_id = killed_after(lambda: started(opened(hasty_home)).id)
     (left,) = outbox.list_outboxes(hasty_home)
     assert not outbox.read_journal(left)
     store = tracking.open_reader(hasty_home)
@@ -308,19 +247,13 @@ def publish(home: Path, run: str = "full-1") -> None:
 def test_a_stage_that_was_killed_after_it_had_published_is_finished_in_mlflow_too(
     hasty_home: Path, made_by: str, status: str
 ) -> None:
-    heard, said = multiprocessing.Pipe()
-
-    def be_killed() -> None:
+    def train() -> str | None:
         run = opened(hasty_home).start_run("sft", tags=STAGE, params={}, keeps_files=True)
         if made_by:
             publish(hasty_home, made_by)
-        said.send(run.id)
-        os.kill(os.getpid(), signal.SIGKILL)
+        return run.id
 
-    victim = multiprocessing.get_context("fork").Process(target=be_killed)
-    victim.start()
-    run_id = heard.recv()
-    victim.join()
+    run_id = killed_after(train)
     (done,) = tracking.sync(hasty_home)
     assert (done.things, outbox.list_outboxes(hasty_home)) == ({}, [])
     run = tracking.open_reader(hasty_home).client.get_run(run_id)

@@ -98,7 +98,8 @@ def models_promote(
     root = home()
     chosen = _find_set(root, tracking.list_sets(root, name), which, name)
     already = tracking.CHAMPION in chosen.aliases
-    _print(tracking.promote(root, chosen.name, chosen.version), "is already champion" if already else "is champion", as_json)
+    promoted = tracking.Champions(root).promote(chosen.name, chosen.version)
+    _print(promoted, "is already champion" if already else "is champion", as_json)
 
 
 @models_app.command("rollback", epilog="Example:  ttrain models rollback")
@@ -108,7 +109,7 @@ def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
 
     root = home()
     model_sets = tracking.list_sets(root, name)
-    _print(tracking.rollback(root, _only_name(model_sets, name)), "is champion again", as_json)
+    _print(tracking.Champions(root).rollback(_only_name(model_sets, name)), "is champion again", as_json)
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:

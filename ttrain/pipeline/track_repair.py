@@ -57,7 +57,7 @@ def repair(home: Path, say: Callable[[str], object]) -> Repair:
         raise UsageError(
             f"{', '.join(at_work)} is in progress and writes to MLflow; wait for its end, or stop it with Ctrl-C"
         )
-    damage, aside = tracking.set_damaged_database_aside(home) or (None, None)
+    damage, aside = tracking.set_damaged_aside(home) or (None, None)
     if aside is not None:
         say(f"the database is damaged ({damage}); it is kept as {aside}")
     tracked_identities = tracking.delivered_identities(home)

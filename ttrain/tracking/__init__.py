@@ -9,11 +9,9 @@ for MLflow stays in the run's outbox in the home (`outbox`), curves in their fil
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,26 +19,31 @@ from typing import Any
 
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
-from ttrain.store.server_records import with_token
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
-from ttrain.tracking.champions import Champions, forget_champions, recorded_keys
+from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
 from ttrain.tracking.client import ENVIRONMENT, is_installed, need_mlflow, silence, tracking_uri
-from ttrain.tracking.database import DeferredClient, artifacts_of, database_of, is_missing, open_client, repair_moved_home
-from ttrain.tracking.database import set_damaged_aside as _set_damaged_aside
+from ttrain.tracking.database import (
+    DeferredClient,
+    artifacts_of,
+    database_of,
+    is_missing,
+    open_client,
+    repair_moved_home,
+    set_damaged_aside,
+)
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, copy_sets, last_of, read_copied_sets
+from ttrain.tracking.model_sets import Member, ModelSet, last_of
 from ttrain.tracking.null_tracker import NullRun, NullStore
-from ttrain.tracking.outbox import FOLDER, undelivered_keys
+from ttrain.tracking.outbox import FOLDER
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.registered_models import registered_keys as _registered_keys
+from ttrain.tracking.registered_models import registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import AnyRun, TrackedRun
 from ttrain.tracking.stage_results import log_result, status_of
-from ttrain.tracking.sync import MetricsFollower, SampleFollower, UndeliveredRun, undelivered_runs
-from ttrain.tracking.sync import sync as _sync
+from ttrain.tracking.sync import MetricsFollower, SampleFollower, sync, undelivered_runs
 from ttrain.tracking.tracker import AnyStore, MlflowStore, note_run_id, open_reader
 from ttrain.tracking.views import Point, RunView
 
@@ -52,6 +55,7 @@ __all__ = [
     "Addresses",
     "AnyRun",
     "AnyStore",
+    "Champions",
     "LoadableModel",
     "Member",
     "MetricsFollower",
@@ -64,18 +68,15 @@ __all__ = [
     "SampleFollower",
     "TrackedRun",
     "addresses",
-    "champion",
     "champion_keys_here",
     "data_of",
     "database_of",
     "delivered_identities",
     "find_keys",
-    "find_set",
     "find_version",
     "has_outbox",
     "last_of",
     "list_sets",
-    "log_decision",
     "log_result",
     "masked",
     "of_tasks",
@@ -83,7 +84,6 @@ __all__ = [
     "open_reader",
     "open_store",
     "prepare",
-    "promote",
     "read_by",
     "read_local",
     "read_run",
@@ -92,9 +92,8 @@ __all__ = [
     "refresh_views",
     "registered_keys",
     "repair_moved_home",
-    "rollback",
     "server_app",
-    "set_damaged_database_aside",
+    "set_damaged_aside",
     "source_tags",
     "status_of",
     "sync",
@@ -137,14 +136,6 @@ def open_own_store(home: Path, experiment: str) -> MlflowStore:
     if error is not None:
         raise TrackingError(f"MLflow's database cannot be opened: {first_line(error)}") from error
     return MlflowStore(client, uri, home, experiment)
-
-
-def set_damaged_database_aside(home: Path) -> tuple[str, Path] | None:
-    """Move a damaged database of the home aside; return (damage, new path), or None if it is whole or missing."""
-    damage = _set_damaged_aside(home.resolve())
-    if damage:
-        forget_champions(home)
-    return damage
 
 
 def delivered_identities(home: Path) -> frozenset[str]:
@@ -199,112 +190,6 @@ def find_keys(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str
     from ttrain.tracking.artifact_source import MlflowArtifacts
 
     return MlflowArtifacts(home).find_keys(stage, prefix)
-
-
-def champion(home: Path, name: str) -> ModelSet | None:
-    """The set of models that is champion of this pipeline; None if none was promoted.
-
-    Raises TrackingError if MLflow cannot be queried, as the functions below do: "no answer" does not mean "none".
-    """
-    return _champions(home).champion(name)
-
-
-def champion_keys_here(home: Path, name: str) -> dict[str, str]:
-    """Keys of the champion's artifacts by stage, from the home's own database if MLflow is loaded, else from the home's
-    record of its champions; {} if none was promoted, if MLflow is elsewhere, or if it cannot be read: callers can do
-    without it."""
-    if tracking_uri(home) != f"sqlite:///{database_of(home)}" or not database_of(home).exists():
-        return {}
-    if "mlflow" not in sys.modules:
-        return recorded_keys(home, name)
-    with contextlib.suppress(TrackingError):
-        model_set = champion(home, name)
-        return dict(model_set.keys) if model_set else {}
-    return {}
-
-
-def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
-    """All sets of models, of one pipeline or of all, newest first; repairs aliases that a kill left half written.
-
-    Of the home's own database a copy is read if that has not changed since: importing MLflow takes 3 s.
-    """
-    database = database_of(home)
-    is_local = tracking_uri(home) == f"sqlite:///{database}"
-    sets = read_copied_sets(database) if is_local else None
-    if sets is None:
-        sets = _champions(home).sets(None)
-        if is_local:
-            copy_sets(database, sets)
-    return [model_set for model_set in sets if name in (None, model_set.name)]
-
-
-def find_set(home: Path, name: str, version: str) -> ModelSet:
-    """One set of models. Raises UsageError that lists the existing sets."""
-    return _champions(home).find(name, version)
-
-
-def promote(home: Path, name: str, version: str) -> ModelSet:
-    """Make a set the champion; idempotent. Raises UsageError if there is no such set."""
-    return _champions(home).promote(name, version)
-
-
-def rollback(home: Path, name: str) -> ModelSet:
-    """Make the previous champion champion again. Raises UsageError if there is none."""
-    return _champions(home).rollback(name)
-
-
-def log_decision(
-    home: Path,
-    name: str,
-    version: str,
-    decision: Mapping[str, Any],
-    table: str,
-    *,
-    run_id: str | None = None,
-    figures: str = "",
-) -> None:
-    """Log a decision, as JSON and as a markdown table, on a set and on the run `run_id`, else on the set's own run.
-
-    `figures`: a table that only the run gets.
-    """
-    _champions(home).log_decision(name, version, decision, table, run_id, figures)
-
-
-def _champions(home: Path) -> Champions:
-    need_mlflow("champions are aliases in")
-    home = home.resolve()
-    return Champions(home, tracking_uri(home))
-
-
-def registered_keys(home: Path) -> frozenset[str]:
-    """Keys of the artifacts behind registered models, of their inputs, and of those that wait to be uploaded.
-
-    Raises TrackingError.
-    """
-    need_mlflow("registered models are listed by")
-    home = home.resolve()
-    return _registered_keys(home, tracking_uri(home)) | undelivered_keys(home)
-
-
-def sync(
-    home: Path, run: str | None = None, on_progress: Callable[[int, int], object] = lambda done, total: None
-) -> list[UndeliveredRun]:
-    """Deliver what ended runs could not; the new state of each. Raises TrackingError and, for an unknown run, UsageError.
-
-    `on_progress(bytes done, bytes in total)` is called while files are uploaded.
-    """
-    need_mlflow("nothing can be delivered to")
-    home = home.resolve()
-    current_uri = tracking_uri(home)
-
-    def uri_of(tracker: str) -> str:
-        if not tracker:
-            return f"sqlite:///{database_of(home)}"
-        return (
-            current_uri if without_user(current_uri) == tracker else with_token(home, tracker)
-        )  # an outbox holds no password
-
-    return _sync(home, uri_of, run, on_progress)
 
 
 def prepare(home: Path) -> None:

@@ -10,20 +10,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 from ttrain.core.files import exclusive, read_object, write_json
-from ttrain.core.redact import without_user
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_refusal
-from ttrain.tracking.database import REPAIR, UNWRITABLE, database_of, is_missing, open_client
+from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
+from ttrain.tracking.database import UNWRITABLE, champions_file, database_of, is_missing, open_client
 from ttrain.tracking.model_description import add_decision
-from ttrain.tracking.model_sets import CHALLENGER, DECISION, KIND, SET, ModelSet, lock_of, set_of
+from ttrain.tracking.model_sets import (
+    CHALLENGER,
+    DECISION,
+    KIND,
+    SET,
+    ModelSet,
+    copy_sets,
+    lock_of,
+    read_copied_sets,
+    set_of,
+)
 from ttrain.tracking.registry import CHAMPION
 from ttrain.tracking.tracker import MlflowStore
 
@@ -36,22 +47,24 @@ HISTORY_KEPT: Final = 200
 
 @final
 class Champions:
-    """The sets of models of one MLflow. Every method raises TrackingError if MLflow cannot be queried."""
+    """The sets of models of one MLflow. Every method raises TrackingError if MLflow cannot be queried: no answer does not
+    mean that there is none."""
 
-    def __init__(self, home: Path, uri: str) -> None:
-        self._home, self._uri = home, uri
-        self._opened: Any = None
+    def __init__(self, home: Path) -> None:
+        need_mlflow("champions are aliases in")
+        self._home = home.resolve()
+        self._uri = tracking_uri(self._home)
 
-    def sets(self, name: str | None = None) -> list[ModelSet]:
-        """All sets, of one name or of all, newest first; repairs aliases that a kill left behind.
+    def sets(self) -> list[ModelSet]:
+        """All sets, newest first; repairs aliases that a kill left behind.
 
         Reading needs no lock, so that it works in a home that cannot be written.
         """
-        snapshot = self._take_snapshot(name)
+        snapshot = self._take_snapshot(None)
         if any(self._repairs(model, snapshot) for model in {model_set.name for model_set in snapshot.sets}):
             try:
                 with self._exclusive():
-                    snapshot = self._take_snapshot(name)
+                    snapshot = self._take_snapshot(None)
                     for model in {model_set.name for model_set in snapshot.sets}:
                         self._repair(model, snapshot)
             except OSError as error:
@@ -102,7 +115,14 @@ class Champions:
             return self._repaired_set(name, earlier[-1])
 
     def log_decision(
-        self, name: str, version: str, decision: Mapping[str, Any], table: str, run_id: str | None, figures: str = ""
+        self,
+        name: str,
+        version: str,
+        decision: Mapping[str, Any],
+        table: str,
+        *,
+        run_id: str | None = None,
+        figures: str = "",
     ) -> None:
         """Log a decision about a set in the tags and the description of its version, and in the tags, metrics and files of
         the run; `figures` in a file alone. Replaces an earlier one, so it can be repeated."""
@@ -198,12 +218,12 @@ class Champions:
         """Keep the keys of the champions in the home, where they are read without MLflow."""
         if self._uri != f"sqlite:///{database_of(self._home)}":
             return
-        recorded = read_object(_champions_file(self._home))
+        recorded = read_object(champions_file(self._home))
         entries = {name: chosen for name, chosen in champions.items() if chosen or name in recorded}
         updated = {**recorded, **{name: dict(chosen.keys) if chosen else {} for name, chosen in entries.items()}}
         if updated != recorded:
             with contextlib.suppress(OSError):
-                write_json(_champions_file(self._home), updated)
+                write_json(champions_file(self._home), updated)
 
     def _asked(self, action: Callable[[], Result]) -> Result:
         try:
@@ -216,35 +236,49 @@ class Champions:
         return self._asked(partial(getattr(self._client, method), *arguments))
 
     def _tracking_error(self, error: Exception) -> TrackingError:
-        cause = first_line(error)
-        fix = "" if REPAIR in cause else "; start it, or set MLFLOW_TRACKING_URI to the one that holds them"
-        return TrackingError(
-            f"MLflow at {without_user(self._uri)} cannot be queried for the registered models: {cause}{fix}"
-        )
+        return cannot_be_queried(self._uri, "for the registered models", error)
 
-    @property
+    @cached_property
     def _client(self) -> Any:
-        if self._opened is None:
-            self._opened = self._asked(lambda: open_client(self._uri, self._home))
-        return self._opened
+        return self._asked(lambda: open_client(self._uri, self._home))
 
     def _exclusive(self) -> Any:
         """Lock out other processes of this home; MLflow itself would let their writes interleave."""
         return exclusive(lock_of(self._home))
 
 
+def champion_keys_here(home: Path, name: str) -> dict[str, str]:
+    """Keys of the champion's artifacts by stage, from the home's own database if MLflow is loaded, else from the home's
+    record of its champions; {} if none was promoted, if MLflow is elsewhere, or if it cannot be read: callers can do
+    without it."""
+    if tracking_uri(home) != f"sqlite:///{database_of(home)}" or not database_of(home).exists():
+        return {}
+    if "mlflow" not in sys.modules:
+        return recorded_keys(home, name)
+    with contextlib.suppress(TrackingError):
+        model_set = Champions(home).champion(name)
+        return dict(model_set.keys) if model_set else {}
+    return {}
+
+
+def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
+    """All sets of models, of one pipeline or of all, newest first; repairs aliases that a kill left half written.
+
+    Of the home's own database a copy is read if that has not changed since: importing MLflow takes 3 s.
+    """
+    database = database_of(home)
+    is_local = tracking_uri(home) == f"sqlite:///{database}"
+    sets = read_copied_sets(database) if is_local else None
+    if sets is None:
+        sets = Champions(home).sets()
+        if is_local:
+            copy_sets(database, sets)
+    return [model_set for model_set in sets if name in (None, model_set.name)]
+
+
 def recorded_keys(home: Path, name: str) -> dict[str, str]:
     """Keys of the champion's artifacts by stage, as MLflow last told them; {} if there is none."""
-    return dict(read_object(_champions_file(home)).get(name) or {})
-
-
-def forget_champions(home: Path) -> None:
-    """Remove the record of the champions, which are gone with the database."""
-    _champions_file(home).unlink(missing_ok=True)
-
-
-def _champions_file(home: Path) -> Path:
-    return home / "mlflow" / "champions.json"
+    return dict(read_object(champions_file(home)).get(name) or {})
 
 
 def decision_metrics(decision: Mapping[str, Any]) -> dict[str, float]:

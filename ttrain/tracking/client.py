@@ -74,14 +74,18 @@ class MlflowCaller:
         """Send one short request to the server, or to a locked database file; None when it answers."""
         if not self.is_http:
             _, error = attempt(lambda: try_to_write(Path(self.uri.removeprefix("sqlite:///"))))
-            self.is_silent = error is not None and is_out_of_use(error)
-            return error if self.is_silent else None
+            error = error if error is not None and is_out_of_use(error) else None
+            return self._note_answer(error)
         request, host = import_module("mlflow.utils.rest_utils"), import_module("mlflow.utils.credentials")
         ask = partial(request.http_request, timeout=PROBE_SECONDS, max_retries=0, raise_on_status=False)
         answer, error = attempt(lambda: ask(host.get_default_host_creds(self.uri), "/health", "GET"))
         if answer is not None and answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             error = ConnectionError(f"the server answers with HTTP {answer.status_code}")
+        return self._note_answer(error)
+
+    def _note_answer(self, error: Exception | None) -> Exception | None:
         self.is_silent = error is not None
+        self.last_error = first_line(error) if error else self.last_error
         return error
 
 
@@ -104,6 +108,13 @@ def tracking_uri(home: Path) -> str:
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     return with_token(home, uri) if uri else f"sqlite:///{database_of(home)}"
+
+
+def cannot_be_queried(uri: str, subject: str, error: Exception) -> TrackingError:
+    """The error of a question that MLflow did not answer. `subject`: what it was asked for."""
+    cause = first_line(error)
+    fix = "" if REPAIR in cause else "; start it, or set MLFLOW_TRACKING_URI to the one that holds them"
+    return TrackingError(f"MLflow at {without_user(uri)} cannot be queried {subject}: {cause}{fix}")
 
 
 def is_installed() -> bool:

@@ -17,7 +17,7 @@ from ttrain.core.files import exclusive, parse_object
 from ttrain.tracking import datasets, model_sets, registered_models, uploads
 from ttrain.tracking.calls import RefusedError, below, code_of, plain
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import PARENT, MetricPoint, TrackedRun, delete_duplicates, parent_id, points_of
+from ttrain.tracking.runs import PARENT, MetricPoint, TrackedRun, delete_duplicates, parent_id
 from ttrain.tracking.stage_results import FINISHED, artifact_of
 from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
 
@@ -28,7 +28,7 @@ PARAMS_PER_BATCH: Final = 100  # MLflow refuses more
 POINTS_PER_BATCH: Final = 1000  # and more of these
 
 
-def params(run: TrackedRun, entry: Entry) -> int:
+def params(run: TrackedRun, entry: Entry) -> None:
     """Log parameters; one that the run already has keeps its value."""
     values: Mapping[str, str] = entry.data["values"]
     for key, value in values.items():
@@ -40,14 +40,12 @@ def params(run: TrackedRun, entry: Entry) -> int:
         batch = fresh[first : first + PARAMS_PER_BATCH]
         run.call("log_batch", run.id, params=[kind(*pair) for pair in batch])
         run.params.update(batch)
-    return len(fresh)
 
 
-def tags(run: TrackedRun, entry: Entry) -> int:
+def tags(run: TrackedRun, entry: Entry) -> None:
     """Set tags, replacing old values."""
     kind = import_module("mlflow.entities").RunTag
     run.call("log_batch", run.id, tags=[kind(*pair) for pair in entry.data["values"].items()])
-    return len(entry.data["values"])
 
 
 def continued(run: TrackedRun, entry: Entry) -> None:
@@ -58,24 +56,21 @@ def continued(run: TrackedRun, entry: Entry) -> None:
     tags(run, Entry(entry.number, "tags", {"values": run_tags}))
 
 
-def summary(run: TrackedRun, entry: Entry) -> int:
+def summary(run: TrackedRun, entry: Entry) -> None:
     """Log metrics of the whole run, without those that it has already."""
     fresh = {key: value for key, value in entry.data["values"].items() if run.values.get(key) != value}
     _send(run, [(key, value, entry.data["time"], 0) for key, value in fresh.items()])
     run.values |= fresh
-    return len(fresh)
 
 
-def rows(run: TrackedRun, entry: Entry) -> int:
-    """Send points of curves, without those whose step the metric has already passed in MLflow; return their number.
+def rows(run: TrackedRun, entry: Entry) -> None:
+    """Send points of curves, without those whose step the metric has already passed in MLflow.
 
     What was sent but not answered is sent again unchanged: MLflow's key of a point is its step, time and value, so it is
     stored once.
     """
-    points = entry.data["points"] if "points" in entry.data else list(points_of(entry.data["lines"]))
-    fresh = [(key, value, time, step) for key, value, time, step in points if step > run.steps.get(key, -1)]
+    fresh = [(key, value, time, step) for key, value, time, step in entry.data["points"] if step > run.steps.get(key, -1)]
     _send(run, fresh)
-    return len(fresh)
 
 
 def _send(run: TrackedRun, points: Sequence[MetricPoint]) -> None:
@@ -105,20 +100,18 @@ def _send_batch(run: TrackedRun, batch: Sequence[MetricPoint], *, whole: bool = 
         _send_batch(run, batch[half:], whole=False)
 
 
-def end(run: TrackedRun, entry: Entry) -> str:
+def end(run: TrackedRun, entry: Entry) -> None:
     """Set the run's status and end time."""
     run.call("set_terminated", run.id, entry.data["status"], entry.data["time"])
     if run.outbox.run_info.get("doubtful"):
         delete_duplicates(run)
-    return str(entry.data["status"])
 
 
-def log_inputs(run: TrackedRun, entry: Entry) -> int:
+def log_inputs(run: TrackedRun, entry: Entry) -> None:
     """Log the data sets that the run reads."""
     inputs = [datasets.DataInput(**{**fields, "files": tuple(fields["files"])}) for fields in entry.data["inputs"]]
     with run.store.lock:
         datasets.log(run.store.client, str(run.id), inputs)
-    return len(inputs)
 
 
 def text(run: TrackedRun, entry: Entry) -> None:
@@ -136,8 +129,6 @@ def files(run: TrackedRun, entry: Entry) -> None:
     source, to = run.store.absolute(entry.data["path"]), entry.data["to"]
     if not source.exists():
         raise RefusedError(f"{source} is gone")
-    if "name" in entry.data:  # of an earlier version, with the directory apart
-        to = f"{to}/{entry.data['name']}".lstrip("/")
     listed = uploads.list_files(source, to) if entry.kind == "directory" else [(source, to)]
     if root := _root(run):
         for path, target in listed:
@@ -154,25 +145,13 @@ def _root(run: TrackedRun) -> Path | None:
 
 STAGES: Final = "ttrain.stages"
 
-OLD_TAG_PREFIXES: Final = {
-    "ttrain.key.": "key",
-    "ttrain.child.": "run",
-}  # followed by the stage: a tag for each, until 2026-11
-
 LOCK: Final = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
 
 
 def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Artifact key and run id of each stage, from the tags of a pipeline run; also from those of older runs."""
-    stage_links: dict[str, dict[str, str]] = {}
-    for tag, value in tags.items():
-        for prefix, field in OLD_TAG_PREFIXES.items():
-            if tag.startswith(prefix):
-                stage_links.setdefault(tag.removeprefix(prefix), {})[field] = value
-    for stage, link in parse_object(tags.get(STAGES, "")).items():
-        if isinstance(link, dict):
-            stage_links.setdefault(stage, {}).update({str(name): str(value) for name, value in link.items()})
-    return stage_links
+    """Artifact key and run id of each stage, from the tags of a pipeline run."""
+    links = parse_object(tags.get(STAGES, "")).items()
+    return {stage: {name: str(value) for name, value in link.items()} for stage, link in links if isinstance(link, dict)}
 
 
 def stages(run: TrackedRun, entry: Entry) -> None:
@@ -186,17 +165,15 @@ def to_parent(run: TrackedRun, entry: Entry) -> None:
         _add(run, parent, {entry.data["stage"]: {"run": str(run.id)}})
 
 
-def made_by(run: TrackedRun, entry: Entry) -> str | None:
+def made_by(run: TrackedRun, entry: Entry) -> None:
     """Note in the pipeline run's tag which run built a stage that came from the cache."""
     stage, key = entry.data["stage"], entry.data["key"]
     experiment = run.store.experiment_id(run.outbox.run_info.get("experiment"))
     query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
     runs = run.call("search_runs", [experiment], query, max_results=1, order_by=["attributes.end_time DESC"])
     runs = runs or _killed_after_publishing(run, experiment, query)
-    if not runs:
-        return None
-    _add(run, str(run.id), {stage: {"run": runs[0].info.run_id}})
-    return str(runs[0].info.run_id)
+    if runs:
+        _add(run, str(run.id), {stage: {"run": runs[0].info.run_id}})
 
 
 def _killed_after_publishing(run: TrackedRun, experiment: str, query: str) -> list[Any]:

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_json, read_object
-from ttrain.store.runs import read_rows
+from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_object
 
 log = logging.getLogger("ttrain")
 
@@ -40,9 +39,7 @@ COMPACT_BYTES: Final = 1 << 24  # of the journal: then it is written again, with
 
 IDLE_DAYS: Final = 7  # an outbox of another machine that shares this home is left alone for this long
 
-UNFINISHED_SECONDS: Final = (
-    3600.0  # an outbox is made and removed in milliseconds; older directories without one are removed
-)
+UNFINISHED_SECONDS: Final = 3600.0  # an outbox is made and removed in milliseconds: older ones are removed
 
 
 @dataclass(eq=False)
@@ -185,8 +182,6 @@ def create(home: Path, **run_info: Any) -> Outbox:
     for free_id in (identity, secrets.token_hex(16)):
         box.update_run_info(id=free_id)
         if box.is_kept:
-            if not (folder / free_id / RUN).exists():  # a process of an earlier version was killed while it made it
-                shutil.rmtree(folder / free_id, ignore_errors=True)
             with contextlib.suppress(OSError):
                 box.directory = box.directory.rename(folder / free_id)
                 return box
@@ -216,30 +211,16 @@ def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
 def read_journal(directory: Path) -> dict[int, Entry]:
     """Undelivered entries by number, in order, even if a process holds the outbox; torn lines are skipped."""
     entries: dict[int, Entry] = {}
-    if batch := read_json(directory / "flight.json"):  # of an earlier version: the points that it was sending
-        entries[0] = Entry(0, "rows", {"points": batch})
     for row in _lines(directory / JOURNAL):
         number = row.get("number")
         if "told" in row:
             entries.pop(row["told"], None)
         elif "what" in row and isinstance(number, int):
             data = {key: value for key, value in row.items() if key not in ("number", "what")}
-            entries[number] = Entry(number, *_of_this_version(directory, row["what"], data))
+            entries[number] = Entry(number, row["what"], data)
         elif "part" in row and number in entries:
             entries[number].parts.add(row["part"])
     return entries
-
-
-def _of_this_version(directory: Path, kind: str, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind and the data of an entry; an earlier version had texts and rows in files of their own."""
-    path = directory / "files" / str(data.get("kept"))
-    with contextlib.suppress(OSError):
-        if kind == "rows" and "kept" in data:
-            return kind, {"lines": list(read_rows(path))}
-        if data.get("kept"):
-            to = "/".join(filter(None, (data["to"], data.get("name"))))
-            return "text", {"to": to, "text": path.read_text(encoding="utf-8", errors="replace")}
-    return kind, data
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any]]:
@@ -260,11 +241,10 @@ def list_outboxes(home: Path) -> list[Path]:
 
 
 def remove_unfinished(home: Path) -> None:
-    """Remove what processes left that were killed while they made or removed an outbox."""
+    """Remove what processes left that were killed while they made or removed an outbox (`_hidden`)."""
     with contextlib.suppress(OSError):
-        for path in (home / FOLDER).iterdir():
-            is_outbox = ID.fullmatch(path.name) and (path / RUN).exists()
-            if not is_outbox and time.time() - path.stat().st_mtime > UNFINISHED_SECONDS:
+        for path in (home / FOLDER).glob(".*"):
+            if time.time() - path.stat().st_mtime > UNFINISHED_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -283,8 +263,11 @@ def last_change(directory: Path) -> float:
     return time.time()
 
 
-def children_first(directories: Iterable[Path]) -> list[Path]:
-    """Sort outboxes, each run after its children: its models are registered from the children's runs, not once more."""
+def delivery_order(directories: Iterable[Path]) -> list[tuple[Path, bool]]:
+    """Outboxes in the order of their delivery, with whether their uploads are delivered: first what is small of all.
+
+    The files of a run come after those of its children: its models are registered from these, not once more.
+    """
     run_infos = {path: read_object(path / RUN) for path in directories}
     starts = {str(info.get("id")): float(info.get("started", 0)) for info in run_infos.values() if not info.get("parent")}
 
@@ -292,7 +275,7 @@ def children_first(directories: Iterable[Path]) -> list[Path]:
         run_info, parent = run_infos[path], run_infos[path].get("parent")
         return starts.get(str(parent or run_info.get("id")), float(run_info.get("started", 0))), not parent
 
-    return sorted(run_infos, key=sort_key)
+    return [*((path, False) for path in run_infos), *((path, True) for path in sorted(run_infos, key=sort_key))]
 
 
 def undelivered_keys(home: Path) -> frozenset[str]:

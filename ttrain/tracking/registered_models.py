@@ -9,12 +9,12 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from ttrain.config.data import LEARNT
-from ttrain.core.redact import without_user
-from ttrain.errors import TrackingError
-from ttrain.tracking.calls import all_pages, attempt, first_line
+from ttrain.tracking.calls import all_pages
+from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
 from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.model_description import set_description
 from ttrain.tracking.model_sets import KEY, first_version, register_version
+from ttrain.tracking.outbox import undelivered_keys
 from ttrain.tracking.registry import CHAMPION, MEMBER
 from ttrain.tracking.runs import TrackedRun
 
@@ -27,25 +27,24 @@ WITH_A_SET: Final = ("evaluate",)  # metrics that are compared with those of the
 WITH_A_CHAMPION: Final = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
 
-def registered_keys(home: Path, uri: str) -> frozenset[str]:
-    """Keys of the artifacts behind all registered models. Raises TrackingError if MLflow cannot be queried."""
-    if is_missing(uri, home):
-        return frozenset()  # nothing was ever tracked; a query would create the database
+def registered_keys(home: Path) -> frozenset[str]:
+    """Keys of the artifacts behind registered models, of their inputs, and of those that wait to be uploaded.
 
-    def ask() -> tuple[list[Any], list[Any]]:
+    Raises TrackingError if MLflow cannot be queried.
+    """
+    need_mlflow("registered models are listed by")
+    home = home.resolve()
+    waiting, uri = undelivered_keys(home), tracking_uri(home)
+    if is_missing(uri, home):
+        return waiting  # nothing was ever tracked; a query would create the database
+    try:
         client = open_client(uri, home)
         versions = all_pages(partial(client.search_model_versions, ""))
-        return versions, all_pages(client.search_registered_models)  # only these have the aliases
-
-    listing, error = attempt(ask)
-    if listing is None:
-        raise TrackingError(
-            f"MLflow at {without_user(uri)} cannot be queried which models are registered: {error and first_line(error)}; "
-            f"start it, or set MLFLOW_TRACKING_URI to the one that holds them"
-        )
-    versions, models = listing
+        models = all_pages(client.search_registered_models)  # only these have the aliases
+    except Exception as error:
+        raise cannot_be_queried(uri, "which models are registered", error) from None
     champions = {model.name: str(model.aliases.get(CHAMPION)) for model in models}
-    return frozenset(
+    return waiting.union(
         key for version in versions for key in _keys_of(version.tags, champions.get(version.name) == str(version.version))
     )
 
@@ -64,10 +63,7 @@ def version_of(client: Any, name: str, tags: Mapping[str, str]) -> str | None:
 
 
 def register(run: TrackedRun, model: Mapping[str, Any]) -> str:
-    """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew.
-
-    Entries of an earlier ttrain have no descriptions.
-    """
+    """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew."""
     assert run.artifact_uri is not None, "the run is created in MLflow first"
     client, path = run.store.client, model["artifact_path"]
     # A plain directory is a fine source. "runs:/..." would be one too, but MLflow copies that into a temporary

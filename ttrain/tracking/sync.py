@@ -16,9 +16,11 @@ from ttrain.core.files import read_object
 from ttrain.core.redact import without_user
 from ttrain.store import references
 from ttrain.store.runs import parse_row
+from ttrain.store.server_records import with_token
 from ttrain.tracking import outbox
 from ttrain.tracking.calls import attempt, first_line
-from ttrain.tracking.database import open_client
+from ttrain.tracking.client import need_mlflow, tracking_uri
+from ttrain.tracking.database import database_of, open_client
 from ttrain.tracking.runs import BEGUN, AnyRun, TrackedRun
 from ttrain.tracking.tracker import MlflowStore
 
@@ -58,61 +60,61 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
 
 
 def sync(
-    home: Path,
-    uri_of: Callable[[str], str],
-    run: str | None = None,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    home: Path, run: str | None = None, on_progress: Callable[[int, int], object] = lambda done, total: None
 ) -> list[UndeliveredRun]:
-    """Deliver what waits; return the new state of each run. `uri_of(tracker)`: with the password, which no outbox holds.
+    """Deliver what ended runs could not; the new state of each. Raises TrackingError and, for an unknown run, UsageError.
 
     `on_progress(bytes done, bytes in total)` is called while files are uploaded.
     """
+    need_mlflow("nothing can be delivered to")
     home = home.resolve()
     outbox.remove_unfinished(home)
     reports = {pending.directory: pending for pending in undelivered_runs(home, run)}
-    for tracker in dict.fromkeys(pending.tracker for pending in reports.values()):
+    for tracker in {pending.tracker for pending in reports.values()}:
         directories = [pending.directory for pending in reports.values() if pending.tracker == tracker]
-        uri = uri_of(tracker)
+        uri = _uri_of(home, tracker)
         client, error = attempt(lambda: open_client(uri, home))  # noqa: B023
-        if client is None:
-            why = (error and first_line(error)) or ""
-            reports |= {directory: replace(reports[directory], why=why) for directory in directories}
+        if error is not None:
+            reports |= {directory: replace(reports[directory], why=first_line(error)) for directory in directories}
             continue
         store = MlflowStore(client, uri, home, "")
         store.on_upload(on_progress)
-        # The small entries of all runs, then the files, those of a run after those of its stages
-        for uploads, ordered in ((False, directories), (True, outbox.children_first(directories))):
-            for directory in ordered:
-                if not reports[directory].why and (reports[directory].things or not uploads):
-                    reports[directory] = _deliver(store, reports[directory], uploads=uploads, elsewhere=run is not None)
+        for directory, uploads in outbox.delivery_order(directories):
+            if not reports[directory].why and (reports[directory].things or not uploads):
+                reports[directory] = _deliver(store, reports[directory], uploads=uploads, elsewhere=run is not None)
         store.close()
     return list(reports.values())
 
 
+def _uri_of(home: Path, tracker: str) -> str:
+    """The URI of the MLflow that an outbox names, with the password, which no outbox holds."""
+    if not tracker:
+        return f"sqlite:///{database_of(home)}"
+    current_uri = tracking_uri(home)
+    return current_uri if without_user(current_uri) == tracker else with_token(home, tracker)
+
+
 def _deliver(store: MlflowStore, pending: UndeliveredRun, *, uploads: bool, elsewhere: bool) -> UndeliveredRun:
     """Deliver one outbox; return what is left of it, and why."""
-    counts_before, result = dict(store.counts), None
-    _, silence = store.caller.try_call(lambda: None)
+    counts_before = store.counts.copy()
+    done: bool | None = False
     for _ in range(TRIES):
-        if silence is None and result is not True:
-            result = store.deliver_orphan(pending.directory, elsewhere=elsewhere, uploads=uploads)
-            if result is None:
-                break
-            _, silence = store.caller.try_call(lambda: None)
-    arrived = {name: number - counts_before.get(name, 0) for name, number in store.counts.items()}
-    host, why = read_object(pending.directory / outbox.RUN).get("host"), ""
-    if silence is not None or result is False:
-        why = f"MLflow at {without_user(store.uri)}: {first_line(silence) if silence else store.caller.last_error}"
-    elif result is None:
+        if done is False and not (store.caller.is_silent and store.caller.probe()):
+            done = store.deliver_orphan(pending.directory, elsewhere=elsewhere, uploads=uploads)
+    why = ""
+    if done is None:
+        host = read_object(pending.directory / outbox.RUN).get("host")
         host_note = "" if host == platform.node() else f" on {host}; name the run to deliver it all the same"
         why = f"a process still has its outbox and delivers it itself{host_note}"
+    elif not done:
+        why = f"MLflow at {without_user(store.uri)}: {store.caller.last_error}"
     now = _read_outbox(pending.directory)
-    delivered = {**pending.delivered, **{name: number for name, number in arrived.items() if number}}
+    delivered = Counter(pending.delivered) + (store.counts - counts_before)
     return replace(pending, things=now.things if now else {}, delivered=delivered, why=why)
 
 
 def _read_outbox(directory: Path) -> UndeliveredRun | None:
-    run_info = read_object(directory / "run.json")
+    run_info = read_object(directory / outbox.RUN)
     if not run_info:
         return None
     things = Counter(entry.kind for entry in outbox.read_journal(directory).values())

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,6 @@ from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
 
-COUNT_NAMES: Final = {"rows": "metrics"}
-
 RETRY_PAUSE_SECONDS = 2.0  # before a silent server is tried again; doubled each time, up to half a minute
 
 TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier one left of a run that continues here
@@ -47,7 +46,7 @@ class MlflowStore:
         self.caller = MlflowCaller(uri, is_own=self.tracker == "")
         self.is_http = self.caller.is_http
         self.progress = UploadProgress()
-        self.counts: dict[str, int] = {}  # delivered metrics, parameters, ...; "lost": what can never be delivered
+        self.counts = Counter[str]()  # delivered entries by kind; "lost": what can never be delivered
         self._experiment, self._experiment_ids = experiment, dict[str, str]()
         # A server chooses the artifact root itself; everything else would write below the working directory
         self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
@@ -179,7 +178,7 @@ class MlflowStore:
             label, error, is_silent=not refused and not isinstance(error, OSError)
         )  # a disk is not a server
         if refused:
-            self._count("lost", 1)
+            self.counts["lost"] += 1
         else:
             self._retry_later(False)
         return refused
@@ -250,7 +249,7 @@ class MlflowStore:
             elif BEGUN in entry.parts:
                 gone = RefusedError(f"the curve is gone: none of {', '.join(map(str, places))} exists")
                 self.caller.warn(DELIVERY_TYPES["rows"].label, gone)
-                self._count("lost", 1)
+                self.counts["lost"] += 1
             run.outbox.mark_delivered(entry)
 
     def close(self) -> int:
@@ -354,9 +353,8 @@ class MlflowStore:
         runs = runs[::-1] if uploads else runs  # a run's models are registered from its stages' runs, which came after it
         done = [self.deliver(run, uploads=uploads, again=True) for run in runs]
         if uploads and self._delivers_orphans:  # small entries of all of them first
-            directories = outbox.list_outboxes(self.home)
-            done += [self.deliver_orphan(directory, uploads=False) is not False for directory in directories]
-            done += [self.deliver_orphan(directory) is not False for directory in outbox.children_first(directories)]
+            ordered = outbox.delivery_order(outbox.list_outboxes(self.home))
+            done += [self.deliver_orphan(directory, uploads=files) is not False for directory, files in ordered]
         return all(done)
 
     def _next(self, run: TrackedRun, uploads: bool) -> Entry | None:
@@ -368,11 +366,7 @@ class MlflowStore:
 
     def _deliver_entry(self, run: TrackedRun, entry: Entry) -> None:
         entry.answer = DELIVERY_TYPES[entry.kind].deliver(run, entry)
-        number = entry.answer if isinstance(entry.answer, int) else 1
-        self._count(COUNT_NAMES.get(entry.kind, entry.kind), number)
-
-    def _count(self, name: str, number: int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + number
+        self.counts[entry.kind] += 1
 
     def _has_uploads(self) -> bool:
         """Whether an open run has undelivered uploads."""
