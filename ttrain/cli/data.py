@@ -19,9 +19,9 @@ from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
+    from ttrain.data.built_blocks import Pool
     from ttrain.data.contamination import EvaluationItem, OverlapCheck, OverlapRule
     from ttrain.data.inspect import TokenView
-    from ttrain.data.sharding import Pool
     from ttrain.store.artifacts import ArtifactStore
 
     S = TypeVar("S", bound=Section)

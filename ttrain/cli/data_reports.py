@@ -23,10 +23,10 @@ from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, sharding
 from ttrain.data.assembly import REJECTED
 from ttrain.data.blocks import BLOCKS, PARTS
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.built_blocks import DataFile, Pool
 from ttrain.data.encoder import Encoder
 from ttrain.data.inspect import SUMMARY, TokenView
-from ttrain.data.sharding import Here, Pool, Processes
+from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import COUNTED, INDEX
 from ttrain.data.validate import Report, validate
 from ttrain.errors import DataError, UsageError

@@ -28,7 +28,7 @@ from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Table, row_key
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.records import Tally
-from ttrain.errors import ArtifactError, CannotRead
+from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
 SHARD_FILE_NAME = re.compile(
@@ -85,11 +85,12 @@ def assemble(
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, files, built_blocks, figures)
     duplicates = _select_rows(built_blocks, figures, reading, recipe.kind)
-    near_figures = near.leave_out(files, figures, _removed_overlaps(built_blocks, overlaps)) if near else None
+    removed = _removed_overlaps(built_blocks, overlaps)
+    near_figures = near.leave_out(figures, removed) if near else None
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
         lowest = _hold_out_lowest_row(built_blocks, figures, recipe.kind)
-    overlapping = _leave_out_overlaps(files, built_blocks, figures, overlaps) if overlaps else None
+    overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
     for part_name in PARTS:  # an output that is being changed is not a set of shards
@@ -104,13 +105,13 @@ def assemble(
                 entries[part_name].append({**entry, "group": files[block.role][block.file].group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
-                    near.keep(files, part_name, block, entry)
+                    near.keep(part_name, block, entry)
     if lowest is not None:
         block, content_hash = lowest
         entry = _write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe)
         entries["heldout"].append(entry)
         if near:
-            near.keep_lowest(files, block, content_hash, entry)
+            near.keep_lowest(block, content_hash, entry)
     _copy_block_records(output, built_blocks)
     extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
     if recipe.kind != "documents":
@@ -250,34 +251,32 @@ def _leave_out_overlaps(
     files: Mapping[str, Sequence[DataFile]],
     built_blocks: list[BuiltBlock],
     figures: Mapping[tuple[str, int], Tally],
+    removed: Sequence[Flags],
     overlaps: tuple[OverlapCheck, Sequence[ShardScan]],
 ) -> dict[str, Any]:
-    """Count the training documents that contain an evaluation item, and leave them out if `remove` is set.
+    """Count the training documents that contain an evaluation item, and leave the `removed` rows out.
 
     Returns the report. Documents that are not selected anyway do not count.
     """
     against, scans = overlaps
     file_scans = []
-    for block, scanned in zip(built_blocks, scans, strict=True):
+    for block, scanned, flags in zip(built_blocks, scans, removed, strict=True):
         rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
         matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
         file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
-        if against.remove:
-            overlapping_rows = rows[sorted({match.record for match in matches})]
-            block.selected[overlapping_rows] = False
-            figures[block.role, block.file].leave_out(contamination.OVERLAPS, len(overlapping_rows))
+        figures[block.role, block.file].leave_out(contamination.OVERLAPS, int((flags & block.selected).sum()))
+        block.selected &= ~flags
     return contamination.report(against, file_scans)
 
 
 def _removed_overlaps(
     built_blocks: list[BuiltBlock], overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None
-) -> dict[int, Flags]:
-    """By number of a block, a flag for each row that is left out later, since it holds an evaluation item."""
-    removed: dict[int, Flags] = {}
+) -> list[Flags]:
+    """For each block, a flag per row: whether it is to be left out, since it holds an evaluation item."""
+    removed = [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
     if overlaps and overlaps[0].remove:
-        for number, (block, scanned) in enumerate(zip(built_blocks, overlaps[1], strict=True)):
-            removed[number] = np.zeros(len(block.rows), np.bool_)
-            removed[number][np.flatnonzero(~block.is_heldout)[sorted({match.record for match in scanned.matches})]] = True
+        for flags, block, scanned in zip(removed, built_blocks, overlaps[1], strict=True):
+            flags[np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]] = True
     return removed
 
 
@@ -314,38 +313,27 @@ def _place_shard(
     entry = block.manifest[part_name]
     if entry is None:
         return None
-    in_part = block.is_heldout if part_name == "heldout" else ~block.is_heldout
+    in_part = block.in_part(part_name)
     selected = block.selected[in_part]
-    names = [entry[kind] for kind in ("file", "records") if kind in entry]
+    names = _file_names(entry)
     if not selected.all():
-        for name in names:  # an equal block may already be in the set
-            _place_file(
-                block.directory, part_name, name, output / BLOCKS / f"{part_name}-{name}", keep=entry["file"] in used_names
-            )
+        for name in names.values():  # an equal block may already be in the set
+            _place_file(block, part_name, name, output / BLOCKS / f"{part_name}-{name}", keep=entry["file"] in used_names)
         if not selected.any():
             return None
         return _write_selection(output, part_name, block, entry, selected, in_part, recipe)
-    placed_entry = {key: value for key, value in entry.items() if key != "files"}
-    number = 2
-    while placed_entry["file"] in used_names:  # the same block twice, where duplicates are kept
-        placed_entry.update(
-            {
-                kind: f"{Path(entry[kind]).stem}-{number}{Path(entry[kind]).suffix}"
-                for kind in ("file", "records")
-                if kind in entry
-            }
-        )
+    new_names, number = names, 2
+    while new_names["file"] in used_names:  # the same block twice, where duplicates are kept
+        new_names = {kind: f"{Path(name).stem}-{number}{Path(name).suffix}" for kind, name in names.items()}
         number += 1
-    for kind in ("file", "records"):
-        if kind in entry:
-            _place_file(
-                block.directory,
-                part_name,
-                entry[kind],
-                output / part_name / placed_entry[kind],
-                keep=placed_entry[kind] != entry[kind],
-            )
-    return placed_entry
+    for kind, name in names.items():
+        _place_file(block, part_name, name, output / part_name / new_names[kind], keep=new_names[kind] != name)
+    return {key: value for key, value in (entry | new_names).items() if key != "files"}
+
+
+def _file_names(entry: Mapping[str, Any]) -> dict[str, str]:
+    """The names of the files of a shard, by their keys in its entry."""
+    return {kind: entry[kind] for kind in ("file", "records") if kind in entry}
 
 
 def _write_selection(
@@ -369,20 +357,16 @@ def _write_selection(
     return {**new_entry, "bytes": int(block.rows[in_part, 2][selected].sum())}
 
 
-def _place_file(directory: Path, part_name: str, name: str, target: Path, *, keep: bool = False) -> None:
+def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, keep: bool) -> None:
     """Put a block's file at `target`: moved if it belongs to this output, else linked (copied across file systems)."""
-    source = blocks.find_file(directory, part_name, name)
-    if source is None:
-        raise ArtifactError(
-            f"{part_name}/{name} vanished from {directory} while it was being reused; run the same command again"
-        )
+    source = blocks.need_file(block.directory, part_name, name)
     if source == target:
         return
     target.unlink(missing_ok=True)
-    if not keep and target.is_relative_to(directory):
+    if not keep and target.is_relative_to(block.directory):
         source.rename(target)
-        return
-    _link(source, target)
+    else:
+        _link(source, target)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -406,14 +390,11 @@ def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
 
 def _remove_stale_files(output: Path, entries: Mapping[str, list[dict[str, Any]]], built_blocks: list[BuiltBlock]) -> None:
     """Remove files left by removed inputs, other settings or a killed run; only names that ttrain writes are touched."""
-    for part_name in PARTS:
-        current_names = {entry[kind] for entry in entries[part_name] for kind in ("file", "records") if kind in entry}
-        _remove_except(output / part_name, current_names)
     current_names = {f"{block.identity}.{ending}" for block in built_blocks for ending in ("json", "rows", "rejected.jsonl")}
     for part_name in PARTS:
+        _remove_except(output / part_name, {name for entry in entries[part_name] for name in _file_names(entry).values()})
         for block in built_blocks:
-            entry = block.manifest[part_name] or {}
-            current_names.update(f"{part_name}-{entry[kind]}" for kind in ("file", "records") if kind in entry)
+            current_names.update(f"{part_name}-{name}" for name in _file_names(block.manifest[part_name] or {}).values())
     _remove_except(output / BLOCKS, current_names)
 
 

@@ -28,7 +28,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import BadRows, Tally
 from ttrain.data.shards import Column
-from ttrain.errors import CannotRead
+from ttrain.errors import ArtifactError, CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
@@ -239,6 +239,16 @@ def find_file(directory: Path, part_name: str, name: str) -> Path | None:
         if path.is_file():
             return path
     return None
+
+
+def need_file(directory: Path, part_name: str, name: str) -> Path:
+    """As `find_file`; raises ArtifactError where it is gone."""
+    path = find_file(directory, part_name, name)
+    if path is None:
+        raise ArtifactError(
+            f"{part_name}/{name} vanished from {directory} while it was being reused; run the same command again"
+        )
+    return path
 
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[sources.Record]:

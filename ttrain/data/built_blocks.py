@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Flags = npt.NDArray[np.bool_]
 Table = npt.NDArray[np.uint64]  # shape [rows, 4]: hash, hash, bytes of text, line of the block
+
+
+class Pool(Protocol):
+    """Calls a function with many tuples of arguments, in any process; results in order, a bounded number ahead."""
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class BuiltBlock:
             if threshold < 2**64
             else np.ones(len(self.rows), np.bool_)
         )
+
+    def in_part(self, part_name: str) -> Flags:
+        """A flag per row: whether it is in "train", or in "heldout"."""
+        return self.is_heldout if part_name == "heldout" else ~self.is_heldout
 
     @property
     def lines(self) -> int:

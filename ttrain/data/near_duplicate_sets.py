@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -20,7 +20,7 @@ import orjson
 from ttrain.core.files import read_object, write_json
 from ttrain.data import blocks, near_duplicates, shards
 from ttrain.data.blocks import PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags
+from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Pool
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicate, SimilarityRule, Sketches, Values
 from ttrain.data.overlap import Hashes
 from ttrain.data.records import Tally
@@ -30,12 +30,6 @@ FOLDER = Path("run", "near")
 PLACES = "places.json"  # in it: the file of the documents of each shard; their lines are beside it
 REPORT = Path("run", "near_duplicates.jsonl")
 OPEN_SHARDS = 64  # mapped at a time, each with a file descriptor
-
-
-class Pool(Protocol):
-    """What `sharding.Pool` does."""
-
-    def map(self, function: Any, tasks: Any) -> Any: ...
 
 
 class EarlierSet(NamedTuple):
@@ -65,6 +59,7 @@ class SketchedShard:
 
 def search(
     output: Path,
+    files: Mapping[str, Sequence[DataFile]],
     built_blocks: Sequence[BuiltBlock],
     recipe: BlockRecipe,
     rule: SimilarityRule,
@@ -90,20 +85,18 @@ def search(
         for directory in (origin.directory / part_name for part_name in PARTS)
         for entry in shards.ShardSet(directory, recipe.tokenizer_digest).index["shards"]
     ]
-    new: list[dict[str, SketchedShard]] = []
-    for block in built_blocks:
-        parts = {}
-        for part_name in PARTS:
-            if entry := block.manifest[part_name]:
-                path = blocks.find_file(block.directory, part_name, entry["file"])
-                if path is None:
-                    raise ArtifactError(f"{part_name}/{entry['file']} vanished from {block.directory}; run it again")
-                parts[part_name] = sketched(path, entry)
-        new.append(parts)
+    new = [
+        {
+            part_name: sketched(blocks.need_file(block.directory, part_name, entry["file"]), entry)
+            for part_name in PARTS
+            if (entry := block.manifest[part_name])
+        }
+        for block in built_blocks
+    ]
     with contextlib.closing(pool.map(near_duplicates.make_sketches, iter(tasks.values()))) as results:
         for _ in results:
             pass
-    return NearDuplicateSearch(output, recipe, rule, list(built_blocks), old, new)
+    return NearDuplicateSearch(output, files, recipe, rule, list(built_blocks), old, new)
 
 
 @dataclass
@@ -111,6 +104,7 @@ class NearDuplicateSearch:
     """Finds near-duplicates among the documents of earlier sets (`old`) and of blocks (`new`: part to shard), in order."""
 
     output: Path
+    files: Mapping[str, Sequence[DataFile]]
     recipe: BlockRecipe
     rule: SimilarityRule
     built_blocks: list[BuiltBlock]
@@ -132,34 +126,29 @@ class NearDuplicateSearch:
         self.column = lru_cache(maxsize=OPEN_SHARDS)(shards.read_shard)
         self.numbers = lru_cache(maxsize=OPEN_SHARDS)(self._numbers)
 
-    def leave_out(
-        self,
-        files: Mapping[str, Sequence[DataFile]],
-        figures: Mapping[tuple[str, int], Tally],
-        ignored: Mapping[int, Flags],
-    ) -> dict[str, Any]:
+    def leave_out(self, figures: Mapping[tuple[str, int], Tally], ignored: Sequence[Flags]) -> dict[str, Any]:
         """Leave near-duplicates out of the selected rows, count them and report the place of each one's original.
 
         `ignored` rows, by block, are left out for another reason and are no originals. Held-out files that the user names
         stay as they are, but training documents like theirs are left out.
         """
         present, droppable = np.ones(int(self.starts[-1]), np.bool_), np.zeros(int(self.starts[-1]), np.bool_)
-        for number, block in enumerate(self.built_blocks):
-            rows = slice(*self.starts[len(self.old) + number : len(self.old) + number + 2])
-            present[rows] = block.selected & ~ignored.get(number, np.zeros(len(block.rows), np.bool_))
+        for start, block, flags in zip(self.starts[len(self.old) :], self.built_blocks, ignored, strict=False):
+            rows = slice(start, start + len(block.rows))
+            present[rows] = block.selected & ~flags
             droppable[rows] = present[rows] & (block.role == "train")
         counts = self._per_document(self.rule.bands)
         pairs = near_duplicates.candidates(self._per_document, self.rule, counts, present, droppable)
         dropped = near_duplicates.confirm(pairs, counts, droppable, self._shingles, self.rule)
         left_out: Counter[tuple[str, int]] = Counter()
         for near in dropped:
-            block_number, row = self._block_row(near.position)
-            block = self.built_blocks[block_number]
+            number, row = self._locate(near.position)
+            block = self.built_blocks[number - len(self.old)]
             block.selected[row] = False
             left_out[block.role, block.file] += 1
         for key, rows_left_out in left_out.items():
             figures[key].leave_out(NEAR_DUPLICATE, rows_left_out)
-        self._report(files, dropped)
+        self._report(dropped)
         return {
             "threshold": self.rule.threshold,
             "dropped": len(dropped),
@@ -167,33 +156,26 @@ class NearDuplicateSearch:
             "earlier_documents": self.old_rows,
         }
 
-    def keep(
-        self, files: Mapping[str, Sequence[DataFile]], part_name: str, block: BuiltBlock, entry: Mapping[str, Any]
-    ) -> None:
+    def keep(self, part_name: str, block: BuiltBlock, entry: Mapping[str, Any]) -> None:
         """Write the sketches and the places of the selected documents of a block's part, which is the shard `entry`."""
         number = self.block_numbers[id(block)]
-        in_part = block.is_heldout if part_name == "heldout" else ~block.is_heldout
+        in_part = block.in_part(part_name)
         shard = self.new[number][part_name]
         selected = block.selected[in_part]
         target = self._sketch_path(entry)
         if not near_duplicates.has_sketches(target, int(entry["rows"]), self.rule):
             values = [shard.read(number)[selected] for number in range(self.rule.bands + 1)]
             near_duplicates.write_sketches(target, Sketches(np.array(values[:-1], np.uint32), values[-1]))
-        lines = block.rows[in_part, 3][selected] + np.uint64(self.lines_before[number])
-        self._place(f"{part_name}/{entry['file']}", files[block.role][block.file].name, lines)
+        self._place(f"{part_name}/{entry['file']}", block, block.rows[in_part, 3][selected])
         self.current_names.add(shard.sketches.name)
 
-    def keep_lowest(
-        self, files: Mapping[str, Sequence[DataFile]], block: BuiltBlock, content_hash: bytes, entry: Mapping[str, Any]
-    ) -> None:
+    def keep_lowest(self, block: BuiltBlock, content_hash: bytes, entry: Mapping[str, Any]) -> None:
         """The same of the one document that is held out of a set without held-out documents."""
-        number = self.block_numbers[id(block)]
         row = next(n for n, key in enumerate(block.rows) if key[:2].astype(">u8").tobytes() == content_hash)
         near_duplicates.make_sketches(
             str(self.output / "heldout" / entry["file"]), self.recipe.tokenizer, str(self._sketch_path(entry)), self.rule
         )
-        lines = block.rows[row : row + 1, 3] + np.uint64(self.lines_before[number])
-        self._place(f"heldout/{entry['file']}", files[block.role][block.file].name, lines)
+        self._place(f"heldout/{entry['file']}", block, block.rows[row : row + 1, 3])
 
     def finish(self) -> None:
         """Write the places, and remove what is left of other inputs."""
@@ -210,10 +192,12 @@ class NearDuplicateSearch:
         self.current_names.add(name)
         return self.output / FOLDER / name
 
-    def _place(self, shard: str, file: str, lines: Any) -> None:
+    def _place(self, shard: str, block: BuiltBlock, lines: Any) -> None:
+        """Write the lines in the file of documents that stand at these `lines` of the block."""
         name = _lines_name(shard)
-        shards.write_files([(self.output / FOLDER / name, lines.astype("<u8").tobytes())])
-        self.places[shard] = file
+        lines_before = self.lines_before[self.block_numbers[id(block)]]
+        shards.write_files([(self.output / FOLDER / name, (lines + np.uint64(lines_before)).astype("<u8").tobytes())])
+        self.places[shard] = self.files[block.role][block.file].name
         self.current_names.add(name)
 
     def _per_document(self, number: int) -> Values:
@@ -222,15 +206,14 @@ class NearDuplicateSearch:
         for start, shard in zip(self.starts.tolist(), self.old, strict=False):
             values[start : start + shard.rows] = shard.read(number)
         for start, block, parts in zip(self.starts[len(self.old) :].tolist(), self.built_blocks, self.new, strict=False):
-            heldout, of_block = block.is_heldout, values[start : start + len(block.rows)]
             for part_name, shard in parts.items():
-                of_block[heldout if part_name == "heldout" else ~heldout] = shard.read(number)
+                values[start : start + len(block.rows)][block.in_part(part_name)] = shard.read(number)
         return values
 
-    def _block_row(self, position: int) -> tuple[int, int]:
-        """The number of the block of a document, and of its row in the block."""
+    def _locate(self, position: int) -> tuple[int, int]:
+        """The number of the old shard of a document, or, after these, of its block; and of its row there."""
         number = int(self.starts.searchsorted(position, "right")) - 1
-        return number - len(self.old), position - int(self.starts[number])
+        return number, position - int(self.starts[number])
 
     def _numbers(self, block: int) -> tuple[Flags, Any]:
         """Of the rows of a block: whether each is held out, and its number in its part."""
@@ -238,26 +221,25 @@ class NearDuplicateSearch:
         return heldout, np.where(heldout, heldout.cumsum(), (~heldout).cumsum()) - 1
 
     def _shingles(self, position: int) -> Hashes:
+        number, row = self._locate(position)
         if position < self.old_rows:
-            number = int(self.starts.searchsorted(position, "right")) - 1
-            path, record = self.old[number].path, position - int(self.starts[number])
+            shard = self.old[number]
         else:
-            block, row = self._block_row(position)
+            block = number - len(self.old)
             heldout, numbers = self.numbers(block)
-            path, record = self.new[block]["heldout" if heldout[row] else "train"].path, int(numbers[row])
-        return near_duplicates.shingles_in(self.column(path), record, self.recipe.tokenizer)
+            shard, row = self.new[block]["heldout" if heldout[row] else "train"], int(numbers[row])
+        return near_duplicates.shingles_in(self.column(shard.path), row, self.recipe.tokenizer)
 
-    def _report(self, files: Mapping[str, Sequence[DataFile]], dropped: Sequence[NearDuplicate]) -> None:
+    def _report(self, dropped: Sequence[NearDuplicate]) -> None:
         """Write a line for each document that is dropped: its place, its original's, their similarity."""
 
         def place(position: int) -> dict[str, Any]:
+            number, row = self._locate(position)
             if position < self.old_rows:
-                number = int(self.starts.searchsorted(position, "right")) - 1
-                return place_in(self.old[number], position - int(self.starts[number]))
-            block_number, row = self._block_row(position)
-            block = self.built_blocks[block_number]
-            line = self.lines_before[block_number] + int(block.rows[row, 3])
-            return {"file": files[block.role][block.file].name, "line": line}
+                return place_in(self.old[number], row)
+            block = self.built_blocks[number - len(self.old)]
+            line = self.lines_before[number - len(self.old)] + int(block.rows[row, 3])
+            return {"file": self.files[block.role][block.file].name, "line": line}
 
         (self.output / REPORT).parent.mkdir(parents=True, exist_ok=True)
         with (self.output / REPORT).open("wb") as out:

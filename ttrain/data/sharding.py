@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from ttrain.core.files import read_json, read_object, write_json
 from ttrain.data import blocks, contamination, locations, near_duplicate_sets, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile
+from ttrain.data.built_blocks import BuiltBlock, DataFile, Pool
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.encoder import EncoderDiffers
 from ttrain.data.near_duplicate_sets import EarlierSet
@@ -31,12 +31,6 @@ from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
 
 FILES = "files.json"
-
-
-class Pool(Protocol):
-    """Calls a function with many tuples of arguments, in any process; results in order, a bounded number ahead."""
-
-    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]: ...
 
 
 def build(
@@ -63,9 +57,8 @@ def build(
     overlaps = (against, scan(built_blocks, recipe, against, pool)) if against else None
     near = None
     if reading.near_duplicates and recipe.kind == "documents":
-        near = near_duplicate_sets.search(
-            output, built_blocks, recipe, SimilarityRule(reading.near_duplicates), earlier, pool
-        )
+        rule = SimilarityRule(reading.near_duplicates)
+        near = near_duplicate_sets.search(output, files, built_blocks, recipe, rule, earlier, pool)
     return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near)
 
 
@@ -90,7 +83,7 @@ def make_all(
 def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool) -> list[ShardScan]:
     """Overlap of each block's training part with the items; empty if it has no training part."""
     paths = [
-        blocks.find_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
+        blocks.need_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
         for block in built_blocks
     ]
     tasks = ((str(path), recipe.tokenizer, against.texts, against.rule) for path in paths if path)

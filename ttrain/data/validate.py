@@ -19,11 +19,11 @@ from ttrain.core import redact
 from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
+from ttrain.data.built_blocks import Pool
 from ttrain.data.inspect import Lengths, lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
 from ttrain.data.overlap import Hashes
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
-from ttrain.data.sharding import Pool
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind

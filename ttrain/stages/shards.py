@@ -14,11 +14,11 @@ from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import contamination, locations, records, sharding, shards
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.built_blocks import DataFile, Pool
 from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
-from ttrain.data.sharding import Pool, Processes
+from ttrain.data.sharding import Processes
 from ttrain.errors import DataError, NothingNew
 from ttrain.stages import LEARNT_BEFORE
 from ttrain.stages.job import StageContext
