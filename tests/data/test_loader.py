@@ -21,7 +21,6 @@ class NumberedRows(Rows):
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self.threads: set[str] = set()
 
     def __len__(self) -> int:
         return self._count
@@ -30,7 +29,6 @@ class NumberedRows(Rows):
         return 2 + np.arange(self._count) % 8
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        self.threads.add(threading.current_thread().name)
         for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
             length = int(self.lengths()[row])
             batch.input_ids_BT[at, :length] = row
@@ -50,15 +48,8 @@ def orders(rows: int, per_step: int, total: int, seed: int = 5) -> list[Order]:
     ]
 
 
-def loader(order: Order, *, rows_per_device: int = 2, rank: int = 0, world: int = 1, prefetch_steps: int = 1) -> Loader:
-    return Loader(
-        NumberedRows(order.rows),
-        order,
-        rows_per_device=rows_per_device,
-        rank=rank,
-        world=world,
-        prefetch_steps=prefetch_steps,
-    )
+def loader(order: Order, *, rows_per_device: int = 2, rank: int = 0, world: int = 1) -> Loader:
+    return Loader(NumberedRows(order.rows), order, rows_per_device=rows_per_device, rank=rank, world=world)
 
 
 def live_rows(micro_batches: list[MicroBatch]) -> dict[int, list[int]]:
@@ -107,21 +98,11 @@ def test_every_number_of_ranks_sees_the_same_global_batch_in_every_step(
 
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("world", [1, 3])
-def test_threads_and_how_far_they_are_ahead_change_nothing(kind: int, world: int) -> None:
+def test_preparing_a_step_ahead_changes_nothing(kind: int, world: int) -> None:
     order = orders(40, 4, 90)[kind]
     for rank in range(world):
-        plain = as_lists(loader(order, rank=rank, world=world, prefetch_steps=0))
-        assert len(plain) == order.steps == 23
-        for ahead in (1, 4, 50):
-            assert as_lists(loader(order, rank=rank, world=world, prefetch_steps=ahead)) == plain
-
-
-def test_without_prefetch_no_thread_is_started() -> None:
-    for ahead, here in ((0, True), (2, False)):
-        tried = loader(orders(11, 4, 30)[0], prefetch_steps=ahead)
-        list(tried)
-        assert isinstance(tried.rows, NumberedRows)
-        assert (tried.rows.threads == {threading.current_thread().name}) is here
+        ahead = loader(order, rank=rank, world=world)
+        assert as_lists(ahead) == as_lists(ahead.step(step) for step in range(23)) and order.steps == 23
 
 
 @pytest.mark.parametrize("kind", range(3))
@@ -139,17 +120,16 @@ def test_what_comes_from_step_n_on_is_what_comes_after_n_steps(kind: int, world:
 
 
 @pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("prefetch_steps", [0, 1, 3])
-def test_the_state_counts_what_was_consumed_and_not_what_was_prepared(kind: int, prefetch_steps: int) -> None:
+def test_the_state_counts_what_was_consumed_and_not_what_was_prepared(kind: int) -> None:
     order = orders(11, 4, 30)[kind]
     through = as_lists(loader(order))
     for stop in range(order.steps + 1):
-        first = loader(order, prefetch_steps=prefetch_steps)
+        first = loader(order)
         steps = iter(first)
         before = as_lists(next(steps) for _ in range(stop))
         assert first.state_dict() == {"consumed_steps": stop}
         steps.close()  # type: ignore[attr-defined]
-        second = loader(order, prefetch_steps=prefetch_steps)
+        second = loader(order)
         second.load_state_dict(first.state_dict())
         assert before + as_lists(second) == through
         assert second.state_dict() == {"consumed_steps": order.steps}
@@ -159,7 +139,7 @@ def test_the_state_counts_what_was_consumed_and_not_what_was_prepared(kind: int,
 def test_a_loader_that_is_left_early_takes_its_threads_with_it() -> None:
     order = orders(11, 4, 30)[0]
     started = set(threading.enumerate())
-    steps = loader(order, prefetch_steps=3).steps(0, order.steps)
+    steps = loader(order).steps(0, order.steps)
     first = as_lists([next(steps)])
     assert set(threading.enumerate()) != started
     steps.close()  # type: ignore[attr-defined]
@@ -167,13 +147,12 @@ def test_a_loader_that_is_left_early_takes_its_threads_with_it() -> None:
     assert as_lists([next(loader(order).steps(0, 1))]) == first
 
 
-@pytest.mark.parametrize("prefetch_steps", [0, 2])
-def test_an_error_in_a_thread_rises_where_the_step_is_asked_for(prefetch_steps: int) -> None:
+def test_an_error_in_a_thread_rises_where_the_step_is_asked_for() -> None:
     class Broken(NumberedRows):
         def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
             raise OSError("the disk is gone")
 
-    broken = Loader(Broken(4), ShuffledOrder(4, 2, 4, seed=1), rows_per_device=1, prefetch_steps=prefetch_steps)
+    broken = Loader(Broken(4), ShuffledOrder(4, 2, 4, seed=1), rows_per_device=1)
     with pytest.raises(OSError, match="the disk is gone"):
         list(broken)
     assert broken.state_dict() == {"consumed_steps": 0}

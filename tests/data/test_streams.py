@@ -57,13 +57,6 @@ def test_every_member_and_frame_arrives_in_bounded_pieces_whatever_the_name(tmp_
     assert all(0 < len(piece) <= CHUNK_BYTES for piece in pieces)
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gz", "zst"])
-def test_reading_from_a_place_is_the_rest_of_the_text_from_there(tmp_path: Path, pack: Pack) -> None:
-    path = written(tmp_path, pack(TEXT))
-    for start in (1, 511, 513, CHUNK_BYTES, 2 * CHUNK_BYTES + 7, len(TEXT) - 1, len(TEXT), len(TEXT) + 9):
-        assert read(path, start) == TEXT[start:]
-
-
 @pytest.mark.parametrize(
     "pack", [bytes, *PACKS.values(), lambda data: b"".join(gzip.compress(data[n : n + 1]) for n in range(len(data)))],
     ids=["plain", *PACKS, "one byte a member"],
@@ -71,8 +64,6 @@ def test_reading_from_a_place_is_the_rest_of_the_text_from_there(tmp_path: Path,
 def test_a_mark_is_left_out_at_the_very_start_only(tmp_path: Path, pack: Pack) -> None:
     path = written(tmp_path, pack("\ufeffa\ufeffb\n".encode()))
     assert read(path).decode() == "a\ufeffb\n"
-    assert read(path, 3).decode() == "a\ufeffb\n"
-    assert read(path, 4).decode() == "\ufeffb\n"
 
 
 @pytest.mark.parametrize(

@@ -364,10 +364,10 @@ def test_rows_of_any_json_are_kept_exactly_skipped_or_rejected(
     recipe = recipes[kind]
     encoder = blocks.encoder_of(recipe.tokenizer, fast=True)
     lines = [json.dumps(row).encode() for row in rows]
-    block, tally = blocks.Block("a.jsonl", 0, 0, 0, 0), Tally()
+    block, tally = blocks.Block("a.jsonl", 0, 0, 0), Tally()
     bad: list[dict[str, Any]] = []
     tally.quarantine = bad.append
-    records = list(blocks.records(b"\n".join(lines), block, recipe, tally))
+    records = [record for _, record in blocks.records(b"\n".join(lines), block, recipe, tally)]
     assert tally.rows == len(rows) == len(records) + tally.skipped.total() + tally.rejected.total()
     assert len(bad) == tally.rejected.total()
     rejected = {row["line"] for row in bad}

@@ -21,8 +21,8 @@ def written(directory: Path, data: bytes, name: str = "rows.jsonl") -> Path:
     return path
 
 
-def read(location: str | Path, start: int = 0) -> bytes:
-    return b"".join(streams.chunks(str(location), start))
+def read(location: str | Path) -> bytes:
+    return b"".join(streams.chunks(str(location)))
 
 
 def table_bytes(table: pa.Table, **options: Any) -> bytes:

@@ -24,11 +24,18 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def need_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a text. Raises ValueError for anything else."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object of a text; empty for anything else."""
     with contextlib.suppress(ValueError):
-        value = parse_json(text)
-        return value if isinstance(value, dict) else {}
+        return need_object(text)
     return {}
 
 

@@ -255,6 +255,9 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
+UNSET = object()
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed between two sets of ingredients, one line each: field, old value, new value.
 
@@ -267,25 +270,30 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
         lines.append("starts from {} instead of {}".format(*kinds))
     for kind, label in (("arguments", "argument "), ("settings", "")):
-        old_values, new_values = old.get(kind, {}), new.get(kind, {})
-        for name in sorted({*old_values, *new_values} - (began_anew if kind == "settings" else set())):
-            if old_values.get(name) != new_values.get(name) or (name in old_values) != (name in new_values):
-                lines.append(f"{label}{name}: {_short(old_values, name)} → {_short(new_values, name)}")
+        for name, before, after in _changed(old.get(kind, {}), new.get(kind, {})):
+            if kind != "settings" or name not in began_anew:
+                lines.append(f"{label}{name}: {_short(before)} → {_short(after)}")
     lines += _changed_files(old.get("files", {}), new.get("files", {}))
-    old_values, new_values = old.get("inputs", {}), new.get("inputs", {})
-    for name in sorted({*old_values, *new_values} - ({"base"} if began_anew else set())):
-        if old_values.get(name) != new_values.get(name):
-            lines.append(f"input {name}: {_short_digest(old_values.get(name))} → {_short_digest(new_values.get(name))}")
-    old_values, new_values = old.get("code", {}), new.get("code", {})
-    for name in sorted({*old_values, *new_values}):
-        if old_values.get(name) != new_values.get(name):
-            change = (
-                "changed" if name in old_values and name in new_values else "is new" if name in new_values else "is gone"
-            )
-            lines.append(f"module {name} {change}")
+    for name, before, after in _changed(old.get("inputs", {}), new.get("inputs", {})):
+        if name != "base" or not began_anew:
+            lines.append(f"input {name}: {_short_digest(before)} → {_short_digest(after)}")
+    for name, before, after in _changed(old.get("code", {}), new.get("code", {})):
+        lines.append(f"module {name} {_change(before, after, 'is gone')}")
     if old.get("python") != new.get("python"):
         lines.append(f"python: {old.get('python')} → {new.get('python')}")
     return lines
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, old value, new value) of each value that differs; UNSET stands for one that is missing."""
+    for name in sorted({*old, *new}):
+        values = old.get(name, UNSET), new.get(name, UNSET)
+        if values[0] != values[1]:
+            yield name, *values
+
+
+def _change(before: object, after: object, gone: str) -> str:
+    return "is new" if before is UNSET else gone if after is UNSET else "changed"
 
 
 def _description(ingredients: Mapping[str, Any]) -> set[str]:
@@ -301,16 +309,12 @@ def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
         old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))
-        for name in sorted({*old_files, *new_files}):
-            if old_files.get(name) == new_files.get(name):
-                continue
-            both = name in old_files and name in new_files
-            if both and old_files[name].split()[0] == new_files[name].split()[0]:
-                weights = (" ".join(files[name].split()[1:]) or "none" for files in (old_files, new_files))
+        for name, before, after in _changed(old_files, new_files):
+            if UNSET not in (before, after) and before.split()[0] == after.split()[0]:
+                weights = (" ".join(file.split()[1:]) or "none" for file in (before, after))
                 lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
-                continue
-            change = "changed" if both else "is new" if name in new_files else "is no longer read"
-            lines.append(f"{role} file {name} {change}")
+            else:
+                lines.append(f"{role} file {name} {_change(before, after, 'is no longer read')}")
         if old_files == new_files and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")
     return lines
@@ -327,9 +331,9 @@ def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
     return digests
 
 
-def _short(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "unset"
+def _short(value: object) -> str:
+    return "unset" if value is UNSET else json.dumps(value, ensure_ascii=False)
 
 
-def _short_digest(value: str | None) -> str:
-    return value[:12] if value else "none"
+def _short_digest(value: object) -> str:
+    return value[:12] if isinstance(value, str) else "none"

@@ -49,7 +49,6 @@ class Block:
 
     location: str
     file: int
-    number: int
     start: int
     end: int
     is_parquet: bool = False
@@ -104,7 +103,7 @@ def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iter
 
 
 def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
-    size, start, number = path.stat().st_size, 0, 0
+    size, start = path.stat().st_size, 0
     with path.open("rb") as opened:
         while start < size:
             end = start + block_bytes
@@ -115,13 +114,13 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
                 if newline >= 0:
                     break
             end = min(end, size)
-            yield Block(str(path), file, number, start, end)
-            start, number = end, number + 1
+            yield Block(str(path), file, start, end)
+            start = end
 
 
 def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
     """Cut a decompressed stream into blocks that carry their bytes. Lines that are too long are cut, to bound memory."""
-    data, start, position, number, in_line = bytearray(), 0, 0, 0, 0
+    data, start, position, in_line = bytearray(), 0, 0, 0
     for chunk in streams.json_lines(location, recipe.text_field):
         at = 0
         while at < len(chunk):
@@ -131,10 +130,10 @@ def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe)
             in_line = _append(data, chunk[at:end], in_line, recipe.max_line_bytes)
             position, at = position + end - at, end
             if newline >= 0:
-                yield Block(location, file, number, start, position, data=bytes(data))
-                data, start, number, in_line = bytearray(), position, number + 1, 0
+                yield Block(location, file, start, position, data=bytes(data))
+                data, start, in_line = bytearray(), position, 0
     if data:
-        yield Block(location, file, number, start, position, data=bytes(data))
+        yield Block(location, file, start, position, data=bytes(data))
 
 
 def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) -> int:
@@ -153,13 +152,13 @@ def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) ->
 
 
 def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
-    first, size, number = 0, 0, 0
+    first = size = 0
     groups = parquet.groups(location)
     for group, (_, group_bytes) in enumerate(groups):
         size += group_bytes
         if size >= block_bytes or group == len(groups) - 1:
-            yield Block(location, file, number, first, group + 1, is_parquet=True)
-            first, size, number = group + 1, 0, number + 1
+            yield Block(location, file, first, group + 1, is_parquet=True)
+            first, size = group + 1, 0
 
 
 def read(block: Block, max_line_bytes: int) -> bytes:
@@ -170,15 +169,12 @@ def read(block: Block, max_line_bytes: int) -> bytes:
     if block.data is not None:
         return block.data
     data, in_line, remaining_bytes = bytearray(), 0, block.end - block.start
-    try:
-        with Path(block.location).open("rb") as opened:
-            opened.seek(block.start)
-            while remaining_bytes and (piece := opened.read(min(remaining_bytes, SHIPPED_BYTES))):
-                is_first = remaining_bytes == block.end
-                remaining_bytes -= len(piece)
-                in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
-    except OSError as error:
-        raise CannotRead(f"cannot read {block.location}: {error.strerror or error}") from None
+    with streams.data_errors(block.location), Path(block.location).open("rb") as opened:
+        opened.seek(block.start)
+        while remaining_bytes and (piece := opened.read(min(remaining_bytes, SHIPPED_BYTES))):
+            is_first = remaining_bytes == block.end
+            remaining_bytes -= len(piece)
+            in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
     if remaining_bytes:
         raise CannotRead(f"{block.location} became shorter while it was read; run the same command again")
     return bytes(data)
@@ -192,7 +188,7 @@ def draw(content_hash: bytes, seed: int) -> int:
 def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     """The draws of all good rows of a block, without encoding or writing anything."""
     rows = records(read(block, recipe.max_line_bytes), block, recipe, Tally())
-    return np.array([draw(sources.content_hash(record), recipe.seed) for record in rows], np.uint64)
+    return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
 def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool]:
@@ -251,17 +247,11 @@ def need_file(directory: Path, part_name: str, name: str) -> Path:
     return path
 
 
-def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[sources.Record]:
-    """The good records of a block's JSON lines; the tally counts the others, by their line in the block."""
-    return (record for _, record in numbered_records(data, block, recipe, tally))
-
-
-def numbered_records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
-    """The same records, each with its line in the block."""
+def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
+    """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
     lines = sources.lines(pieces, recipe.max_line_bytes)
-    rows = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
-    return sources.accepted(((block.location, number, value) for number, value in rows), recipe.parser, tally)
+    return sources.accepted(sources.parsed(lines, block.location, tally, recipe.max_line_bytes), recipe.parser, tally)
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
@@ -270,7 +260,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
     tally = Tally(quarantine=bad_rows)
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
-    for line, record in numbered_records(data, block, recipe, tally):
+    for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
@@ -322,7 +312,7 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
 
 def _column(encoded: Sequence[tuple[npt.NDArray[Any], ...]]) -> Column:
     """The records, each as its ids, loss mask and, of pairs, branches."""
-    offsets = np.concatenate([[0], np.cumsum([len(arrays[0]) for arrays in encoded])]).astype(np.int64)
+    offsets = shards.offsets_of([len(arrays[0]) for arrays in encoded])
     ids, live, *branches = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
     return Column(ids, offsets, live, *branches)
 
@@ -383,6 +373,6 @@ def concatenate(columns: Sequence[Column]) -> Column:
     masks = [[column.live for column in columns], [column.branches for column in columns]]
     return Column(
         np.concatenate([column.tokens for column in columns]),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        shards.offsets_of(lengths),
         *(None if mask[0] is None else np.concatenate([flags for flags in mask if flags is not None]) for mask in masks),
     )

@@ -6,7 +6,7 @@ Training, evaluation and generation all use these functions, so prompts have the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import chat_templates, preferences
-from ttrain.data.chat_templates import Message, Segment, Template
+from ttrain.data.chat_templates import Message, Messages, Segment, Template
 
 if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder
-from ttrain.data.chat_templates import Messages
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
@@ -97,15 +96,12 @@ def assemble(encoder: Encoder, rendered: Sequence[Sequence[Segment]]) -> list[En
     from_text = np.repeat(is_text, lengths)
     ids = np.empty(len(from_text), dtype=np.uint32)
     ids[from_text] = text_ids
-    ids[~from_text] = _chained(content for content, _ in segments if not isinstance(content, str))
+    other_ids = itertools.chain.from_iterable(content for content, _ in segments if not isinstance(content, str))
+    ids[~from_text] = np.fromiter(other_ids, dtype=np.uint32)
     live = np.repeat(np.array([live for _, live in segments], dtype=np.bool_), lengths)
     token_ends = np.concatenate([[0], np.cumsum(lengths)])
     borders = token_ends[np.cumsum([0, *map(len, rendered)])].tolist()
     return [(ids[start:end], live[start:end]) for start, end in itertools.pairwise(borders)]
-
-
-def _chained(pieces: Iterable[tuple[int, ...]]) -> npt.NDArray[np.uint32]:
-    return np.fromiter(itertools.chain.from_iterable(pieces), dtype=np.uint32)
 
 
 @lru_cache(maxsize=4)

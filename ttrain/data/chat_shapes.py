@@ -48,7 +48,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
         raise Malformed(f"none of the keys {keys} holds a conversation")
     has_tools = bool(row.get("tools"))
     if shape == "instruction":
-        messages = _alpaca(row)
+        messages = [*alpaca_question(row), Message("assistant", visible_text(row, "output", "instruction"))]
     elif shape in PROMPT_KEYS:
         messages = _prompt_and_completion(row, has_tools)
     else:
@@ -57,10 +57,8 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
-    system = row.get("system")
-    if not (system is None or isinstance(system, str)):
-        raise Malformed(f"'system' is {kind_of(system)}, not text")
-    if system and not is_blank(system):
+    system = _optional_text(row, "system")
+    if not is_blank(system):
         if any(message.role == "system" for message in messages):
             raise Malformed("both the key 'system' and a system turn; keep one of them")
         messages = [Message("system", system), *messages]
@@ -72,18 +70,11 @@ def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> li
     return [first, *messages[int(begins) :]]
 
 
-def _alpaca(row: Mapping[str, Any]) -> list[Message]:
-    question = alpaca_question(row)
-    return [*question, Message("assistant", visible_text(row, "output", "instruction"))]
-
-
 def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
     """The turns up to the answer."""
     instruction = visible_text(row, "instruction", "instruction")
-    extra = row.get("input")
-    if not (extra is None or isinstance(extra, str)):
-        raise Malformed(f"'input' is {kind_of(extra)}, not text")
-    question = f"{instruction}\n\n{extra}" if extra and not is_blank(extra) else instruction
+    extra = _optional_text(row, "input")
+    question = instruction if is_blank(extra) else f"{instruction}\n\n{extra}"
     return [*_history(row.get("history")), Message("user", question)]
 
 
@@ -107,6 +98,13 @@ def _history(pairs: object) -> list[Message]:
     return messages
 
 
+def _optional_text(row: Mapping[str, Any], key: str) -> str:
+    text = row.get(key)
+    if not (text is None or isinstance(text, str)):
+        raise Malformed(f"'{key}' is {kind_of(text)}, not text")
+    return text or ""
+
+
 def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
     text = row.get(key)
     if key not in row:
@@ -120,23 +118,24 @@ def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
 
 def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Message]:
     """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
-    rule = f"not text or a list of turns such as {A_TURN}"
-    turns: list[Any] = []
-    for key, other_key, role in (("prompt", "completion", "user"), ("completion", "prompt", "assistant")):
-        value = row.get(key)
-        if value is None:
-            raise Malformed(f"'{key}' is null, {rule}" if key in row else f"no key '{key}' beside '{other_key}'")
-        if isinstance(value, str):
-            turns += [{"role": role, "content": visible_text(row, key, other_key)}]
-        elif isinstance(value, list):
-            if not value:
-                raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
-            turns += value
-        else:
-            raise Malformed(f"'{key}' is {kind_of(value)}, {rule}")
-    size = len(row["prompt"]) if isinstance(row["prompt"], list) else 1
-    messages = turns_of(turns, "prompt", has_tools)
-    return [*(not_learnt(message) for message in messages[:size]), *messages[size:]]
+    prompt = turns_under(row, "prompt", "completion", "user")
+    completion = turns_under(row, "completion", "prompt", "assistant")
+    messages = turns_of([*prompt, *completion], "prompt", has_tools)
+    return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
+
+
+def turns_under(row: Mapping[str, Any], key: str, other_key: str, role: str) -> list[Any]:
+    """The turns under a key, as they stand in the row: a list of them, or a text, which is one turn of the role."""
+    value = row.get(key)
+    if isinstance(value, str):
+        return [{"role": role, "content": visible_text(row, key, other_key)}]
+    if key not in row:
+        raise Malformed(f"no key '{key}' beside '{other_key}'")
+    if not isinstance(value, list):
+        raise Malformed(f"'{key}' is {kind_of(value)}, not text or a list of turns such as {A_TURN}")
+    if not value:
+        raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
+    return value
 
 
 def not_learnt(message: Message) -> Message:

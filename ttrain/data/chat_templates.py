@@ -11,18 +11,12 @@ string (tests compare them). The loss mask is made together with the segments, n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-from ttrain.errors import DataError
-
-if TYPE_CHECKING:
-    from ttrain.data.encoder import Encoder
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.data.jinja_templates import END, IM_END, ROLES, TINYSEEK_NAMES
+from ttrain.errors import DataError
 
 if TYPE_CHECKING:
     from ttrain.data.encoder import Encoder

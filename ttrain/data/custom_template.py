@@ -134,7 +134,22 @@ class JinjaTemplate(Template):
         marks = {number: f"x{secrets.token_hex(12)}x" for number, turn in enumerate(messages) if turn.content}
         ((rendered, spans),) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
         skeleton = Skeleton([], list(marks), [])
-        at, previous_turn = 0, None  # where the text after the last content begins; the turn of that content
+        at = 0  # where the text after the last content begins
+        previous_turn: int | None = None  # that of the last content
+
+        def add_text(end: int) -> None:
+            """Encode the text up to the next content, or up to the end."""
+            skeleton.texts.append(rendered[at:end])
+            if not self._has_generation:
+                is_after_answer = previous_turn is not None and messages[previous_turn].role == "assistant"
+                skeleton.parts.extend(self._encoded(rendered[at:end], previous_turn if is_after_answer else None))
+                return
+            borders = sorted({at, end, *(border for span in spans for border in span if at < border < end)})
+            for lower, upper in itertools.pairwise(borders):
+                around = [rendered[a:b] for a, b in spans if a <= lower and upper <= b]
+                answer = next((turn for turn, mark in marks.items() if any(mark in text for text in around)), None)
+                skeleton.parts.append(SkeletonPart(None, tuple(self._encoder.encode_markup(rendered[lower:upper])), answer))
+
         for turn, mark in marks.items():
             role = messages[turn].role
             if rendered.count(mark) != 1:
@@ -145,41 +160,22 @@ class JinjaTemplate(Template):
             inside = [(a, b) for a, b in spans if a < end and start < b]
             if any(a > start or b < end for a, b in inside):
                 raise self._refused("its {% generation %} begins or ends within a content")
-            skeleton.parts.extend(self._between(rendered, (at, start), previous_turn, messages, marks, spans))
+            add_text(start)
             is_answer = bool(inside) if self._has_generation else role == "assistant"
             skeleton.parts.append(SkeletonPart(turn, (), turn if is_answer else None))
-            skeleton.texts.append(rendered[at:start])
             at, previous_turn = end, turn
-        skeleton.parts.extend(self._between(rendered, (at, len(rendered)), previous_turn, messages, marks, spans))
-        skeleton.texts.append(rendered[at:])
+        add_text(len(rendered))
         return skeleton
 
-    def _between(
-        self,
-        rendered: str,
-        span_around: tuple[int, int],
-        previous_turn: int | None,
-        messages: Messages,
-        marks: Mapping[int, str],
-        spans: list[tuple[int, int]],
-    ) -> list[SkeletonPart]:
-        """Encode the text at `span_around`, which follows the content of the turn `previous_turn`."""
-        start, end = span_around
-        if self._has_generation:
-            borders = sorted({start, end, *(border for span in spans for border in span if start < border < end)})
-            parts = []
-            for lower, upper in itertools.pairwise(borders):
-                around = [rendered[a:b] for a, b in spans if a <= lower and upper <= b]
-                answer = next((turn for turn, mark in marks.items() if any(mark in text for text in around)), None)
-                parts.append(SkeletonPart(None, tuple(self._encoder.encode_markup(rendered[lower:upper])), answer))
-            return parts
-        ids = tuple(self._encoder.encode_markup(rendered[start:end]))
-        if previous_turn is None or messages[previous_turn].role != "assistant":
+    def _encoded(self, text: str, answer: int | None) -> list[SkeletonPart]:
+        """Encode the text after a content; up to its first special token it belongs to the `answer`, if that was one."""
+        ids = tuple(self._encoder.encode_markup(text))
+        if answer is None:
             return [SkeletonPart(None, ids, None)]
         ends = next((number for number, token in enumerate(ids, start=1) if token in self._specials), None)
         if ends is None:
             raise self._refused(NO_END)
-        return [SkeletonPart(None, ids[:ends], previous_turn), SkeletonPart(None, ids[ends:], None)]
+        return [SkeletonPart(None, ids[:ends], answer), SkeletonPart(None, ids[ends:], None)]
 
     def _render(
         self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False

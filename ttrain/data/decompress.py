@@ -6,7 +6,11 @@ import codecs
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from bz2 import BZ2Decompressor
+    from lzma import LZMADecompressor
 
 PIECE_BYTES = 1 << 20  # most output of one step, so that a megabyte of packed zeros never becomes a gigabyte in memory
 
@@ -19,23 +23,8 @@ MAGICS = GZIP, BZIP2, XZ, ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a zstd frame that is to be skipped (RFC 8878, 3.1.2)
 
 
-class _Decoder(Protocol):
-    """Decoder of one member: the common part of `bz2.BZ2Decompressor` and `lzma.LZMADecompressor`."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def needs_input(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Gunzip:
-    """Decoder of one member of a gzip file; zlib checks its checksum and length."""
+    """Decoder of one member of a gzip file, as those of bz2 and lzma; zlib checks its checksum and length."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -80,7 +69,7 @@ def unpacked(stream: BinaryIO, head: bytes) -> Iterator[bytes] | None:
     return _frames(stream) if is_packed(head) else None
 
 
-def _members(stream: BinaryIO, new_decoder: Callable[[], _Decoder]) -> Iterator[bytes]:
+def _members(stream: BinaryIO, new_decoder: Callable[[], _Gunzip | BZ2Decompressor | LZMADecompressor]) -> Iterator[bytes]:
     """Decompress all members; zeros between and after them are padding, and anything else there is damage."""
     data = stream.read(INPUT_BYTES)
     while data:
@@ -90,19 +79,16 @@ def _members(stream: BinaryIO, new_decoder: Callable[[], _Decoder]) -> Iterator[
                 data = stream.read(INPUT_BYTES)
                 if not data:
                     raise EOFError("it ends within its compressed data")
-            piece, data = _step(decoder, data), b""
+            try:
+                piece = decoder.decompress(data, PIECE_BYTES)
+            except Exception as error:  # zlib.error, lzma.LZMAError, and OSError of bz2
+                raise ValueError(str(error)) from None
+            data = b""
             if piece:
                 yield piece
         data = decoder.unused_data.lstrip(b"\0")
         while not data and (chunk := stream.read(INPUT_BYTES)):
             data = chunk.lstrip(b"\0")
-
-
-def _step(decoder: _Decoder, data: bytes) -> bytes:
-    try:
-        return decoder.decompress(data, PIECE_BYTES)
-    except Exception as error:  # zlib.error, lzma.LZMAError, and OSError of bz2
-        raise ValueError(str(error)) from None
 
 
 def _frames(stream: BinaryIO) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import need_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, TTrainError
@@ -180,12 +180,9 @@ def _read(path: Path, tokenizer: Path) -> str:
 
 def _config(path: Path, tokenizer: Path) -> dict[str, Any]:
     try:
-        config = parse_json(_read(path, tokenizer))
+        return need_object(_read(path, tokenizer))
     except ValueError as error:
         raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
-    if not isinstance(config, dict):
-        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: it is not a JSON object")
-    return config
 
 
 def _compare(fast: Any, reference: Tokenizer, texts: Sequence[str]) -> None:

@@ -6,16 +6,18 @@ the tokens of a chat template of ttrain) are added at the end of the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.core.files import parse_json
+from ttrain.core.files import need_object, parse_json
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
@@ -67,21 +69,13 @@ def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callabl
     hub_name = HUB_REFERENCE.fullmatch(text)
     assert hub_name is not None, f"{text} is not a name on the Hub"
     name, revision = hub_name.groups()
-
-    def fetch(*, local_files_only: bool) -> Path:
-        snapshot = snapshot_download(
-            name, revision=revision, allow_patterns=list(patterns), local_files_only=local_files_only
-        )
-        return Path(str(snapshot))
-
-    try:
-        cached = fetch(local_files_only=True)
+    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
+    with contextlib.suppress(LocalEntryNotFoundError, ValueError):
+        cached = Path(download(local_files_only=True))
         if is_whole(cached):
             return cached
-    except (LocalEntryNotFoundError, ValueError):
-        pass
     try:
-        return fetch(local_files_only=False)
+        return Path(download())
     except Exception as error:  # of the network, of the Hub, of the name
         reason = str(error).strip().splitlines()
         raise UsageError(
@@ -112,7 +106,11 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     needed = [*tokens.values(), *(jinja_templates.SPECIAL_TOKENS[template][4:] if template != "own" else ())]
     added = _add(tokenizer, needed)
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    jinja = jinja_templates.JINJA[template] if template != "own" else _own_template(paths, config)
+    jinja = _chat_template(paths, config) if template == "own" else jinja_templates.JINJA[template]
+    if jinja is None:
+        raise UsageError(
+            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
+        )
     others = [token for token in special_tokens(tokenizer) if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
@@ -209,16 +207,6 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     return added
 
 
-def _own_template(paths: dict[str, Path], config: dict[str, Any]) -> str:
-    """The text of the tokenizer's chat template. Raises UsageError if it has none."""
-    template_text = _chat_template(paths, config)
-    if template_text is None:
-        raise UsageError(
-            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
-        )
-    return template_text
-
-
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
     paths = {name: directory / name for name in FILES if (directory / name).is_file()}
@@ -286,7 +274,11 @@ def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
 
     Raises UsageError if the config is not a JSON object.
     """
-    config = _model_config(files_by_role["config"][0])
+    path = files_by_role["config"][0]
+    try:
+        config = need_object(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
     for name in LENGTHS:
         if isinstance(config.get(name), int) and config[name] > 0:
             return int(config[name])
@@ -312,13 +304,3 @@ def _is_whole(directory: Path) -> bool:
         return (directory / CONFIG).is_file() and bool(weight_files(directory))
     except ArtifactError:
         return False
-
-
-def _model_config(path: Path) -> dict[str, Any]:
-    try:
-        config = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"cannot read {path}: it is not a JSON object")
-    return config

@@ -1,9 +1,8 @@
-"""Build the micro-batches of one rank from an order of rows, ahead of time in threads."""
+"""Build the micro-batches of one rank from an order of rows, a step ahead in a thread."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,11 +54,9 @@ class Loader:
         rows_per_device: int,
         rank: int = 0,
         world: int = 1,
-        prefetch_steps: int = 1,
     ) -> None:
         self.rows, self.order = rows, order
         self.rows_per_device, self.rank, self.world = rows_per_device, rank, world
-        self.prefetch_steps = prefetch_steps
         self.consumed = 0
         self._running: Generator[list[MicroBatch], None, None] | None = None
 
@@ -72,20 +69,13 @@ class Loader:
         return mine
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:
-        """Steps `first` to `last` (not included), the next `prefetch_steps` in preparation."""
-        if self.prefetch_steps == 0:
-            for step in range(first, last):
-                micro_batches = self.step(step)
-                self.consumed = step + 1
-                yield micro_batches
-            return
-        pool = ThreadPoolExecutor(self.prefetch_steps, thread_name_prefix="loader")
+        """Steps `first` to `last` (not included), the next one in preparation."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         try:
-            coming: deque[Future[list[MicroBatch]]] = deque()
+            coming: Future[list[MicroBatch]] | None = None
             for step in range(first, last):
-                while len(coming) <= self.prefetch_steps and step + len(coming) < last:
-                    coming.append(pool.submit(self.step, step + len(coming)))
-                micro_batches = coming.popleft().result()
+                micro_batches = (coming or pool.submit(self.step, step)).result()
+                coming = pool.submit(self.step, step + 1) if step + 1 < last else None
                 self.consumed = step + 1
                 yield micro_batches
         finally:

@@ -94,8 +94,7 @@ def search(
         for block in built_blocks
     ]
     with contextlib.closing(pool.map(near_duplicates.make_sketches, iter(tasks.values()))) as results:
-        for _ in results:
-            pass
+        list(results)
     return NearDuplicateSearch(output, files, recipe, rule, list(built_blocks), old, new)
 
 

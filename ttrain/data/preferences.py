@@ -122,14 +122,11 @@ def _rated(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message]
 
 def _prompt_turns(row: Mapping[str, Any], key: str) -> list[Any]:
     """The turns of the prompt as they stand in the row."""
-    value = row[key]
     if key == "instruction":
         return [message.to_json() for message in chat_shapes.alpaca_question(row)]
-    if key == "prompt" and isinstance(value, str):
-        return [{"role": "user", "content": chat_shapes.visible_text(row, key, "chosen")}]
-    if not isinstance(value, list):
-        raise Malformed(f"'{key}' is {kind_of(value)}, not text or a list of turns such as {A_TURN}")
-    return value
+    if key != "prompt" and isinstance(row[key], str):
+        raise Malformed(f"'{key}' is text, not text or a list of turns such as {A_TURN}")
+    return chat_shapes.turns_under(row, key, "chosen", "user")
 
 
 def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
@@ -138,15 +135,11 @@ def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
     if value is None:
         other_key = next(name for name in ANSWER_KEYS if name != key)
         raise Malformed(f"'{key}' is {'null' if key in row else 'missing'} beside '{other_key}'; write both answers")
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": chat_shapes.visible_text(row, key, "prompt")}]
     if isinstance(value, dict):
         return [value]
-    if not isinstance(value, list):
+    if not isinstance(value, str | list):
         raise Malformed(f"'{key}' is {kind_of(value)}, {AN_ANSWER}")
-    if not value:
-        raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
-    return value
+    return chat_shapes.turns_under(row, key, "prompt", "assistant")
 
 
 def _answer(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
-from ttrain.data.shards import Column, ShardSet, counted_up
+from ttrain.data.shards import Column, ShardSet, counted_up, offsets_of
 
 NONE: Array = np.zeros(0, np.int64)
 
@@ -152,7 +152,7 @@ class SeparateDocumentRows(WindowRows):
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
         self.trimmed = not packed
         self._windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
-        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._windows)])
+        self._firsts = offsets_of(self._windows)
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
         if packed:
             self._order, self._ends = _packed(self._inputs, row_length)
@@ -182,8 +182,7 @@ class SeparateDocumentRows(WindowRows):
 
     @cached_property
     def _lengths(self) -> Array:
-        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._inputs[self._order])])
-        return np.asarray(np.diff(totals[np.concatenate([np.zeros(1, np.int64), self._ends])]))
+        return np.asarray(np.diff(offsets_of(self._inputs[self._order])[np.append(0, self._ends)]))
 
 
 def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:

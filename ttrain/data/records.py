@@ -30,6 +30,8 @@ PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
 Labels = tuple[tuple[str, str], ...]
 
+Row = tuple[str, int, dict[str, Any]]  # path, number of the line, JSON object
+
 
 @dataclass(frozen=True)
 class TextDocument:
@@ -87,8 +89,8 @@ def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int,
     return (record for _, record in accepted(records(paths, tally, max_line_bytes, text_field), parse, tally))
 
 
-def accepted(rows: Iterable[tuple[str, int, dict[str, Any]]], parse: Parser, tally: Tally) -> Iterator[tuple[int, Record]]:
-    """(line number, good record) of (path, line number, JSON object) rows; the tally counts the others."""
+def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple[int, Record]]:
+    """(line number, good record) of the rows; the tally counts the others."""
     for path, number, value in rows:
         parsed = parse(value)
         if isinstance(parsed, Rejected):
@@ -251,8 +253,6 @@ NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves
 
 NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 
-Row = tuple[int, dict[str, Any]]
-
 
 @dataclass
 class Tally:
@@ -359,9 +359,7 @@ class BadRows:
             yield {"reason": f"{self._count - self._limit} more bad rows in this block are counted but not listed"}
 
 
-def records(
-    paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = "text"
-) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def records(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Row]:
     """(path, line number from 1, JSON object) of every good line of every file; blank lines do not count as rows.
 
     Each element of a JSON array is a line; a `.txt` file is one line, with its text under `text_field`.
@@ -376,12 +374,11 @@ def records(
                 if streams.is_parquet(path)
                 else lines(streams.json_lines(path, text_field), max_line_bytes)
             )
-            for number, value in parsed(numbered, path, tally, max_line_bytes):
-                yield path, number, value
+            yield from parsed(numbered, path, tally, max_line_bytes)
 
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:
-    """(line number, JSON object) of the good lines."""
+    """(path, line number, JSON object) of the good lines."""
     loads, number = orjson.loads, 0
     for number, line in numbered:
         if len(line) > max_line_bytes:
@@ -401,7 +398,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
         tally.see(value)
-        yield number, value
+        yield path, number, value
     tally.lines += number
 
 

@@ -114,7 +114,7 @@ def status_of(error: BaseException) -> int | None:
 
 def reason(error: BaseException) -> str:
     """A one-line message for the error, without secrets of URLs."""
-    if isinstance(error, FileNotFoundError) or status_of(error) in (404, 410):
+    if is_missing(error):
         return "there is no such file"
     if status_of(error) and hasattr(error, "message"):
         return redact.text(f"its server says {status_of(error)} {error.message}")

@@ -53,10 +53,8 @@ class Column:
         """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths[selected])]).astype(np.int64)
-        return Column(
-            self.tokens[flags], offsets, *(None if mask is None else mask[flags] for mask in (self.live, self.branches))
-        )
+        masks = (None if mask is None else mask[flags] for mask in (self.live, self.branches))
+        return Column(self.tokens[flags], offsets_of(lengths[selected]), *masks)
 
 
 class Ranges(NamedTuple):
@@ -70,6 +68,11 @@ class Ranges(NamedTuple):
     numbers: Offsets
     firsts: Offsets
     counts: Offsets
+
+
+def offsets_of(lengths: npt.ArrayLike) -> Offsets:
+    """Where pieces of these lengths begin, one after the other, and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
@@ -169,10 +172,10 @@ def write_index(
 
 
 def _large_list(offsets: Offsets, values: Ids) -> pa.Array:
-    return pa.LargeListArray.from_arrays(_array(offsets), _array(values))
+    return pa.LargeListArray.from_arrays(arrow_array(offsets), arrow_array(values))
 
 
-def _array(values: Ids) -> pa.Array:
+def arrow_array(values: Ids) -> pa.Array:
     """An Arrow array that shares the memory of the numbers. `pa.array` would import pandas, 0.3 s in every worker."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
@@ -229,14 +232,12 @@ class ShardSet:
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each record; reads the offsets of every shard."""
-        self._verify(self._shards)
-        shard_lengths = [np.diff(self._column(number).offsets) for number in range(len(self._shards))]
-        return np.concatenate(shard_lengths) if shard_lengths else np.zeros(0, np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """Position of each record's first token in the stream of all records, and the end of the last."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+        return offsets_of(self.lengths)
 
     def row(self, number: int) -> tuple[Ids, Ids | None]:
         """(ids, live) of one record, as views."""
@@ -259,7 +260,7 @@ class ShardSet:
 
     def columns(self) -> list[Column]:
         """Every shard's records, in order."""
-        self._verify(self._shards)
+        self.verify()
         return [self._column(number) for number in range(len(self._shards))]
 
     def stream(self, start: int, end: int) -> npt.NDArray[np.int64]:

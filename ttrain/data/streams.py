@@ -41,7 +41,7 @@ TAR_PLACE, TAR_MAGIC = 257, b"ustar"
 
 
 @contextmanager
-def _data_errors(location: str) -> Iterator[None]:
+def data_errors(location: str) -> Iterator[None]:
     """Raise an error of the file system as DataError, which names the location."""
     try:
         yield
@@ -64,7 +64,7 @@ def noting_faults(location: str) -> Iterator[None]:
 def open_stream(location: str) -> BinaryIO:
     """Open the stored bytes as a seekable stream. Raises DataError if they cannot be read."""
     path = local_file(location)
-    with _data_errors(location):
+    with data_errors(location):
         return path.open("rb") if path else io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
 
 
@@ -79,7 +79,7 @@ def local_file(location: str) -> Path | None:
         return None
     else:
         path = locations.local_path(location)
-    with _data_errors(location):
+    with data_errors(location):
         mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
@@ -111,41 +111,47 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
 
     A `.txt` file is a row with `text_field` only. Raises DataError like `chunks`, and for text of another format.
     """
-    pieces, head = chunks(location), bytearray()
+    pieces = chunks(location)
+    beginning = _beginning(pieces, formats.HEAD_BYTES)
+    form = formats.format_of(beginning[: formats.HEAD_BYTES], location, lambda: _head(location))
+    yield from formats.as_json_lines(itertools.chain([beginning] if beginning else [], pieces), form, location, text_field)
+
+
+def _beginning(pieces: Iterator[bytes], size: int) -> bytes:
+    """The first pieces, joined: at least `size` bytes, if there are as many."""
+    beginning = bytearray()
     for piece in pieces:
-        head += piece
-        if len(head) >= formats.HEAD_BYTES:
+        beginning += piece
+        if len(beginning) >= size:
             break
-    form = formats.format_of(bytes(head[: formats.HEAD_BYTES]), location, lambda: _head(location))
-    yield from formats.as_json_lines(itertools.chain([bytes(head)] if head else [], pieces), form, location, text_field)
+    return bytes(beginning)
 
 
 def _head(location: str, size: int = HEAD_BYTES) -> bytes:
-    with _data_errors(location), open_stream(location) as stream:
+    with data_errors(location), open_stream(location) as stream:
         return stream.read(size)
 
 
-def chunks(location: str, start: int = 0) -> Iterator[bytes]:
-    """The text from byte `start` on, decompressed, without the mark at its very start, in pieces of at most `CHUNK_BYTES`.
+def chunks(location: str) -> Iterator[bytes]:
+    """The text, decompressed, without the mark at its very start, in pieces of at most `CHUNK_BYTES`.
 
-    `start` counts decompressed bytes, the mark among them; a plain file is read from there, an archive from its beginning.
     Raises DataError for a file that is cut, damaged, of another format or encoding, or cannot be read.
     """
     try:
-        with open_stream(location) as stream:
+        with data_errors(location), open_stream(location) as stream:
             head = stream.read(HEAD_BYTES)
             size = 0 if locations.is_remote(location) else stream.seek(0, io.SEEK_END)
             stream.seek(0)
             pieces = decompress.unpacked(stream, head)
             if pieces is None:
                 _check_text(head, location, head)
-                stream.seek(start or _mark_bytes(head))
+                stream.seek(_mark_bytes(head))
                 while piece := stream.read(CHUNK_BYTES):
                     yield piece
                 if stream.tell() < size:
                     raise EOFError("it became shorter while it was read")
             else:
-                yield from _text(pieces, start, location, head)
+                yield from _text(pieces, location, head)
     except EOFError as error:
         raise DataError(f"{location} is truncated: {error}; {FETCH_AGAIN}") from None
     except ValueError as error:
@@ -153,26 +159,14 @@ def chunks(location: str, start: int = 0) -> Iterator[bytes]:
             "compress it again with a smaller dictionary, without --long" if "memory" in str(error).lower() else FETCH_AGAIN
         )
         raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {fix}") from None
-    except OSError as error:
-        raise CannotRead(f"cannot read {location}: {error.strerror or error}") from None
 
 
-def _text(pieces: Iterator[bytes], start: int, location: str, stored_head: bytes) -> Iterator[bytes]:
-    head = b""
-    for piece in pieces:
-        head += piece
-        if len(head) >= HEAD_BYTES:
-            break
-    _check_text(head, location, stored_head, in_archive=True)
-    skip = start or _mark_bytes(head)
-    for at in range(0, len(head), CHUNK_BYTES):
-        if piece := head[at : at + CHUNK_BYTES][max(0, skip - at) :]:
-            yield piece
-    skip -= len(head)
-    for piece in pieces:
-        if skip < len(piece):
-            yield piece[max(0, skip) :]
-        skip -= len(piece)
+def _text(pieces: Iterator[bytes], location: str, stored_head: bytes) -> Iterator[bytes]:
+    beginning = _beginning(pieces, HEAD_BYTES)
+    _check_text(beginning, location, stored_head, in_archive=True)
+    for at in range(_mark_bytes(beginning), len(beginning), CHUNK_BYTES):
+        yield beginning[at : at + CHUNK_BYTES]
+    yield from pieces
 
 
 def _mark_bytes(head: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Reservoir:
     """
 
     def __init__(self, max_bytes: int, max_documents: int | None, seed: int) -> None:
-        self._max_bytes, self._max_documents = max_bytes, max_documents
+        self._max_bytes, self._max_documents = max_bytes, max_documents or math.inf
         self._key = seed.to_bytes(8, "big")
         self._heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
         self._cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
@@ -154,14 +155,10 @@ class Reservoir:
             return
         heapq.heappush(self._heap, entry)
         self._bytes += entry[2]
-        while self._is_over():
+        while self._bytes > self._max_bytes or len(self._heap) > self._max_documents:
             gone = heapq.heappop(self._heap)
             self._bytes -= gone[2]
             self._cutoff = gone[:2]
-
-    def _is_over(self) -> bool:
-        too_many = self._max_documents is not None and len(self._heap) > self._max_documents
-        return too_many or self._bytes > self._max_bytes
 
     def sample(self) -> TextSample:
         """The current sample."""

@@ -160,7 +160,7 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule
     try:
         data = blocks.read(block, recipe.max_line_bytes)
         report.bytes = len(data)
-        for record in blocks.records(data, block, recipe, tally):
+        for _, record in blocks.records(data, block, recipe, tally):
             hashes.append(records.content_hash(record))
             if measured:
                 texts.append(blocks.text_of(record))
@@ -168,8 +168,6 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule
                 plain.append(overlap.plain(blocks.text_of(record)))
     except DataError as error:
         report.error = str(error)
-    except OSError as error:
-        report.error = f"cannot read {block.location}: {error.strerror}"
     report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
     report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
     report.letters = count_letters(texts)
@@ -181,9 +179,9 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule
 def plain_texts(block: Block, recipe: BlockRecipe, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
     """(number, plain text) of the wanted records of a block, as far as it can be read."""
     texts = []
-    with contextlib.suppress(DataError, OSError):  # the first reading has told it
+    with contextlib.suppress(DataError):  # the first reading has told it
         rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
-        for number, record in enumerate(rows):
+        for number, (_, record) in enumerate(rows):
             if number in wanted:
                 texts.append((number, overlap.plain(blocks.text_of(record))))
     return texts

@@ -168,7 +168,7 @@ def trainer_of(
     precision = resolve_precision(precision.word, ranks.device)  # which also sets how fp32 matrices are multiplied
     return learner.trainer(
         learner.task(config, subject.model, learner.runtime),
-        Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world, prefetch_steps=0),
+        Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world),
         ranks=ranks,
         precision=precision,
         weights=subject,

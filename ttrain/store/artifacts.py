@@ -97,7 +97,7 @@ class ArtifactStore:
 
         Raises ArtifactError where one cannot be had, or is not what was published.
         """
-        if artifact.absent.isdisjoint(artifact.files_of(names)):
+        if not artifact.lacking(names):
             if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
                 raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
@@ -172,9 +172,9 @@ class ArtifactStore:
         """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
         artifacts = self.artifacts(stage)
         for artifact in artifacts:
-            if artifact.absent.isdisjoint(artifact.files_of(())) and not self.damage(artifact):
+            if not artifact.lacking(()) and not self.damage(artifact):
                 return artifact
-        problem = f"no {'whole' if artifacts else ''} artifact".replace("  ", " ")
+        problem = "no whole artifact" if artifacts else "no artifact"
         raise ArtifactError(f"stage {stage} has {problem} in {self.root / 'store'}; {self.advice(stage)}")
 
     def advice(self, stage: str = "*") -> str:
@@ -309,13 +309,13 @@ def fetch_absent(
     stage, key = artifact.stage, artifact.key
     if store.elsewhere is None:
         raise ArtifactError(
-            f"the artifact {stage} {key[:12]} in {store.root} lacks {_lacking(artifact, names)[0]}, which stayed in MLflow, "
+            f"the artifact {stage} {key[:12]} in {store.root} lacks {artifact.lacking(names)[0]}, which stayed in MLflow, "
             f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
         )
     with store.lock(stage, key, waiting=lambda: report(f"another run is at work on {stage}; waiting to fetch its files")):
         present = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
         artifact = present or artifact
-        missing = _lacking(artifact, names)
+        missing = artifact.lacking(names)
         if not missing:
             return artifact
         sizes = artifact.manifest["files"]
@@ -340,11 +340,6 @@ def fetch_absent(
             fetch_directory.rename(artifact.path)
             fsync(artifact.path.parent)
     return Artifact(stage, key, artifact.path, manifest)
-
-
-def _lacking(artifact: Artifact, names: tuple[str, ...]) -> list[str]:
-    absent = artifact.absent
-    return [name for name in artifact.files_of(names) if name in absent]
 
 
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path) -> None:

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain.core.files import (
-    parse_json,
-    write_json,
-)
+from ttrain.core.files import parse_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DISK_FULL, TTrainError, UsageError
 
@@ -88,6 +85,11 @@ class Artifact:
     def absent(self) -> frozenset[str]:
         """Files that were published, but stayed where this artifact was fetched from (`ArtifactStore.complete`)."""
         return frozenset(self.manifest.get("absent", ()))
+
+    def lacking(self, names: tuple[str, ...]) -> list[str]:
+        """Those of `files_of` the names that are absent."""
+        absent = self.absent
+        return [name for name in self.files_of(names) if name in absent]
 
 
 def home() -> Path:

@@ -124,12 +124,15 @@ def history(home: Path) -> list[dict[str, Any]]:
 
 def in_progress(home: Path) -> list[dict[str, Any]]:
     """The runs whose processes are at work, newest first."""
-    return [run for run in _checked_records(home, ['"running"']) if run["outcome"] == "running"]
+    return [run for run in newest_first(home, ['"running"']) if run["outcome"] == "running"]
 
 
-def newest_first(home: Path) -> Iterator[dict[str, Any]]:
-    """The runs by the time in their names, read one by one: for those who need the newest few of many."""
-    return _checked_records(home, ())
+def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The runs by the time in their names, read one by one: for those who need the newest few of many.
+
+    With phrases, those whose records contain them all. Runs whose process is gone are marked as crashed.
+    """
+    return (_as_it_is_now(home, run) for run in _records_containing(home, phrases))
 
 
 def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -176,11 +179,6 @@ def makers(home: Path) -> dict[str, str]:
     return run_by_key
 
 
-def _checked_records(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The records that contain the phrases; runs whose process is gone are marked as crashed."""
-    return (_as_it_is_now(home, run) for run in _records_containing(home, phrases))
-
-
 def _as_it_is_now(home: Path, run: dict[str, Any]) -> dict[str, Any]:
     """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
     for stage in run["stages"]:
@@ -212,7 +210,7 @@ def keys_of(run: Mapping[str, Any]) -> dict[str, str | None]:
 def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
     """The runs of exactly these artifacts, newest first."""
     phrases = [f'"{key}"' for key in keys.values() if key][-1:]  # quoted: the paths of other stages end in it, too
-    return (run for run in _checked_records(home, phrases) if keys_of(run) == keys)
+    return (run for run in newest_first(home, phrases) if keys_of(run) == keys)
 
 
 def is_cut_short(run: Mapping[str, Any]) -> bool:

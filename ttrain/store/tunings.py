@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ttrain.core.files import PRIVATE_FILE, parse_json, write_json
+from ttrain.core.files import PRIVATE_FILE, need_object, write_json
 from ttrain.core.hashing import digest_of
 
 FILE = Path("cache", "tuning.json")
@@ -93,9 +93,7 @@ def read(home: Path) -> dict[str, Tuning]:
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
-        entries = parse_json(path.read_bytes())
-        if not isinstance(entries, dict):
-            raise ValueError("it is not a JSON object")
+        entries = need_object(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
