@@ -91,16 +91,3 @@ def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     known = {contamination.item_of("", "", POEM).digest}
     with pytest.raises(DataError, match=r"evaluate\.overlapping=report"):
         contaminated.mark_overlaps(items, known, leave_out=True)
-
-
-def test_items_that_any_night_has_learnt_from_stay_known(tmp_path: Path) -> None:
-    lines = {"a": 1.0, "b": 0.5}
-    for name in ("a", "b", "c", "night"):
-        (tmp_path / name / "heldout").mkdir(parents=True)
-    for name, share in lines.items():
-        contamination.write_item_shares(tmp_path / name, {name: share})
-    contamination.write_item_shares(tmp_path / "c", {})
-    merged = {**contamination.read_item_shares(tmp_path / "a"), **contamination.read_item_shares(tmp_path / "b")}
-    contamination.write_item_shares(tmp_path / "night", merged)
-    assert contamination.read_item_shares(tmp_path / "night") == lines
-    assert contamination.read_item_shares(tmp_path / "c") == contamination.read_item_shares(tmp_path / "none") == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -41,11 +42,16 @@ def text_encoder(directory: Path) -> Encoder:
     return Encoder(directory)
 
 
+@functools.cache
+def opened(directory: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 def reference(directory: Path, texts: list[str]) -> list[list[int]]:
     """What `tokenizers` makes of them when special tokens in the text are text."""
-    opened = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    opened.encode_special_tokens = True
-    return [opened.encode(text, add_special_tokens=False).ids for text in texts]
+    return [opened(directory).encode(text, add_special_tokens=False).ids for text in texts]
 
 
 class Wrong:

@@ -210,18 +210,6 @@ def test_a_file_of_another_layout_ends_the_stage_with_its_first_line_and_what_wa
     assert f"{path}:1: not " in str(raised.value)
 
 
-def test_reasons_that_name_what_differs_in_every_row_do_not_fill_the_manifest(
-    tmp_path: Path, recipes: dict[str, BlockRecipe]
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"".join(json.dumps(chat((f"role {n}", "a"))).encode() + b"\n" for n in range(3000)))
-    built, output = build(path, recipes["chats"], 1 << 14)
-    tally = built.tallies["train"]
-    assert (tally.rows, tally.rejected.total()) == (3000, 3000)
-    assert len(tally.rejected) <= 101
-    assert len((output / "run" / "rejected.jsonl").read_bytes().splitlines()) == 3000
-
-
 # --- text is never markup
 
 INJECTIONS = (

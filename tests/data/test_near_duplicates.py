@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,19 +173,29 @@ def nightly_sets(
     return outputs
 
 
-def split_in_nights(tmp_path: Path, nights: int = 3) -> list[Path]:
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The files of three nights, with near-duplicates within and between them."""
     originals, copies = planted(80, seed=3)
-    texts = [*originals, *copies]
+    texts, folder = [*originals, *copies], tmp_path_factory.mktemp("nights")
     random.Random(1).shuffle(texts)
-    size = len(texts) // nights
-    return [write_lines(tmp_path / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(nights)]
+    size = len(texts) // 3
+    return [write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe, nights: list[Path]) -> Path:
+    """One set of all of them."""
+    output = tmp_path_factory.mktemp("sets") / "whole"
+    build(output, nights, recipe, NEAR)
+    return output
 
 
 @pytest.mark.parametrize("heldout_fraction", [0.0, 0.1])
 def test_nights_one_after_the_other_keep_what_one_set_of_all_keeps(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, heldout_fraction: float
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, nights: list[Path], heldout_fraction: float
 ) -> None:
-    nights, reading = split_in_nights(tmp_path), NEAR.model_copy(update={"heldout_fraction": heldout_fraction})
+    reading = NEAR.model_copy(update={"heldout_fraction": heldout_fraction})
     whole = build(tmp_path / "whole", nights, recipe, reading)
     outputs = nightly_sets(tmp_path, recipe, nights, reading)
     for part in ("train", "heldout")[: 2 if heldout_fraction else 1]:
@@ -200,13 +211,13 @@ def test_nights_one_after_the_other_keep_what_one_set_of_all_keeps(
     assert shown == [(row["original"]["file"], row["original"]["line"]) for row in dropped(tmp_path / "whole")]
 
 
-def test_a_set_that_grows_is_the_set_of_all_its_files(tmp_path: Path, recipe: BlockRecipe) -> None:
-    nights = split_in_nights(tmp_path)
-    build(tmp_path / "whole", nights, recipe, NEAR)
+def test_a_set_that_grows_is_the_set_of_all_its_files(
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path
+) -> None:
     for count in (1, 2, 3):
         grown = build(tmp_path / "out", nights[:count], recipe, NEAR)
     assert grown.encoded_blocks < grown.blocks
-    assert all_digests(tmp_path / "out") == all_digests(tmp_path / "whole")
+    assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
 def all_digests(output: Path) -> dict[str, Any]:
@@ -214,18 +225,15 @@ def all_digests(output: Path) -> dict[str, Any]:
     return {**digests(output), **near, "report": (output / REPORT).read_bytes()}
 
 
-def test_any_number_of_workers_writes_the_same(tmp_path: Path, recipe: BlockRecipe) -> None:
-    nights = split_in_nights(tmp_path)
-    build(tmp_path / "one", nights, recipe, NEAR)
+def test_any_number_of_workers_writes_the_same(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
     with Processes(2) as pool:
         build(tmp_path / "two", nights, recipe, NEAR, pool=pool)
-    assert all_digests(tmp_path / "one") == all_digests(tmp_path / "two")
+    assert all_digests(tmp_path / "two") == all_digests(whole)
 
 
 def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
-    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nights = split_in_nights(tmp_path)
     made: list[Path] = []
     make = near_duplicates.make_sketches
     monkeypatch.setattr(near_duplicates, "make_sketches", lambda *args: (made.append(Path(args[0])), make(*args))[1])
@@ -236,9 +244,8 @@ def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
 
 
 def test_sets_from_before_the_rule_are_searched_too_and_their_sketches_are_kept(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nights = split_in_nights(tmp_path)
     old = tmp_path / "old"
     build(old, [nights[0]], recipe, Reading(heldout_fraction=0.0))
     second = tmp_path / "second"
@@ -253,22 +260,19 @@ def test_sets_from_before_the_rule_are_searched_too_and_their_sketches_are_kept(
     assert not [path for path in made if path.startswith(str(old))]
 
 
-def test_damaged_sketches_are_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:
-    nights = split_in_nights(tmp_path)
-    build(tmp_path / "out", nights, recipe, NEAR)
-    expected = all_digests(tmp_path / "out")
+def test_damaged_sketches_are_made_again(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
+    shutil.copytree(whole, tmp_path / "out")
     sketches = sorted((tmp_path / "out" / FOLDER).glob("*.near"))
     sketches[0].write_bytes(b"")
     sketches[1].write_bytes(b"\0" * sketches[1].stat().st_size)
     build(tmp_path / "out", nights, recipe, NEAR)
-    assert all_digests(tmp_path / "out") == expected
+    assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
 def test_a_run_that_ended_early_takes_its_finished_sketches(
-    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nights, made, make = split_in_nights(tmp_path), list[str](), near_duplicates.make_sketches
-    build(tmp_path / "whole", nights, recipe, NEAR)
+    made, make = list[str](), near_duplicates.make_sketches
 
     def made_five(*arguments: Any) -> Any:
         if len(made) == 5:
@@ -283,7 +287,7 @@ def test_a_run_that_ended_early_takes_its_finished_sketches(
     assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
     build(tmp_path / "out", nights, recipe, NEAR)
     assert all(path.stat().st_ino == inode for path, inode in finished.items())
-    assert all_digests(tmp_path / "out") == all_digests(tmp_path / "whole")
+    assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
 def test_held_out_files_stay_and_training_documents_like_theirs_go(

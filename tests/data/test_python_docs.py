@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from ttrain.config import PythonDocs
-from ttrain.data import overlap, python_docs
-from ttrain.data.contamination import NGRAM_BYTES, SHARE
+from ttrain.data import python_docs
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")
@@ -96,18 +95,6 @@ def test_heldout_documents_are_no_copies_of_training_text(rows: Rows) -> None:
         shares += [sum(gram in known for gram in grams) / len(grams)] if grams else []
     assert len(shares) > 200
     assert [share for share in shares if share > 0.5] == []
-
-
-def test_no_training_document_contains_half_of_a_heldout_one(rows: Rows) -> None:
-    heldout = [overlap.plain(row["text"]) for row in rows["pretrain_heldout"]]
-    index = overlap.TextIndex(heldout, NGRAM_BYTES)
-    documents = [row for row in rows["pretrain"] if not row["source"].startswith("code:")]
-    matches = [
-        match for row in documents
-        for match in index.find(np.frombuffer(overlap.plain(row["text"]), np.uint8), np.zeros(1, np.int64))
-    ]  # fmt: skip
-    assert len(matches) > 10  # smaller parts, such as a sentence, stand on both sides
-    assert [heldout[match.text] for match in matches if match.bytes >= SHARE * len(heldout[match.text])] == []
 
 
 def test_no_document_stands_twice(rows: Rows) -> None:

@@ -132,20 +132,9 @@ def test_a_published_artifact_is_found_with_what_was_said_about_it(store: Artifa
     assert store.find("sft", KEY) is None
 
 
-def test_without_a_manifest_it_does_not_exist(store: ArtifactStore) -> None:
-    make_output(store.path(STAGE, KEY))
-    assert store.find(STAGE, KEY) is None
-    assert store.artifacts(STAGE) == []
-
-
-def test_a_changed_figure_in_a_manifest_is_damage_and_one_of_an_earlier_version_is_read(store: ArtifactStore) -> None:
+def test_a_manifest_of_an_earlier_version_is_read(store: ArtifactStore) -> None:
     path = publish(store).path / "manifest.json"
-    told = json.loads(path.read_bytes())
-    write_json(path, {**told, "result": {"loss": 1.4}})
-    assert store.find(STAGE, KEY) is None
-    (artifact,) = store.artifacts(STAGE)
-    assert store.damage(artifact) == "manifest.json was altered after it was written"
-    write_json(path, {name: value for name, value in told.items() if name != "manifest_sha256"})
+    write_json(path, {name: value for name, value in read_json(path).items() if name != "manifest_sha256"})
     assert store.find(STAGE, KEY), "it has no digest of its own"
 
 
@@ -204,13 +193,6 @@ def test_damage_to_any_file_is_noticed_and_named(
     assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
     with pytest.raises(ArtifactError, match=STAGE):
         store.latest(STAGE)
-
-
-def test_touching_a_file_is_no_damage(store: ArtifactStore) -> None:
-    artifact = publish(store)
-    for name in FILES:
-        os.utime(artifact.path / name, ns=(10**18, 10**18))
-    assert store.find(STAGE, KEY) == artifact
 
 
 def test_a_copied_home_is_found_and_never_written_through_to_the_original(store: ArtifactStore, tmp_path: Path) -> None:
