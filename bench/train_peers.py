@@ -136,6 +136,45 @@ def train_with_transformers(
     return {"stamps": stamps, "validation_loss": heldout_loss(model, rows)}
 
 
+def train_with_trl(
+    pairs: str, model: str, output: str, pairs_per_batch: int, accumulated: int, sampling: str, count: int, beta: float
+) -> dict[str, Any]:
+    """`trl.DPOTrainer` over the first `count` pairs of a file, once, with the reference's log-probabilities made before.
+
+    A stamp is (pairs that are learnt, wall time, CPU seconds), of each optimizer step.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    class Tokenized(DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset  # these are the very tokens of the other side
+
+    stamps = []
+    pairs_per_step = pairs_per_batch * accumulated
+
+    class Stamp(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            learnt = min(count, state.global_step * pairs_per_step)
+            stamps.append((learnt, time.time(), time.process_time()))
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    arguments = DPOConfig(
+        output_dir=output, use_cpu=True, bf16=in_bf16(), per_device_train_batch_size=pairs_per_batch,
+        gradient_accumulation_steps=accumulated, num_train_epochs=1, train_sampling_strategy=sampling,
+        remove_unused_columns=False, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=BETAS[1],
+        weight_decay=0.0, max_grad_norm=CLIP, optim="adamw_torch_fused", beta=beta, loss_type="sigmoid",
+        precompute_ref_log_probs=True, gradient_checkpointing=False, max_length=None, save_strategy="no",
+        report_to="none", disable_tqdm=True, logging_steps=10,
+    )  # fmt: skip
+    rows = Dataset.from_json(pairs, cache_dir=output).select(range(count))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = Tokenized(policy, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Stamp()])
+    return {"stamps": stamps, "loss": trainer.train().training_loss}
+
+
 def heldout_loss(model: Any, rows: str) -> float:
     """Nats per target on the held-out rows, computed as in training; without a mask, as the model was taught."""
     import torch

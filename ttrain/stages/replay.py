@@ -18,7 +18,7 @@ from ttrain.config import ReplayConfig, ReplaySftConfig
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
 from ttrain.data.record_rows import document_windows
-from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, write_index, write_shard
+from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
 from ttrain.stages import LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
 
@@ -104,8 +104,7 @@ def sample(
         live += [] if column.live is None else [column.live[places]]
         counts.append(lengths[inside])
         first += len(column)
-    offsets = np.concatenate([[0], np.concatenate(counts).cumsum()]).astype(np.int64)
-    return Column(np.concatenate(tokens), offsets, np.concatenate(live) if live else None)
+    return Column(np.concatenate(tokens), offsets_of(np.concatenate(counts)), np.concatenate(live) if live else None)
 
 
 def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, Offsets]:
