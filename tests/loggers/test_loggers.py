@@ -299,8 +299,9 @@ def test_when_a_training_is_killed_its_loggers_write_what_is_there_and_end(tmp_p
     assert events(tmp_path) == {"tokens": [(1, 96.0)], "loss": [(1, 2.5)]}
 
 
-@pytest.mark.parametrize("found", [None, ModuleSpec("wandb", None, is_package=True)], ids=["nothing", "a directory"])
-@pytest.mark.parametrize("name", trackers.EXTRAS)
+@pytest.mark.parametrize(
+    ("name", "found"), [*((name, None) for name in trackers.EXTRAS), ("wandb", ModuleSpec("wandb", None, is_package=True))]
+)
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     name: str, found: ModuleSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

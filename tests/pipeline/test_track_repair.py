@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.recorded_homes import Made, alive, falling, make_run
+from support.tracked_stores import opened
 
 from ttrain import tracking
 from ttrain.cli.main import main
@@ -24,7 +25,7 @@ from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TrackingError, UsageError
 from ttrain.flows import prefect_run, servers
 from ttrain.pipeline.track_repair import repair
-from ttrain.tracking import MlflowStore, TrackedRun, open_store
+from ttrain.tracking import TrackedRun
 
 IDENTITY, OTHER = "1f" * 16, "2e" * 16
 
@@ -125,10 +126,8 @@ def runs_of(home: Path) -> dict[str, dict[str, Any]]:
 
 def damaged_run(home: Path, caplog: pytest.LogCaptureFixture) -> TrackedRun:
     """A run that tells all it has while the database is damaged."""
-    store = open_store(home, "ttrain")
-    assert isinstance(store, MlflowStore)
+    store = opened(home)
     run = store.start_run("late", identity="4c" * 16, tags={"ttrain.run": "late"}, params={"lr": 0.02})
-    assert isinstance(run, TrackedRun)
     run.log_summary({"eval/bits_per_byte": 1.5})
     run.log_metrics([{"step": 1, "tokens": 1, "time": 1700000000, "metrics": {"loss": 1.0}}])
     run.set_tags({"ttrain.outcome": "completed"})

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tracked_stores import opened
 
 from ttrain import tracking
-from ttrain.tracking import MlflowStore, ModelSet, open_store
+from ttrain.tracking import ModelSet
 from ttrain.tracking import database as databases
 from ttrain.tracking.database import database_of
 
@@ -20,9 +21,8 @@ SUFFIXES = {"pretrain": "base", "sft": "sft", "lora": "lora", "tokenizer": "toke
 
 def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine", **metrics: float) -> str | None:
     """The set of a run: a member for each stage, whose keys tell its number."""
-    store = open_store(home, "ttrain")
-    assert isinstance(store, MlflowStore)
-    run = store.start_run(f"full-{number}", run_id=None, parent_run_id=None, tags={}, params={})
+    store = opened(home)
+    run = store.start_run(f"full-{number}", tags={}, params={})
     models = []
     for stage in stages:
         model, key = f"{name}-{SUFFIXES[stage]}", f"{stage}-{number}"

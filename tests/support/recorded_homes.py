@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain import tracking
+from support.tracked_stores import opened
+
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
@@ -139,16 +140,13 @@ def _track(
     began: float,
 ) -> str:
     """By the client that the pipeline uses."""
-    store = tracking.open_store(home, "ttrain")
-    assert isinstance(store, tracking.MlflowStore)
-    parent = store.start_run(name, run_id=None, parent_run_id=None, tags={"ttrain.pipeline": "full"}, params={})
-    assert isinstance(parent, tracking.TrackedRun)
+    store = opened(home)
+    parent = store.start_run(name, tags={"ttrain.pipeline": "full"}, params={})
     for made in stages:
         if made.outcome != "completed":
             continue
         tags = {"ttrain.stage": made.stage, "ttrain.key": made.key, "ttrain.run": name}
-        child = store.start_run(made.stage, run_id=None, parent_run_id=parent.id, tags=tags, params={"stage": made.stage})
-        assert isinstance(child, tracking.TrackedRun)
+        child = store.start_run(made.stage, parent=parent, tags=tags, params={"stage": made.stage})
         assert child.log_metrics(rows_of(made.losses, began))
         child.log_summary({"final/loss": 1.5})
         child.log_directory(home / "store" / made.stage / made.key, made.stage)

@@ -17,6 +17,7 @@ from support.champion_sets import (
     register,
 )
 from support.doubles import planned
+from support.tracked_stores import opened
 
 from ttrain import tracking
 from ttrain.cli.main import main
@@ -29,7 +30,6 @@ from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.store import artifacts, layout
 from ttrain.store.references import Registered
-from ttrain.tracking import TrackedRun, open_store
 from ttrain.tracking.database import database_of
 
 # --- decisions ------------------------------------------------------------------------------------------------------------
@@ -59,9 +59,7 @@ def test_a_decision_stands_on_the_set_and_on_the_run_however_often_it_is_logged(
 
 
 def test_a_first_champions_decision_has_no_figures_to_compare_and_may_belong_to_another_run(sets_home: Path) -> None:
-    store = open_store(sets_home, "ttrain")
-    night = store.start_run("night", run_id=None, parent_run_id=None, tags={}, params={})
-    assert isinstance(night, TrackedRun)
+    night = opened(sets_home).start_run("night", tags={}, params={})
     first = {**DECISION, "champion": None, "difference": None, "interval": None, "samples": 0}
     tracking.Champions(sets_home).log_decision("mine", "1", first, "| |", run_id=night.id)
     names = {name for name in client_of(sets_home).get_run(night.id).data.metrics if name.startswith("promotion/")}
@@ -236,24 +234,20 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(sets_home: Path, t
     assert (kept / "config.json").read_text() == "sft 21"
 
 
-@pytest.mark.parametrize("missing", STAGES)
-def test_a_run_that_left_a_stage_out_registers_no_set(missing: str, sets_home: Path, tmp_path: Path) -> None:
+def test_a_run_that_left_a_stage_out_registers_no_set(sets_home: Path, tmp_path: Path) -> None:
     store = artifacts.ArtifactStore(sets_home)
-    found = {stage: layout.Artifact(stage, "k", tmp_path, {"result": {}}) for stage in STAGES if stage != missing}
-    assert ran(store, found, name="own").model_set is None
+    for missing in STAGES:
+        found = {stage: layout.Artifact(stage, "k", tmp_path, {"result": {}}) for stage in STAGES if stage != missing}
+        assert ran(store, found, name="own").model_set is None
 
 
-@pytest.mark.parametrize("outcome", ["failed", "interrupted"])
-def test_a_run_that_did_not_end_well_registers_no_set(outcome: str, sets_home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("outcome", "enabled"), [("failed", True), ("interrupted", True), ("completed", False)])
+def test_a_run_that_did_not_end_well_or_is_not_tracked_registers_no_set(
+    outcome: str, enabled: bool, sets_home: Path, tmp_path: Path
+) -> None:
     store = artifacts.ArtifactStore(sets_home)
-    assert ran(store, published(store, tmp_path, 23), outcome, name="own").model_set is None
-    assert tracking.list_sets(sets_home, "own") == []
-
-
-def test_an_untracked_run_registers_no_set(sets_home: Path, tmp_path: Path) -> None:
-    store = artifacts.ArtifactStore(sets_home)
-    execution = ran(store, published(store, tmp_path, 24), name="own", tracking={"enabled": False})
-    assert execution.model_set is None
+    found = published(store, tmp_path, 23)
+    assert ran(store, found, outcome, name="own", tracking={"enabled": enabled}).model_set is None
     assert tracking.list_sets(sets_home, "own") == []
 
 

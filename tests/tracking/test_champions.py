@@ -242,7 +242,7 @@ def dying_at(home: Path, patch: pytest.MonkeyPatch, number: int) -> None:
         return made
 
     patch.setattr("ttrain.tracking.champions.open_client", client)
-    patch.setattr("ttrain.tracking.open_client", client)
+    patch.setattr("ttrain.tracking.tracker.open_client", client)
 
 
 def prepared(home: Path) -> None:

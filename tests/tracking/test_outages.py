@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import tracked_stores
 from support.outage_proxy import FOREIGN, Proxy, mlflow_server
 from support.tracked_writer import runs_of, steps
 from support.waiting import stopwatch, wait_until
@@ -55,15 +56,11 @@ def empty_home(tmp_path: Path) -> Path:
 
 
 def opened(home: Path) -> MlflowStore:
-    store = open_store(home, "outages")
-    assert isinstance(store, MlflowStore)
-    return store
+    return tracked_stores.opened(home, "outages")
 
 
 def started(store: MlflowStore, name: str = "stage", **options: Any) -> TrackedRun:
-    run = store.start_run(name, **{"tags": {"ttrain.run": name}, "params": {"lr": 0.02}, **options})
-    assert isinstance(run, TrackedRun)
-    return run
+    return store.start_run(name, **{"tags": {"ttrain.run": name}, "params": {"lr": 0.02}, **options})
 
 
 def rows(first: int, last: int) -> str:
@@ -308,8 +305,7 @@ def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Pro
 
 
 def _be_killed(home: str, said: Any) -> None:
-    store = open_store(Path(home), "x")
-    assert isinstance(store, MlflowStore)
+    store = tracked_stores.opened(Path(home), "x")
     parent = started(store, "full")
     child = started(store, "sft", parent=parent)
     (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
@@ -336,8 +332,7 @@ def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
     victim.start()
     parent, child, identity = heard.recv()
     victim.join()
-    store = open_store(empty_home, "another experiment")
-    assert isinstance(store, MlflowStore)
+    store = tracked_stores.opened(empty_home, "another experiment")
     wait_until(lambda: not outbox.list_outboxes(empty_home))
     assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
     assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"

@@ -7,9 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+from support.tracked_stores import opened
 
 from ttrain.core.redact import HIDDEN
-from ttrain.tracking import MlflowStore, TrackedRun, open_store
+from ttrain.tracking import MlflowStore, TrackedRun
 from ttrain.tracking.calls import artifact_path, below, clean, run_name
 
 HOSTILE, WRITTEN = 10_000, 1_000
@@ -32,15 +33,11 @@ def hostile_names(seed: int) -> list[str]:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowStore:
     (tmp_path / "outer" / "home").mkdir(parents=True)
-    found = open_store(tmp_path / "outer" / "home", "x")
-    assert isinstance(found, MlflowStore)
-    return found
+    return opened(tmp_path / "outer" / "home")
 
 
-def started(store: MlflowStore, name: str = "run") -> TrackedRun:
-    run = store.start_run(name, tags={}, params={})
-    assert isinstance(run, TrackedRun)
-    return run
+def started(store: MlflowStore) -> TrackedRun:
+    return store.start_run("run", tags={}, params={})
 
 
 def test_no_hostile_name_leads_out_of_a_runs_directory(store: MlflowStore, tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_mlflow_takes_every_metrics_name(store: MlflowStore) -> None:
 def test_runs_of_any_name_and_identity_are_made(store: MlflowStore) -> None:
     for name in hostile_names(3)[:12]:
         run = store.start_run(name, identity=name, run_id=None, tags={"t": name}, params={"p": name})
-        assert isinstance(run, TrackedRun) and store.client.get_run(run.id).info.run_name == run_name(name)
+        assert store.client.get_run(run.id).info.run_name == run_name(name)
         run.finish("FINISHED")
     store.close()
     assert sorted(path.name for path in store.home.parent.iterdir()) == ["home"]
@@ -124,7 +121,6 @@ def test_runs_of_any_name_and_identity_are_made(store: MlflowStore) -> None:
 
 def test_a_masked_parameter_is_nowhere_on_disk(store: MlflowStore) -> None:
     run = store.start_run("r", tags={"x.token": "hunter2"}, params={"hub.token": "hunter2", "url": "https://u:hunter2@h/x"})
-    assert isinstance(run, TrackedRun)
     run.finish("FINISHED")
     assert store.client.get_run(run.id).data.params == {"hub.token": HIDDEN, "url": "https://***@h/x"}
     files = [path for path in store.home.rglob("*") if path.is_file()]

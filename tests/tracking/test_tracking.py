@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.tracked_stores import opened
 from support.waiting import stopwatch, wait_until
 
 from ttrain.tracking import (
@@ -62,18 +63,10 @@ def odd_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) ->
     return home
 
 
-def opened(home: Path) -> MlflowStore:
-    store = open_store(home, "ttrain")
-    assert isinstance(store, MlflowStore)
-    return store
-
-
 def started(
     store: MlflowStore, name: str = "stage", *, run_id: str | None = None, parent: str | None = None, **params: object
 ) -> TrackedRun:
-    run = store.start_run(name, run_id=run_id, parent_run_id=parent, tags={"ttrain.stage": name}, params=params)
-    assert isinstance(run, TrackedRun)
-    return run
+    return store.start_run(name, run_id=run_id, parent_run_id=parent, tags={"ttrain.stage": name}, params=params)
 
 
 def line(step: int, **metrics: float | None) -> str:
@@ -434,10 +427,8 @@ def test_a_silent_server_costs_one_warning_and_bounded_time(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server.replace("//", "//user:secret@"))
     monkeypatch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.3)
     waited = stopwatch()
-    store = open_store(tmp_path, "ttrain")
-    assert isinstance(store, MlflowStore)
-    run = store.start_run("stage", run_id="kept", parent_run_id=None, tags={}, params={})
-    assert isinstance(run, TrackedRun)
+    store = opened(tmp_path)
+    run = store.start_run("stage", run_id="kept", tags={}, params={})
     assert (run.id, run.url) == ("kept", None)
     run.finish("FINISHED")
     assert store.close() == 2, "that it goes on, and that it ended"
@@ -491,8 +482,7 @@ def test_a_database_that_is_none_costs_a_warning_which_names_the_cure(
 ) -> None:
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "mlflow.db").write_text("not a database, but longer than nothing" * 100)
-    store = open_store(tmp_path, "ttrain")
-    assert isinstance(store, MlflowStore) and store.close() == 0
+    assert opened(tmp_path).close() == 0
     assert len(caplog.records) == 1 and "`ttrain track repair`" in caplog.text
     prepare(tmp_path)
     assert len(caplog.records) == 2 and "cannot be prepared" in caplog.text

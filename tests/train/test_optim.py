@@ -15,7 +15,7 @@ from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.tracking.stage_results import group_params
+from ttrain.tracking.delivery import group_params
 from ttrain.train import optim
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers

@@ -25,7 +25,7 @@ from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.run_models import RunModels
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
-from ttrain.reports import facts, summary
+from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -89,21 +89,23 @@ class PipelineRun(StopRequest):
         self._changed = tracking.masked(run_summary.deviations(settings))
         everything = dict(flatten(settings.model_dump(mode="json")))
         self._tags = {"ttrain.run": self.record.run, "ttrain.host": platform.node(), "ttrain.commit": commit() or ""}
-        tags = {"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **self._tags, **extra_tags, **labels.tags}
+        tags = {**self._tags, **extra_tags, **labels.tags}
         if labels.note:  # at the end of the run the rest of the description stands below it
             tags[tracking.NOTE] = run_summary.note(labels.note)
         night = extra_tags.get("ttrain.night")
         if night:
             self.record.note(night=night)
-        self._parent = self._tracker.start_run(
+        self._parent = run_summary.start_run(
+            self._tracker,
             night or self.record.run,
+            pipeline,
+            everything,
+            self._changed,
+            tags,
             identity=continues,
             parent=tracking.NullRun(identity=parent_identity) if parent_identity else None,
-            tags=tags,
-            params=facts.parameters(everything),  # nothing that differs in every run: runs are compared
         )
         self._models = RunModels(settings.name, settings.runtime.sample_prompts, store, self._tracker)
-        self._parent.log_text(run_summary.as_yaml(self._changed, tracking.masked(everything)), "settings.yaml")
         self._note_tracked()
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
@@ -295,19 +297,21 @@ class PipelineRun(StopRequest):
     def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.AnyRun:
         """Start the tracked run of a stage, or continue it if the stage continues."""
         state = read_object(work / "tracking.json")
-        params = dict(flatten(section_of(stage, self.settings).model_dump(mode="json")))
-        code = hashing.digest_of(planned.ingredients["code"])
-        tags = {**self._tags, "ttrain.stage": stage.name, "ttrain.key": planned.key or "", "ttrain.code": code}
-        tags |= {f"ttrain.parent.{name}": f"{a.stage} {a.content}" for name, a in planned.inputs.items()}
-        name = f"{stage.name} {self.record.run.rpartition('-')[2]}"  # so that stages of two runs differ in MLflow's legends
-        earlier_ids = {"run_id": state.get("run_id"), "identity": state.get("identity")}
-        child = self._tracker.start_run(
-            name, **earlier_ids, parent=self._parent, tags=tags, params=params, keeps_files=self.registers
+        child = run_summary.start_stage_run(
+            self._tracker,
+            self._parent,
+            self.record.run,
+            stage.name,
+            planned.key,
+            section_of(stage, self.settings).model_dump(mode="json"),
+            planned.inputs,
+            {**self._tags, "ttrain.code": hashing.digest_of(planned.ingredients["code"])},
+            run_id=state.get("run_id"),
+            identity=state.get("identity"),
+            keeps_files=self.registers,
         )
-        child.link_to_parent(stage.name)
         reference = {"run_id": child.id, "identity": child.identity, "run": self.record.run}
         write_json(work / "tracking.json", {**reference, "experiment": self.settings.tracking.experiment})
-        child.log_inputs(tracking.read_by(planned.inputs, trains=stage.uses_ranks))
         self._tracked[stage.name] = child
         return child
 
@@ -425,6 +429,7 @@ class StageWatcher(DisplayObserver):
             error.shown = True
         if self.child:
             self.child.set_tags({"ttrain.error": message[:1000]})
-            if self.log_path and self.log_path.is_file():  # a finished artifact has it among its files
-                self.child.log_file(self.log_path, changes=True)
+            if self.log_path:  # as it is now; a finished artifact has it among its files
+                with contextlib.suppress(OSError):
+                    self.child.log_text(self.log_path.read_text(encoding="utf-8", errors="replace"), self.log_path.name)
             self.child.finish(tracking.status_of(outcome))

@@ -20,6 +20,7 @@ from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
 from ttrain.pipeline import registration
 from ttrain.reports import facts, summary
+from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import read_rows
@@ -63,6 +64,47 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, 
         if names:
             metrics = {CURVES[name].format(stage=stage): row["metrics"][name] for name in names}
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
+
+
+def start_run(
+    tracker: tracking.AnyStore,
+    name: str,
+    pipeline: str,
+    settings: Mapping[str, Any],
+    changed: Mapping[str, Any],
+    tags: Mapping[str, str],
+    **options: Any,
+) -> tracking.AnyRun:
+    """Start the tracked run of a pipeline run. `settings`: all of them; `changed`: those that differ from the defaults."""
+    run = tracker.start_run(
+        name,
+        tags={"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **tags},
+        params=facts.parameters(settings),  # nothing that differs in every run: runs are compared
+        **options,
+    )
+    run.log_text(as_yaml(changed, tracking.masked(settings)), "settings.yaml")
+    return run
+
+
+def start_stage_run(
+    tracker: tracking.AnyStore,
+    parent: tracking.AnyRun,
+    run: str,
+    stage: str,
+    key: str | None,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, Artifact],
+    tags: Mapping[str, str],
+    **options: Any,
+) -> tracking.AnyRun:
+    """Start the tracked run of a stage of the pipeline run `run`, or continue it."""
+    tags = {**tags, "ttrain.stage": stage, "ttrain.key": key or ""}
+    tags |= {f"ttrain.parent.{name}": f"{source.stage} {source.content}" for name, source in inputs.items()}
+    name = f"{stage} {run.rpartition('-')[2]}"  # so that stages of two runs differ in MLflow's legends
+    child = tracker.start_run(name, parent=parent, tags=tags, params=dict(flatten(settings)), **options)
+    child.link_to_parent(stage)
+    child.log_inputs(tracking.read_by(inputs, trains=stage in STAGES and STAGES[stage].uses_ranks))
+    return child
 
 
 def deviations(settings: Settings) -> dict[str, Any]:

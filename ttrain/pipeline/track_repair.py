@@ -20,8 +20,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import names, run_summary, system_metrics
 from ttrain.pipeline.run_models import RunModels
-from ttrain.reports import facts, summary
-from ttrain.stages import STAGES
+from ttrain.reports import summary
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -119,19 +118,17 @@ class _RunReplay:
         changed = tracking.masked({setting.key: setting.value for setting in names.settings_of(record)})
         everything = dict(flatten(record["settings"]))
         night = record.get("night")
-        run = self._tracker.start_run(
+        identity = _identity(record)
+        run = run_summary.start_run(
+            self._tracker,
             night or record["run"],
-            identity=_identity(record),
+            record["pipeline"],
+            everything,
+            changed,
+            {**self._tags, **({"ttrain.night": night} if night else {})},
+            identity=identity,
             started=self._began,
-            tags={
-                "ttrain.pipeline": record["pipeline"],
-                **tracking.source_tags(record["pipeline"]),
-                **self._tags,
-                **({"ttrain.night": night} if night else {}),
-            },
-            params={} if tracking.has_outbox(self._store.root, _identity(record)) else facts.parameters(everything),
         )
-        run.log_text(run_summary.as_yaml(changed, tracking.masked(everything)), "settings.yaml")
         absent = [f"{record['run']}:{entry['name']}" for entry in record["stages"] if not self._stage(entry, run)]
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
         if record.get("model_set") and {"tokenizer", "evaluate"} <= self._artifacts.keys():
@@ -142,7 +139,7 @@ class _RunReplay:
             table = summary.rows(record["metrics"], results)
         ended = self._began + (record["seconds"] or 0.0)
         run_summary.log_end(run, record, self._store.root, self._artifacts, changed, table, ended=ended)
-        tracking.record_run_id(self._store.root, run)
+        tracking.note_run_id(self._store.root, run)
         return absent
 
     def _stage(self, entry: Mapping[str, Any], parent: tracking.AnyRun) -> bool:
@@ -155,24 +152,25 @@ class _RunReplay:
         identity = hashlib.sha256(f"{parent.identity} {entry['name']}".encode()).hexdigest()[:32]
         ingredients = artifact.manifest["ingredients"] if artifact else {}
         inputs = self._inputs(artifact) if artifact else {}
-        tags = {"ttrain.stage": entry["name"], "ttrain.key": entry.get("key") or "", **self._tags}
-        tags |= {f"ttrain.parent.{name}": f"{source.stage} {source.content}" for name, source in inputs.items()}
+        tags = dict(self._tags)
         if artifact:
             tags["ttrain.code"] = digest_of(ingredients["code"])
-            tags["ttrain.commit"] = str(artifact.manifest.get("provenance", {}).get("commit") or "")
+            tags["ttrain.commit"] = str(artifact.provenance.get("commit") or "")
         ended = artifact.manifest["published"] if artifact else self._began + (self.record["seconds"] or 0.0)
-        run = self._tracker.start_run(
-            f"{entry['name']} {str(self.record['run']).rpartition('-')[2]}",
+        run = run_summary.start_stage_run(
+            self._tracker,
+            parent,
+            self.record["run"],
+            entry["name"],
+            entry.get("key"),
+            ingredients.get("settings") or {},
+            inputs,
+            tags,
             identity=identity,
             started=max(self._began, ended - (entry.get("seconds") or 0.0)),
-            parent=parent,
-            tags=tags,
-            params=dict(flatten(ingredients.get("settings") or {})),
         )
-        run.link_to_parent(entry["name"])
         if entry.get("error"):
             run.set_tags({"ttrain.error": str(entry["error"])[:1000]})
-        run.log_inputs(tracking.read_by(inputs, trains=entry["name"] in STAGES and STAGES[entry["name"]].uses_ranks))
         if artifact:
             tracking.log_result(run, artifact)
             nodes = int(self.record["settings"]["runtime"]["nodes"])

@@ -176,18 +176,13 @@ def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
 
 
 def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
-    """Files by their digests, and counts of their rows; the datasets in MLflow for a stage without a manifest."""
+    """Files by their digests, and counts of their rows."""
     tables: list[dict[str, str]] = []
     for view, stages in zip(views, manifests, strict=True):
         table: dict[str, str] = {}
-        for name, stage in view.stages.items():
-            if not (name == "tokenizer" or name.startswith("shards-") or name in ("heldout", "source")):
-                continue
-            table |= {f"{name}: {label}": value for label, value in _data_of(stages[name])}
-            if not stages[name]:
-                for dataset in stage.inputs:
-                    counts = ", ".join(f"{label} {value}" for label, value in dataset.counts.items())
-                    table[f"{name}: {dataset.name}"] = f"{dataset.digest[: facts.SHOWN_DIGEST]} {counts}".strip()
+        for name in view.stages:
+            if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
+                table |= {f"{name}: {label}": value for label, value in _data_of(stages[name])}
         tables.append(table)
     yield from _differences(tables)
 

@@ -21,9 +21,8 @@ from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
-from ttrain.tracking.client import ENVIRONMENT, is_installed, need_mlflow, silence, tracking_uri
+from ttrain.tracking.client import ENVIRONMENT, cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import (
-    DeferredClient,
     artifacts_of,
     database_of,
     is_missing,
@@ -32,17 +31,14 @@ from ttrain.tracking.database import (
     set_damaged_aside,
 )
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
+from ttrain.tracking.delivery import log_result, status_of
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, last_of
-from ttrain.tracking.null_tracker import NullRun, NullStore
-from ttrain.tracking.outbox import FOLDER
+from ttrain.tracking.model_sets import Member, ModelSet, last_of, registered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.registered_models import registered_keys
 from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
-from ttrain.tracking.runs import AnyRun, TrackedRun
-from ttrain.tracking.stage_results import log_result, status_of
+from ttrain.tracking.runs import AnyRun, NullRun, NullStore, TrackedRun
 from ttrain.tracking.sync import MetricsFollower, SampleFollower, sync, undelivered_runs
 from ttrain.tracking.tracker import AnyStore, MlflowStore, note_run_id, open_reader
 from ttrain.tracking.views import Point, RunView
@@ -74,11 +70,11 @@ __all__ = [
     "delivered_identities",
     "find_keys",
     "find_version",
-    "has_outbox",
     "last_of",
     "list_sets",
     "log_result",
     "masked",
+    "note_run_id",
     "of_tasks",
     "open_own_store",
     "open_reader",
@@ -88,7 +84,6 @@ __all__ = [
     "read_local",
     "read_run",
     "read_runs",
-    "record_run_id",
     "refresh_views",
     "registered_keys",
     "repair_moved_home",
@@ -114,11 +109,11 @@ def open_store(home: Path, experiment: str) -> AnyStore:
         return NullStore()
     uri = tracking_uri(home)
     silence()
-    client, error = attempt(lambda: open_client(uri, home))
+    store = MlflowStore(uri, home, experiment)
+    _, error = attempt(lambda: store.client)
     if error is not None and not is_out_of_use(error):
         log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", without_user(uri), first_line(error))
         return NullStore()
-    store = MlflowStore(DeferredClient(uri, home) if error else client, uri, home, experiment)
     store.caller.is_silent |= error is not None
     _, error = store.caller.try_call(store.experiment_id)
     if error is not None:
@@ -131,11 +126,11 @@ def open_own_store(home: Path, experiment: str) -> MlflowStore:
     """Open the home's own database, whatever MLFLOW_TRACKING_URI says, to restore its runs. Raises TrackingError."""
     home = home.resolve()
     need_mlflow("nothing can be delivered to")
-    uri = f"sqlite:///{database_of(home)}"
-    client, error = attempt(lambda: open_client(uri, home))
+    store = MlflowStore(f"sqlite:///{database_of(home)}", home, experiment)
+    _, error = attempt(lambda: store.client)
     if error is not None:
         raise TrackingError(f"MLflow's database cannot be opened: {first_line(error)}") from error
-    return MlflowStore(client, uri, home, experiment)
+    return store
 
 
 def delivered_identities(home: Path) -> frozenset[str]:
@@ -145,33 +140,19 @@ def delivered_identities(home: Path) -> frozenset[str]:
     client = open_own_store(home, "").client
     everything = import_module("mlflow.entities").ViewType.ALL
 
-    def ask() -> list[Any]:
+    try:
         experiments = all_pages(partial(client.search_experiments, view_type=everything))
         ids = [experiment.experiment_id for experiment in experiments]
-        return all_pages(partial(client.search_runs, ids, "tags.`ttrain.outcome` != ''", run_view_type=everything))
-
-    runs, error = attempt(ask)
-    if runs is None:
-        raise TrackingError(f"MLflow's database {database_of(home)} cannot be read: {error and first_line(error)}")
+        runs = all_pages(partial(client.search_runs, ids, "tags.`ttrain.outcome` != ''", run_view_type=everything))
+    except Exception as error:
+        raise cannot_be_queried(f"sqlite:///{database_of(home)}", "for its runs", error) from error
     return frozenset(run.data.tags[IDENTITY] for run in runs if IDENTITY in run.data.tags)
-
-
-def has_outbox(home: Path, identity: str | None) -> bool:
-    """Whether the run of this identity has an outbox, with the data that it was started with."""
-    return bool(identity) and (home / FOLDER / str(identity) / "run.json").exists()
-
-
-def record_run_id(home: Path, run: AnyRun) -> None:
-    """Write MLflow's id of a pipeline run into the run's record."""
-    if isinstance(run, TrackedRun):
-        note_run_id(home, run.outbox.run_info)
 
 
 def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = ()) -> Addresses | None:
     """Addresses of MLflow's pages for these runs, else for the first of these experiments that exists, after updating its
     views. None if none exists. Raises TrackingError if MLflow does not answer."""
-    if not is_installed():
-        raise TrackingError("MLflow is not installed; pip install mlflow")
+    need_mlflow("pages are shown by")
     uri = tracking_uri(home.resolve())
     if is_missing(uri, home):
         return None
@@ -180,8 +161,7 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
     if store is not None:
         pages, error = store.caller.try_call(lambda: addresses_of(store.client, experiments, run_ids))
     if error is not None:
-        fix = "; unset MLFLOW_TRACKING_URI to see what is in the home itself" if "MLFLOW_TRACKING_URI" in os.environ else ""
-        raise TrackingError(f"MLflow at {without_user(uri)} cannot be queried: {first_line(error)}{fix}") from error
+        raise cannot_be_queried(uri, "for its pages", error) from error
     return pages
 
 

@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
@@ -74,14 +73,7 @@ class Champions:
 
     def champion(self, name: str) -> ModelSet | None:
         """The champion; None if none was promoted."""
-        if is_missing(self._uri, self._home):
-            return None
-        version, error = attempt(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
-        if error is not None and not is_refusal(error):
-            raise self._tracking_error(error)
-        chosen = None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
-        self._record({name: chosen})
-        return chosen
+        return self._take_snapshot(name).holder(name, CHAMPION)
 
     def find(self, name: str, version: str) -> ModelSet:
         """A set by its version. Raises UsageError that lists the existing sets."""
@@ -96,7 +88,6 @@ class Champions:
                 self.write_history(name, [*history, version])  # first: without the alias, the next repair cuts it back
             if CHAMPION not in chosen.aliases:  # also if a kill left only the history of the very first champion
                 self._ask("set_registered_model_alias", name, CHAMPION, version)
-                self._note(chosen, "ttrain.promoted")
             if CHALLENGER in chosen.aliases:
                 self._ask("delete_registered_model_alias", name, CHALLENGER)
             return self._repaired_set(name, version)
@@ -110,8 +101,6 @@ class Champions:
             if not earlier:
                 raise UsageError(f"{name} has no earlier champion to go back to; {_describe_sets(snapshot.of(name))}")
             self._ask("set_registered_model_alias", name, CHAMPION, earlier[-1])
-            if history[-1] in registered:
-                self._note(snapshot.chosen(name, history[-1]), "ttrain.rolled_back")
             return self._repaired_set(name, earlier[-1])
 
     def log_decision(
@@ -133,7 +122,7 @@ class Champions:
         registered = self._ask("get_model_version", name, version)
         self._asked(partial(add_decision, self._client, registered, table))
         if run_id or chosen.run_id:
-            store = MlflowStore(self._client, self._uri, self._home, "")
+            store = MlflowStore(self._uri, self._home)
             run = store.run_of(run_id or str(chosen.run_id))
             run.set_tags({"ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])})
             run.log_summary(decision_metrics(decision))
@@ -189,10 +178,6 @@ class Champions:
         text = " ".join(versions[-HISTORY_KEPT:])
         self._ask("set_registered_model_tag", name, HISTORY, text)
 
-    def _note(self, chosen: ModelSet, tag: str) -> None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._ask("set_model_version_tag", chosen.name, chosen.version, tag, now)
-
     def _take_snapshot(self, name: str | None) -> _Snapshot:
         """Read all sets and aliases in two requests: one for each alias took 0.4 s of computing for a promotion."""
         if is_missing(self._uri, self._home):
@@ -211,7 +196,8 @@ class Champions:
         sets.sort(key=lambda version: (version.created, int(version.version)), reverse=True)
         histories = {model.name: _numbers(model.tags.get(HISTORY, "")) for model in models}
         snapshot = _Snapshot(sets, aliases, histories)
-        self._record({model: snapshot.holder(model, CHAMPION) for model in {model_set.name for model_set in sets}})
+        names = {model_set.name for model_set in sets} | ({name} if name else set())
+        self._record({model: snapshot.holder(model, CHAMPION) for model in names})
         return snapshot
 
     def _record(self, champions: Mapping[str, ModelSet | None]) -> None:

@@ -9,7 +9,7 @@ import os
 import sqlite3
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from ttrain.core.files import private_directory
 from ttrain.core.sqlite_files import damage_of, is_damage, set_aside
@@ -101,20 +101,6 @@ def set_damaged_aside(home: Path) -> tuple[str, Path] | None:
 
 class DamagedDatabaseError(Exception):
     """The home's own database is damaged; the message names the command that helps."""
-
-
-@final
-class DeferredClient:
-    """A client whose database is locked or damaged: it is opened when it is first used."""
-
-    def __init__(self, uri: str, home: Path) -> None:
-        self._uri, self._home = uri, home
-        self._client: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._client is None:
-            self._client = open_client(self._uri, self._home)
-        return getattr(self._client, name)
 
 
 def _client(uri: str) -> Any:

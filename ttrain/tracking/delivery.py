@@ -13,12 +13,15 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from ttrain.config import flatten
 from ttrain.core.files import exclusive, parse_object
-from ttrain.tracking import datasets, model_sets, registered_models, uploads
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.runs import BUILT, NOTHING_NEW
+from ttrain.tracking import datasets, model_sets, uploads
 from ttrain.tracking.calls import RefusedError, below, code_of, plain
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import PARENT, MetricPoint, TrackedRun, delete_duplicates, parent_id
-from ttrain.tracking.stage_results import FINISHED, artifact_of
+from ttrain.tracking.runs import PARENT, AnyRun, MetricPoint, TrackedRun, delete_duplicates, parent_id
 from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
 
 log = logging.getLogger("ttrain")
@@ -197,7 +200,7 @@ def _add(run: TrackedRun, parent: str, new_links: Mapping[str, Mapping[str, str]
 def register(run: TrackedRun, entry: Entry) -> str:
     """Register a version of a model whose files the run holds."""
     with run.store.lock:
-        return registered_models.register(run, {**entry.data, "artifact_path": entry.data["path"]})
+        return model_sets.register_model(run, {**entry.data, "artifact_path": entry.data["path"]})
 
 
 def register_models(run: TrackedRun, entry: Entry) -> str:
@@ -206,21 +209,21 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
     with exclusive(model_sets.lock_of(run.store.home)):
         for model in data["models"]:
             with run.store.lock:
-                version = registered_models.version_of(run.store.client, model["name"], model["tags"])
+                version = model_sets.version_of(run.store.client, model["name"], model["tags"])
             if version is None:
                 if not model["path"]:
                     raise RefusedError(f"{model['name']} is not registered, and its files are not on this machine")
                 files(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
                 _log_extra_files(run, entry, model)
             with run.store.lock:
-                version = registered_models.register(run, model)  # or describe it anew: there is an evaluation now
+                version = model_sets.register_model(run, model)  # or describe it anew: there is an evaluation now
             members.append(model_sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
         contents = {model["stage"]: model["tags"]["ttrain.content"] for model in data["models"]}
         set_tags = model_sets.tags_of(
             data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"]
         )
         with run.store.lock:
-            return model_sets.register(
+            return model_sets.register_set(
                 run.store.client, data["name"], run, set_tags, data.get("description", ""), data.get("about", "")
             )
 
@@ -232,6 +235,50 @@ def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) ->
         text(run, Entry(entry.number, "text", {"to": str(target / name), "text": content}, entry.parts))
     for name, source in model.get("files", {}).items():
         files(run, Entry(entry.number, "file", {"path": source, "to": str(target / name)}, entry.parts))
+
+
+RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
+FINISHED: Final = "FINISHED"
+
+
+def status_of(outcome: str) -> str:
+    """MLflow's status of a run or a stage that ended with this outcome."""
+    return FINISHED if outcome in (*BUILT, NOTHING_NEW) else "FAILED" if outcome == "failed" else "KILLED"
+
+
+FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
+
+
+def log_result(run: AnyRun, artifact: Artifact) -> None:
+    """Log the figures of a finished stage, and its data sets."""
+    run.log_params({**group_params(artifact.result), **_figures(artifact.result)})
+    fit = {f"tok/{name}": float(artifact.result[name]) for name in FIT if name in artifact.result}
+    run.log_summary(fit)
+    run.log_inputs(datasets.data_of(artifact))
+
+
+def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
+    """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
+    stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
+    artifact = ArtifactStore(home).find(stage, key) if stage and key else None
+    made_by = artifact.provenance.get("run") if artifact else None
+    return artifact if name and made_by == name else None
+
+
+def group_params(result: Mapping[str, Any]) -> dict[str, object]:
+    """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
+    groups = enumerate(result.get("optimizer_groups", ()))
+    return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, object]:
+    """The figures of a result as parameters: {"result.rows.fill": 0.98}. As metrics each would be a chart of one point, and
+    MLflow would show these charts before the curves."""
+    return {
+        f"result.{name}": value
+        for name, value in flatten({key: value for key, value in result.items() if key != "samples"})
+        if isinstance(value, int | float)
+    }
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
-from ttrain.core.files import parse_object
 from ttrain.store.layout import MANIFEST
 from ttrain.tracking.calls import all_pages
 from ttrain.tracking.tracker import open_reader
 
 RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100
-
-
-@dataclass(frozen=True)
-class InputView:
-    """A data set that a run read, as MLflow lists it."""
-
-    name: str
-    digest: str
-    context: str  # training, validation, ...
-    source: str
-    counts: Mapping[str, Any]  # the profile: documents, tokens, bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,6 @@ class StoredRun:
     params: Mapping[str, str]
     metrics: Mapping[str, float]  # last values
     tags: Mapping[str, str]
-    inputs: tuple[InputView, ...] = ()
 
 
 @final
@@ -117,7 +104,6 @@ class MlflowSource:
 
 def _stored_run(run: Any) -> StoredRun:
     info, data = run.info, run.data
-    inputs = [_input_of(dataset_input) for dataset_input in (run.inputs.dataset_inputs if run.inputs else ())]
     return StoredRun(
         info.run_id,
         info.run_name or "",
@@ -128,15 +114,7 @@ def _stored_run(run: Any) -> StoredRun:
         dict(data.params),
         dict(data.metrics),
         dict(data.tags),
-        tuple(sorted(inputs, key=lambda dataset_input: dataset_input.name)),
     )
-
-
-def _input_of(dataset_input: Any) -> InputView:
-    """A data set as MLflow lists it; without counts if the profile is not a JSON object."""
-    data = dataset_input.dataset
-    context = next((tag.value for tag in dataset_input.tags if tag.key == "mlflow.data.context"), "")
-    return InputView(data.name, data.digest, context, data.source, parse_object(data.profile or ""))
 
 
 @final

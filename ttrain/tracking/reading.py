@@ -230,7 +230,6 @@ class _RunReader:
             run_id=stage_run.run_id if stage_run else None,
             seconds=seconds,
             ended=None if is_cached else ended,
-            inputs=stage_run.inputs if stage_run else (),
             artifact_uri=stage_run.artifact_uri if stage_run else next((path.parent.as_uri() for path in copies), None),
             record=entry,
             manifest=manifest,

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
@@ -17,9 +17,8 @@ from ttrain.core.redact import masked, without_user
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow
 from ttrain.tracking import outbox
-from ttrain.tracking.calls import RefusedError, attempt, clean, code_of, is_refusal, plain
+from ttrain.tracking.calls import RefusedError, clean, code_of, is_refusal, plain
 from ttrain.tracking.calls import artifact_path as checked
-from ttrain.tracking.null_tracker import NullRun
 from ttrain.tracking.outbox import Entry, Outbox
 
 if TYPE_CHECKING:
@@ -41,13 +40,15 @@ VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
 class TrackingStore(Protocol):
     """What a run needs of the store that created it: access to MLflow, and the order of deliveries."""
 
-    client: Any
     uri: str
     home: Path
     is_http: bool
     caller: MlflowCaller
     lock: contextlib.AbstractContextManager[object]
     progress: Any  # `uploads.UploadProgress`, which imports this module
+
+    @property
+    def client(self) -> Any: ...
 
     def deliver(self, run: TrackedRun, *, uploads: bool = False, again: bool = False) -> bool: ...
 
@@ -135,9 +136,10 @@ class TrackedRun:
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Log parameters, without secrets; one that the run already has keeps its value: MLflow's cannot change."""
+        waiting = {key for entry in self.waiting() if entry.kind == "params" for key in entry.data["values"]}
         values = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in masked(params).items()}
-        if values:
-            self.enqueue("params", values=values)
+        if fresh := {key: value for key, value in values.items() if key not in waiting}:
+            self.enqueue("params", values=fresh)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, replacing old values."""
@@ -148,20 +150,9 @@ class TrackedRun:
         if listed := [asdict(data_input) for data_input in inputs]:
             self.enqueue("inputs", inputs=listed)
 
-    def log_file(self, path: Path, artifact_path: str = "", *, changes: bool = False) -> None:
-        """Log a file under the run's directory `artifact_path`; linked, not copied, if possible.
-
-        A file that `changes`, or will be removed, is saved as it is now.
-        """
-        to = f"{artifact_path}/{path.name}".lstrip("/")
-        if not changes:
-            self._enqueue_file("file", to, path=self.store.relative(path))
-            return
-        text, error = attempt(lambda: path.read_text(encoding="utf-8", errors="replace"))
-        if text is None:
-            self.store.caller.warn(f"logging {path}", error or OSError())
-        else:
-            self.log_text(text, to)
+    def log_file(self, path: Path, artifact_path: str = "") -> None:
+        """Log a file that stays as it is under the run's directory `artifact_path`; linked, not copied, if possible."""
+        self._enqueue_file("file", f"{artifact_path}/{path.name}".lstrip("/"), path=self.store.relative(path))
 
     def log_directory(self, directory: Path, artifact_path: str = "") -> None:
         """Log a finished directory's files under the run's `artifact_path`, as `log_file` does."""
@@ -212,6 +203,49 @@ class TrackedRun:
         """Call a method of MLflow's client, under the lock. Raises MLflow's errors."""
         with self.store.lock:
             return getattr(self.store.client, method)(*arguments, **keywords)
+
+
+@final
+class NullRun:
+    """A run that is not tracked; `id` keeps the id of the run to continue, so that a later start still finds it."""
+
+    url: str | None = None
+    page: str | None = None
+    artifact_uri: str | None = None
+
+    def __init__(self, run_id: str | None = None, identity: str | None = None) -> None:
+        self.id, self.identity = run_id, identity
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Does nothing."""
+
+    log_metrics = log_summary = log_params = set_tags = log_file = log_directory = log_text = log_inputs = _nothing
+    note_stages = link_to_parent = link_made_by = finish = _nothing
+
+
+@final
+class NullStore:
+    """The store if MLflow is missing or switched off."""
+
+    def start_run(self, name: str, *, run_id: str | None = None, identity: str | None = None, **_: object) -> NullRun:
+        """A run that is not tracked."""
+        return NullRun(run_id, identity)
+
+    def register_model(self, name: str, **_: object) -> str | None:
+        """Register nothing."""
+        return None
+
+    register_models = register_model
+
+    def finish_uploads(self) -> None:
+        """Upload nothing."""
+
+    def on_upload(self, on_progress: Callable[[int, int], object]) -> None:
+        """Ignores the callback: nothing is uploaded."""
+
+    def close(self) -> int:
+        """Return 0: nothing is open or undelivered."""
+        return 0
 
 
 AnyRun = TrackedRun | NullRun

@@ -20,7 +20,7 @@ from ttrain.store.server_records import with_token
 from ttrain.tracking import outbox
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.client import need_mlflow, tracking_uri
-from ttrain.tracking.database import database_of, open_client
+from ttrain.tracking.database import database_of
 from ttrain.tracking.runs import BEGUN, AnyRun, TrackedRun
 from ttrain.tracking.tracker import MlflowStore
 
@@ -72,12 +72,11 @@ def sync(
     reports = {pending.directory: pending for pending in undelivered_runs(home, run)}
     for tracker in {pending.tracker for pending in reports.values()}:
         directories = [pending.directory for pending in reports.values() if pending.tracker == tracker]
-        uri = _uri_of(home, tracker)
-        client, error = attempt(lambda: open_client(uri, home))  # noqa: B023
+        store = MlflowStore(_uri_of(home, tracker), home)
+        _, error = attempt(lambda: store.client)  # noqa: B023
         if error is not None:
             reports |= {directory: replace(reports[directory], why=first_line(error)) for directory in directories}
             continue
-        store = MlflowStore(client, uri, home, "")
         store.on_upload(on_progress)
         for directory, uploads in outbox.delivery_order(directories):
             if not reports[directory].why and (reports[directory].things or not uploads):

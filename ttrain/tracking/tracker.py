@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -21,11 +21,9 @@ from ttrain.tracking import outbox, runs
 from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_refusal, run_name
 from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
 from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
-from ttrain.tracking.delivery import DELIVERY_TYPES
-from ttrain.tracking.null_tracker import NullRun, NullStore
+from ttrain.tracking.delivery import DELIVERY_TYPES, FINISHED, artifact_of, log_result
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import BEGUN, AnyRun, TrackedRun, clean_tags
-from ttrain.tracking.stage_results import FINISHED, artifact_of, log_result
+from ttrain.tracking.runs import BEGUN, AnyRun, NullRun, NullStore, TrackedRun, clean_tags
 from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
@@ -41,8 +39,9 @@ UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run wait
 class MlflowStore:
     """One experiment of one MLflow, shared by threads; opened by `open_store`, to be closed."""
 
-    def __init__(self, client: Any, uri: str, home: Path, experiment: str) -> None:
-        self.client, self.uri, self.home = client, uri, home
+    def __init__(self, uri: str, home: Path, experiment: str = "") -> None:
+        """`experiment`: of new runs; none to read, or to deliver what others left."""
+        self.uri, self.home = uri, home
         self.caller = MlflowCaller(uri, is_own=self.tracker == "")
         self.is_http = self.caller.is_http
         self.progress = UploadProgress()
@@ -54,9 +53,14 @@ class MlflowStore:
         self._opening = threading.RLock()
         self._delivers_orphans = self._upload_failed = False
         self.lock = self.caller.lock
-        pause = lambda: RETRY_PAUSE_SECONDS if self.is_http else 0.2  # noqa: E731
+        pause = RETRY_PAUSE_SECONDS if self.is_http else 0.2
         self._retry_thread = RetryThread("tracking", partial(self._deliver_all, uploads=False), pause)
         self._upload_thread = RetryThread("tracking-uploads", partial(self._deliver_all, uploads=True), pause)
+
+    @cached_property
+    def client(self) -> Any:
+        """MLflow's client, opened when it is first used. Raises MLflow's errors."""
+        return open_client(self.uri, self.home)
 
     def start_run(
         self,
@@ -70,7 +74,7 @@ class MlflowStore:
         params: Mapping[str, object],
         started: float | None = None,
         keeps_files: bool = False,
-    ) -> AnyRun:
+    ) -> TrackedRun:
         """Start a run, or continue the one with MLflow's `run_id` or with the `identity` that it had here before.
 
         `started`: in seconds since 1970, if not now. `keeps_files`: the files of the run's artifact go to MLflow, also if
@@ -215,9 +219,9 @@ class MlflowStore:
         box = outbox.take(directory)
         if box is None:
             return None
+        run = TrackedRun(self, box)
+        run.is_again = True
         try:
-            run = TrackedRun(self, box)
-            run.is_again = True
             if run.id is None:
                 box.run_info["doubtful"] = True
             if not box.run_info.get("ended"):
@@ -233,7 +237,7 @@ class MlflowStore:
             done = self.deliver(run, again=True)
             return done and (not uploads or self.deliver(run, uploads=True, again=True))
         finally:
-            note_run_id(self.home, box.run_info)
+            note_run_id(self.home, run)
             box.close()
 
     def _add_followed_rows(self, run: TrackedRun) -> None:
@@ -378,13 +382,14 @@ class MlflowStore:
         return False
 
 
-def note_run_id(home: Path, run_info: Mapping[str, Any]) -> None:
-    """Write the MLflow id that an ended run got later into its record. `run_info`: from its outbox."""
-    path = home / "runs" / f"{Path(str(run_info.get('name'))).name}.json"
-    record = read_object(path) if run_info.get("run_id") else {}
-    if record and (record.get("tracking") or {}).get("identity") == run_info.get("id"):
+def note_run_id(home: Path, run: AnyRun) -> None:
+    """Write the MLflow id that a pipeline run got after its end into its record."""
+    name = run.outbox.run_info.get("name") if isinstance(run, TrackedRun) and run.id else ""
+    path = home / "runs" / f"{Path(str(name)).name}.json"
+    record = read_object(path) if name else {}
+    if record and (record.get("tracking") or {}).get("identity") == run.identity:
         with contextlib.suppress(OSError):
-            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run_info["run_id"]}})
+            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run.id}})
 
 
 AnyStore = MlflowStore | NullStore
@@ -393,9 +398,10 @@ AnyStore = MlflowStore | NullStore
 def open_reader(home: Path) -> MlflowStore:
     """Open the tracker for reading, without creating an experiment. Raises MLflow's errors if it cannot be opened."""
     home = home.resolve()
-    uri = tracking_uri(home)
     silence()
-    return MlflowStore(open_client(uri, home), uri, home, "")
+    store = MlflowStore(tracking_uri(home), home)
+    _ = store.client
+    return store
 
 
 LONGEST_SECONDS: Final = 30.0
@@ -405,7 +411,7 @@ LONGEST_SECONDS: Final = 30.0
 class RetryThread:
     """Calls `work` when woken; if it returns False, again after a pause that doubles up to half a minute."""
 
-    def __init__(self, name: str, work: Callable[[], bool], pause: Callable[[], float]) -> None:
+    def __init__(self, name: str, work: Callable[[], bool], pause: float) -> None:
         self._work, self._pause = work, pause
         self._woken, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -429,7 +435,7 @@ class RetryThread:
     def _run(self) -> None:
         while self._woken.wait() and not self._stopping.is_set():
             self._woken.clear()
-            pause = self._pause()
+            pause = self._pause
             while not self._stopping.is_set() and not self._done():
                 self._stopping.wait(pause)
                 pause = min(2 * pause, LONGEST_SECONDS)

@@ -67,10 +67,10 @@ def send(run: TrackedRun, entry: Entry, files: list[File]) -> None:
     for path, target in waiting:
         done_before, size = progress.done, path.stat().st_size
         progress.at(done_before)
-        to, _, name = target.rpartition("/")
+        to = target.rpartition("/")[0]  # MLflow takes the name from the path: the last part of the target is the same
         try:
-            with patient_uploads(progress), _linked_as(path, name) as source:
-                run.store.client.log_artifact(run.id, str(source), to or None)
+            with patient_uploads(progress):
+                run.store.client.log_artifact(run.id, str(path), to or None)
         except Exception:
             progress.done, progress.total = done_before, progress.total - ahead
             raise
@@ -88,20 +88,6 @@ def patient_uploads(progress: UploadProgress | None = None) -> Iterator[None]:
         yield
     finally:
         _patience.progress = None
-
-
-@contextlib.contextmanager
-def _linked_as(path: Path, name: str) -> Iterator[Path]:
-    """The file by a path that ends in its target name, which MLflow takes from the path."""
-    if path.name == name:
-        yield path
-        return
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder) / name
-        link.symlink_to(path.resolve())
-        yield link
 
 
 def _patch_time_limit() -> None:

@@ -15,7 +15,7 @@ from ttrain.core.files import parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking.calls import attempt, clean
-from ttrain.tracking.mlflow_source import InputView, MlflowSource
+from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.uploads import local_path
 
 Result = TypeVar("Result")
@@ -47,7 +47,6 @@ class StageView:
     run_id: str | None  # MLflow's
     seconds: float | None  # of building it
     ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
-    inputs: tuple[InputView, ...] = ()  # those that MLflow lists, if the stage's manifest is not here
     artifact_uri: str | None = None
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
