@@ -227,7 +227,8 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted,
 
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
-    gate_files.write(tmp_path, gate_files.GateFile((first, *others), Gate(), {}, "0" * 64))
+    contents = gate_files.GateFile(experts=(first, *others), settings=Gate(), figures={}, router_sha256="0" * 64)
+    gate_files.write(tmp_path, contents)
     assert gate_files.read(tmp_path).experts == (first, *others)
     save_file({}, tmp_path / gate_files.WEIGHTS)
     with pytest.raises(ArtifactError, match="is not the one"):

@@ -6,46 +6,38 @@ Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ttrain.config import Expert, Gate
+from ttrain.config import Expert, Gate, Section
+from ttrain.config.yaml_text import one_line
 from ttrain.core.files import read_json, write_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import ADAPTER, MODEL, Reference, weights_digest
 
 GATE, WEIGHTS = "gate.json", "model.safetensors"
-FORMAT = 1
 
 
-@dataclass(frozen=True)
-class GateFile:
+class GateFile(Section):
     """Contents of `gate.json`.
 
-    settings    with which the router was trained
-    figures     how well it does on held-out records, see `ttrain.stages.gate`
-    router      sha256 of the router's weights
+    settings       with which the router was trained
+    figures        how well it does on held-out records, see `ttrain.stages.gate`
+    router_sha256  of the router's weights
     """
 
+    format: Literal[1] = 1
     experts: tuple[Expert, ...]
     settings: Gate
     figures: Mapping[str, Any]
-    router: str
+    router_sha256: str
 
 
 def write(directory: Path, gate: GateFile) -> None:
     """Write `gate.json`; call last, since it makes the directory a gate."""
-    tree = {
-        "format": FORMAT,
-        "experts": [expert.model_dump(mode="json") for expert in gate.experts],
-        "settings": gate.settings.model_dump(mode="json"),
-        "figures": gate.figures,
-        "router_sha256": gate.router,
-    }
-    write_json(directory / GATE, tree)
+    write_json(directory / GATE, gate.model_dump(mode="json"))
 
 
 def read(directory: Path) -> GateFile:
@@ -53,14 +45,12 @@ def read(directory: Path) -> GateFile:
     path = directory / GATE
     if not path.is_file():
         raise UsageError(f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one")
-    tree = read_json(path)
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise ArtifactError(f"{path} is damaged, or of another version of ttrain; train the gate again")
     try:
-        experts = tuple(Expert.model_validate(expert) for expert in tree["experts"])
-        return GateFile(experts, Gate.model_validate(tree["settings"]), tree["figures"], tree["router_sha256"])
-    except (ValidationError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} is damaged: {error}; train the gate again") from None
+        return GateFile.model_validate(read_json(path))
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{path} is damaged, or of another version of ttrain: {one_line(str(error))}; train the gate again"
+        ) from None
 
 
 def expert_of(reference: Reference) -> Expert:

@@ -99,7 +99,7 @@ class OpenedGate:
         gate = gate_files.read(directory)
         self.experts: tuple[Expert, ...] = gate.experts
         path = directory / gate_files.WEIGHTS
-        if not path.is_file() or sha256_file(path) != gate.router:
+        if not path.is_file() or sha256_file(path) != gate.router_sha256:
             raise ArtifactError(
                 f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"
             )

@@ -73,8 +73,10 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     chosen_R = router.probabilities(heldout).argmax(-1).numpy()
     routing_figures = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     gate_files.check(config.experts)
+    digest = sha256_file(job.output / gate_files.WEIGHTS)
     gate_files.write(
-        job.output, GateFile(config.experts, settings, routing_figures, sha256_file(job.output / gate_files.WEIGHTS))
+        job.output,
+        GateFile(experts=config.experts, settings=settings, figures=routing_figures, router_sha256=digest),
     )
     return {**figures, "routing": routing_figures, "unscored_records": unscored}
 
