@@ -180,9 +180,10 @@ def test_frozen_experts_get_no_gradient_and_their_input_the_same() -> None:
     assert same(found, {name: expected[name] for name in found})
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_every_expert_learns_within_fifty_steps(kind: str) -> None:
-    model = tiny_moe(kind)
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "tinyseek"])
+def test_every_expert_learns_within_twenty_steps(kind: str) -> None:
+    own = {"experts": 6, "shared_experts": 1, "expert_size": 8}
+    model = tiny_model(kind=kind, moe=own) if kind == "tinyseek" else tiny_moe(kind)
     before = copies(model.state_dict())
     config = settings_of_training(tokens=20 * 96, optim=Optim(lr=1e-3, weight_decay=0.0))
     make_trainer(config, model, NumberedRows(60)).fit()

@@ -143,9 +143,9 @@ def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) ->
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit_with_its_biases(tmp_path: Path) -> None:
     """Which are among the parameters of this kind; of the other one: tests/doctor."""
     kind = "ernie4_5_moe"
-    expected, curve = trained(kind)
-    trained(kind, directory=tmp_path, stop_after=10, cadence=Cadence(log=3, checkpoint=100))
-    found, rest = trained(kind, directory=tmp_path)
+    expected, curve = trained(kind, steps=12)
+    trained(kind, steps=12, directory=tmp_path, stop_after=5, cadence=Cadence(log=3, checkpoint=100))
+    found, rest = trained(kind, steps=12, directory=tmp_path)
     assert same(expected, found)
     assert rest == curve[-len(rest) :] and 0 < len(rest) < len(curve)
 
@@ -181,7 +181,7 @@ def test_a_finished_model_holds_its_biases_and_opens_with_transformers(tmp_path:
     from ttrain.model import factory
 
     model = tiny_moe("ernie4_5_moe", bias_rate=0.05)
-    make_trainer(settings_of_training(), model, NumberedRows(60)).fit()
+    make_trainer(settings_of_training(tokens=96), model, NumberedRows(60)).fit()
     save_file({name: t.contiguous() for name, t in Held(model).state().items()}, tmp_path / "model.safetensors")
     for name, data in factory.files(model).items():
         (tmp_path / name).write_bytes(data)
@@ -228,7 +228,7 @@ def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
             adapters.load_state(model, weights)
 
     recorder = Recorder()
-    config = settings_of_training()
+    config = settings_of_training(tokens=3 * 96)
     trainer = make_trainer(config, model, NumberedRows(60), callbacks=[recorder])
     trainer.fit()
     after = {name: t for name, t in model.state_dict().items() if "lora" not in name}

@@ -162,6 +162,7 @@ def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any,
     """The night has another SFT model, of which the adapter knows nothing. Records have the same names whoever is scored, so
     that two evaluations can be paired."""
     inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
+    del inputs["pairs"]
     config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
     metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]

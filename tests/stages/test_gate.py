@@ -18,7 +18,6 @@ from support.chat_templates import CHATML, make
 from support.doubles import CPU, make_tokenizer, tiny_model
 
 from ttrain.cli import gate as cli_gate
-from ttrain.cli import gate as gate_training
 from ttrain.cli.main import main
 from ttrain.config import Expert, Gate, Lora, Runtime, Settings
 from ttrain.core.files import ProgressWriter
@@ -324,11 +323,11 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
             (tmp_path / f"of-{name}" / "model" / file.name).write_bytes(file.read_bytes())
         store.publish("sft", name * 64, tmp_path / f"of-{name}", {**manifest, "inputs": inputs})
     found = [resolve(str(store.path("sft", name * 64))) for name in ("a", "b", "a")]
-    assert gate_training.heldout_files(found) == [
+    assert cli_gate.heldout_files(found) == [
         str(store.path(f"shards-{name}", "0" * 64) / "heldout" / "1.jsonl") for name in ("a", "b")
     ]
     with pytest.raises(UsageError, match="name files with --data"):
-        gate_training.heldout_files([resolve(planted.names[0])])
+        cli_gate.heldout_files([resolve(planted.names[0])])
 
 
 def test_chats_are_not_scored_by_a_model_whose_tokenizer_has_no_template(planted: Planted, tmp_path: Path) -> None:

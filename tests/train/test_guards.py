@@ -14,12 +14,10 @@ import numpy.typing as npt
 import pytest
 from support.doubles import NumberedRows, WatchedTask, make_trainer, settings_of_training, tiny_model
 
-from ttrain.config import Optim, Schedule
 from ttrain.data.loader import Loader, Order, ShuffledOrder
 from ttrain.data.packing import Batch
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.guards import DeadLoader, GuardLog, LossSpike, Overfit, counts, default_guards
-from ttrain.train.trainer import Cadence
 
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
 
@@ -161,17 +159,6 @@ def test_overfitting_is_seen_across_a_stop(book: GuardLog, stop: int) -> None:
     second.load_state(json.loads(json.dumps(first.state())))
     validations(second, RISING[stop:], first=stop + 1)
     assert [line["step"] for line in lines(book)] == [50]
-
-
-def test_a_model_that_learns_six_rows_by_heart_is_told_of(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=60 * 96, optim=Optim(lr=2e-2), schedule=Schedule(kind="constant"))
-    others = NumberedRows(60).batch(range(50, 60))
-    trainer = make_trainer(config, tiny_model(), NumberedRows(6), validation=[others], cadence=Cadence(log=10, validate=5))
-    trainer.callback_list.callbacks = default_guards(tmp_path / "guards.jsonl", trainer.loader)
-    trainer.fit()
-    found = lines(GuardLog(tmp_path / "guards.jsonl"))
-    assert [line["guard"] for line in found] == ["overfit"]
-    assert sorted(found[0]["rows"]) == list(range(6))
 
 
 # --- a loader that gives nothing ----------------------------------------------------------------------------------------

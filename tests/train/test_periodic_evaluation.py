@@ -116,8 +116,9 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     "what", ["sft", "lora", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("dora", "prefix"))]
 )
 def test_chat_stages_sample_and_ask_what_they_hold_out_and_move_nothing(
-    stage_home: Home, pretrained_base: Path, tmp_path: Path, what: str
+    stage_home: Home, pretrained_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    monkeypatch.setattr(callbacks, "SAMPLE_TOKENS", 4)
     inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
     watched = {"eval_every_steps": 5, "eval_limit": 2, "sample_every_steps": 8, "sample_prompts": PROMPTS}
     for name, runtime in (("without", {}), ("with", watched)):

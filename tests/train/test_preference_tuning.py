@@ -5,7 +5,6 @@ Letters in names: B rows, T positions, A answers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import ALONE, CPU, VOCAB, Recorder, copies, distance, in_ranks, make_trainer, same, tiny_model
+from support.doubles import ALONE, CPU, VOCAB, copies, distance, in_ranks, make_trainer, same, tiny_model
 from support.tiny_mixtures import spread_routers, tiny_moe
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,7 +28,6 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.preference_tuning import PreferenceTuning, score_answers
-from ttrain.train.trainer import Cadence
 
 T = 48
 GOOD, BAD = 11, 12  # what chosen and rejected answers begin with: the preference that is planted
@@ -169,22 +167,6 @@ def test_gradients_that_are_computed_again_are_those_that_are_kept(monkeypatch: 
 def test_a_model_that_no_mask_keeps_apart_is_refused(kind: str) -> None:
     with pytest.raises(UsageError, match=r"answers of a pair apart|cannot be called|carries state"):
         leakage_check.check(NextTokenLoss(tiny_model(kind=kind), token_loss_sum), config_of(packing="none"), branches=True)
-
-
-def test_the_first_loss_is_ln_2_and_a_planted_preference_is_learnt() -> None:
-    model, recorder = tiny_model(), Recorder()
-    rows, held_out = referenced(make_pairs(40), model), referenced(make_pairs(10, seed=1), model)
-    config, cadence = config_of(optim=Optim(lr=3e-2, weight_decay=0.0)), Cadence(log=1, checkpoint=100)
-    trainer = make_trainer(
-        config, model, rows, task=PreferenceTuning(config, model), callbacks=[recorder], cadence=cadence,
-        validation=[held_out.batch(range(len(held_out)))],
-    )  # fmt: skip
-    assert trainer.validate(trainer.validation) == pytest.approx(math.log(2), abs=1e-6)
-    trainer.fit()
-    assert recorder.figures("loss")[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert recorder.figures("validation_loss")[-1] < 0.6
-    assert recorder.figures("validation_reward_accuracy") == [1.0]
-    assert recorder.figures("reward_margin")[-1] > 0 == pytest.approx(recorder.figures("reward_margin")[0], abs=1e-6)
 
 
 LOSSES: list[dict[str, Any]] = [{"loss": "dpo", "sft_weight": 0.2}, {"loss": "orpo"}, {"loss": "kto", "beta": 0.5}]

@@ -13,7 +13,6 @@ from torch import nn
 
 from ttrain.config import Optim, Schedule
 from ttrain.errors import ArtifactError, TTrainError, UsageError
-from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks
 from ttrain.train.schedules import RATES
 from ttrain.train.task import LossSum
@@ -129,13 +128,6 @@ def test_running_statistics_are_those_of_rank_0_on_all_ranks(tmp_path: Path) -> 
 
     first, second = in_ranks(2, tmp_path, statistics)
     assert torch.allclose(first, second)
-
-
-def test_a_checkpoint_kept_for_the_new_count_stays(tmp_path: Path) -> None:
-    trainer(tmp_path, stop_after=10).fit()
-    kept = Checkpoints(tmp_path, files=dict)
-    kept.forget_after(5)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
 
 
 def test_a_run_that_goes_on_with_another_rate_takes_its_next_steps_with_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.trainer import Cadence, TrainerOptions
 
 FSDP = TrainerOptions(parallel="fsdp")
 
@@ -86,57 +86,61 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
     assert distance(straight["weights"], last["weights"]) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A whole model of one layer, since compiling takes most of the time."""
+    return fit(ALONE, TrainerOptions(), tmp_path_factory.mktemp("alone"), layers=1)
+
+
 def test_a_tree_of_sharded_models_is_refused() -> None:
     with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.parallel is fsdp"):
         fit(Ranks(0, 2, CPU), TrainerOptions(parallel="fsdp", reduction="tree"), Path("nowhere"))
 
 
 def test_sharded_layers_that_are_compiled_train_as_one_whole_model_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without inductor, whose code is another test's: each layer is compiled in place, within what gathers it. One layer,
-    since compiling takes most of the time."""
+    """Without inductor, whose code is another test's: each layer is compiled in place, within what gathers it."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
     compiled = TrainerOptions(parallel="fsdp", compile=True)
     first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded", layers=1), seconds=240)
-    assert first["compiled"] is True and alone["compiled"] is False
-    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
-    assert distance(alone["weights"], first["weights"]) < 1e-4
-    assert set(first["weights"]) == set(alone["weights"]), "a compiled layer keeps its names"
+    assert first["compiled"] is True and one_layer["compiled"] is False
+    assert first["losses"] == pytest.approx(one_layer["losses"], rel=1e-5)
+    assert first["validation"] == pytest.approx(one_layer["validation"], rel=1e-5)
+    assert distance(one_layer["weights"], first["weights"]) < 1e-4
+    assert set(first["weights"]) == set(one_layer["weights"]), "a compiled layer keeps its names"
 
 
 def test_layers_that_cannot_be_compiled_stay_as_they_are_and_train_as_if_nobody_had_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=fail))
     compiled = TrainerOptions(parallel="fsdp", compile=True)
     first, _ = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "sharded", layers=1), seconds=240)
     assert first["compiled"] is False
-    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert first["losses"] == pytest.approx(one_layer["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(one_layer["norms"], rel=1e-4)
 
 
-def test_replicas_of_which_one_cannot_be_compiled_all_train_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = Trainer._trial_pass
-
-    def trial(trainer: Trainer, module: nn.Module) -> None:
-        if trainer.ranks.rank == 1:
-            raise RuntimeError("no compiler here")
-        inner(trainer, module)
-
-    alone = fit(ALONE, TrainerOptions(), tmp_path / "alone", layers=1)
+def test_where_a_replica_cannot_be_compiled_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    monkeypatch.setattr(Trainer, "_trial_pass", trial)
-    compiled = TrainerOptions(compile=True)
-    found = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled, tmp_path / "replicas", layers=1), seconds=240)
-    assert [one["compiled"] for one in found] == [False, False]
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+    def kept(ranks: Ranks) -> tuple[bool, bool]:
+        layer = nn.Linear(2, 2)
+        layers = CompiledLayers(layer)
+
+        def attempt() -> None:
+            if ranks.rank == 1:
+                raise RuntimeError("no compiler here")
+
+        found = layers.keep(attempt, ranks, sharded=False)
+        with layers.used():
+            return found, layer._compiled_call_impl is not None
+
+    assert in_ranks(2, tmp_path, kept) == [(False, False)] * 2
 
 
 def test_the_pass_that_is_tried_moves_neither_gradients_nor_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,15 +186,16 @@ def test_resumed_equals_uninterrupted_where_the_process_died_between_two_checkpo
 
 
 def test_a_validation_does_not_move_the_training(tmp_path: Path) -> None:
-    often = run(tmp_path / "often", settings_of_training(), cadence=Cadence(log=3, checkpoint=10, validate=1))
-    never = run(tmp_path / "never", settings_of_training())
+    config = settings_of_training(tokens=8 * 96)
+    often = run(tmp_path / "often", config, cadence=Cadence(log=3, checkpoint=10, validate=1))
+    never = run(tmp_path / "never", config)
     assert same(often.weights.state(), never.weights.state())
 
 
 def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
     run(tmp_path / "short", settings_of_training(), keep=3)
     start = checkpoint.read(tmp_path / "short" / "checkpoints" / "step-00000010")
-    config = settings_of_training(tokens=40 * 96)
+    config = settings_of_training(tokens=24 * 96)
     run(tmp_path / "long", config, start=start, stop_after=3)
     resumed = run(tmp_path / "long", config, start=start)
     assert resumed.result.resumed_from_step == 13  # type: ignore[attr-defined]
@@ -261,7 +262,7 @@ def test_the_logged_rate_is_that_of_the_schedule() -> None:
 
 def test_the_norm_is_logged_before_the_clip_and_applied_after_it() -> None:
     clip = 0.05
-    config, model, recorder = settings_of_training(optim=Optim(clip=clip)), tiny_model(), Recorder()
+    config, model, recorder = settings_of_training(tokens=6 * 96, optim=Optim(clip=clip)), tiny_model(), Recorder()
     task = WatchedTask(config, model)
     make_trainer(config, model, NumberedRows(52), callbacks=[recorder], cadence=Cadence(log=1), task=task).fit()
     assert task.optimizers is not None

@@ -15,7 +15,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
 from ttrain.model import adapters
-from ttrain.stages import lora, new_model, sft, training
+from ttrain.stages import lora, new_model, training
 from ttrain.stages.job import StageContext
 from ttrain.stages.reference import ReferencedRows
 from ttrain.store.model_files import weights_digest
@@ -44,10 +44,10 @@ def run(config: Section, job: StageContext) -> dict[str, Any]:
 
 def prepare(config: Section, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    settings = settings_of(config, Dpo)
+    settings, base = settings_of(config, Dpo), inputs["base"] / new_model.DIRECTORY
     if settings.adapter == "none":
-        return sft.whole_model(inputs["base"] / "model")
-    return replace(lora.with_adapter(inputs["base"] / "model", adapter_settings(settings)), directory=ADAPTER)
+        return training.whole_model(new_model.load(base), base)
+    return replace(lora.with_adapter(base, adapter_settings(settings)), directory=ADAPTER)
 
 
 def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:

@@ -10,7 +10,6 @@ from ttrain.config import Lora, LoraConfig
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
-from ttrain.model import adapters as quantizing
 from ttrain.stages import training
 from ttrain.stages.job import StageContext
 from ttrain.store.model_files import weights_digest
@@ -30,7 +29,7 @@ def prepare(config: LoraConfig, inputs: Mapping[str, Path], encoder: Encoder) ->
 
 def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     """A new adapter on the frozen model in the directory `base`."""
-    model = adapters.attach(quantizing.load_quantized(base, config), config)
+    model = adapters.attach(adapters.load_quantized(base, config), config)
     held_in = None if config.quantize == "none" else config.quantize
     name = _name_of_base(config.start_from)
     own_files = adapters.files(model, base=name, base_digest=weights_digest(base), held_in=held_in)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.config import PretrainConfig, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.model import factory, multi_token
+from ttrain.model import multi_token
 from ttrain.stages import new_model, training
 from ttrain.stages.job import StageContext
 
@@ -28,11 +28,5 @@ def prepare(config: PretrainConfig, inputs: Mapping[str, Path], encoder: Encoder
     )
     if base and config.model.multi_token is not None:
         multi_token.attach(model, config.model.multi_token, config.pretrain.seed)
-    return training.TrainableModel(
-        model,
-        state=lambda: multi_token.state(model),
-        load=lambda weights: multi_token.load_state(model, weights),
-        files={**factory.files(model), **training.tokenizer_files(inputs["tokenizer"])},
-        left_out=multi_token.discarded_files(model),
-        identity={} if base else dict(flatten(config.model.model_dump(mode="json"), "model.")),
-    )
+    identity = {} if base else dict(flatten(config.model.model_dump(mode="json"), "model."))
+    return training.whole_model(model, inputs["tokenizer"], identity)

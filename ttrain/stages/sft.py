@@ -8,7 +8,6 @@ from typing import Any
 
 from ttrain.config import SftConfig
 from ttrain.data.encoder import Encoder
-from ttrain.model import factory, multi_token
 from ttrain.stages import new_model, training
 from ttrain.stages.job import StageContext
 
@@ -22,16 +21,5 @@ def run(config: SftConfig, job: StageContext) -> dict[str, Any]:
 
 def prepare(config: SftConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    return whole_model(inputs["base"] / "model")
-
-
-def whole_model(base: Path) -> training.TrainableModel:
-    """All weights of the model in the directory `base`."""
-    model = new_model.load(base)
-    return training.TrainableModel(
-        model,
-        state=lambda: multi_token.state(model),
-        load=lambda weights: multi_token.load_state(model, weights),
-        files={**factory.files(model), **training.tokenizer_files(base)},
-        left_out=multi_token.discarded_files(model),
-    )
+    base = inputs["base"] / new_model.DIRECTORY
+    return training.whole_model(new_model.load(base), base)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch import cuda, nn
+from transformers import PreTrainedModel
 
 from ttrain.config import TRAINING_STAGES, Runtime, Training, flatten
 from ttrain.core.machine import VERSION, processor, versions
@@ -15,6 +17,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Order, pad_fraction
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
+from ttrain.model import factory, multi_token
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import StageContext
@@ -31,7 +34,7 @@ from ttrain.train.losses import default_chunk_tokens
 from ttrain.train.precision import Precision
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
-__all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files"]
+__all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files", "whole_model"]
 
 TUNED = tuple(field.name for field in fields(Choice))
 SHAPE = (
@@ -44,6 +47,18 @@ SETTINGS = (
 LIBRARIES = ("torch", "transformers", "peft")
 
 log = logging.getLogger("ttrain")
+
+
+def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None) -> TrainableModel:
+    """All weights of a model, with the tokenizer of this directory; `identity`: as in `TrainableModel`."""
+    return TrainableModel(
+        model,
+        state=lambda: multi_token.state(model),
+        load=lambda weights: multi_token.load_state(model, weights),
+        files={**factory.files(model), **tokenizer_files(tokenizer)},
+        left_out=multi_token.discarded_files(model),
+        identity=identity or {},
+    )
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:

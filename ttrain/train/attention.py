@@ -28,13 +28,9 @@ from ttrain.train.varlen import Spans, span_attention
 NAME = "ttrain"  # among the attention implementations of transformers
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # kinds of layers, as configs name them
-
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
-
 BLOCK = 128  # queries; rows of 256 in blocks of 128: 7.1 ms, of 192: 7.7, of 256: 7.9
-
 LENGTH_STEP = 16  # lengths of groups are multiples of it, of which there are few
-
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
 
 

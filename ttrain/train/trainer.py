@@ -80,7 +80,8 @@ class Trainer:
         self.first = self.step = resume.check_resumable(self, snapshot, allow) if snapshot else 0
         if tensors := snapshot or plateau:
             weights.load(dict(tensors.weights))
-        if options.parallel != "fsdp" or ranks.world == 1:  # else each rank moves only its shard
+        whole = options.parallel != "fsdp" or ranks.world == 1
+        if whole:  # else each rank moves only its shard
             self.bare = self.bare.to(ranks.device)
         self._wants_compiled = options.compile
         self.parallel, self._compiled_layers = place(
@@ -92,7 +93,6 @@ class Trainer:
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
         self._totals = ReducedSums(ranks)
-        whole = options.parallel != "fsdp" or ranks.world == 1
         defers = ranks.device.type == "cuda" if options.defer is None else options.defer
         can_defer = whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
         most_skips = SKIPS_IN_A_ROW if task.config.nonfinite == "skip" else 0
