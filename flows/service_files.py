@@ -36,11 +36,9 @@ SECRETS_FILE: Final = Path(".config", "ttrain", "environment")  # below the user
 def unit(kind: str, home: Path) -> str:
     """The text of that kind for this home, this Python, and the servers that the environment names.
 
-    Raises UsageError for another kind, and for a path that a unit cannot hold.
+    Raises UsageError for a path that a unit cannot hold.
     """
     makers: dict[str, Callable[[Path], str]] = {"systemd": _systemd, "launchd": _launchd, "cron": _cron}
-    if kind not in makers:
-        raise UsageError(f"--unit is '{kind}' but must be one of {', '.join(makers)}")
     for text in (*command(), *environment(home).values()):
         if not text.isprintable():
             raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
@@ -137,17 +135,12 @@ def _specifiers(text: str) -> str:
     return text.replace("%", "%%")
 
 
-KINDS: Final = ("process", "docker", "kubernetes")
-
 HOME_INSIDE: Final = "/ttrain"  # of the container; a volume of the host or of the cluster
 
 
 def prefect_yaml(home: Path, schedule: Schedule) -> str:
-    """The text for one schedule in a pool of the kind `schedule.pool`. Raises UsageError for another kind."""
-    kind = schedule.pool
-    if kind not in KINDS:
-        raise UsageError(f"--prefect-yaml is '{kind}' but must be one of {', '.join(KINDS)}")
-    slots = []
+    """The text for one schedule in a pool of the kind `schedule.pool`."""
+    kind, slots = schedule.pool, []
     if schedule.cron:
         os.environ.update(servers.prefect_environment(home))
         schedules.check(schedule.cron, schedule.timezone)

@@ -26,7 +26,6 @@ from ttrain.sweep import measure, records, space
 from ttrain.sweep.measure import Measure
 from ttrain.sweep.space import Space
 
-SAMPLERS = ("tpe", "random", "grid")
 MOST_TRIALS_OF_A_GRID = 1000
 TRIALS = 8
 
@@ -118,10 +117,8 @@ def sweep_request(
     parallel: int | None = None,
     prune: bool = False,
 ) -> SweepRequest:
-    """Check and complete a request. Raises UsageError where a value, the metric or the sampler is invalid."""
+    """Check and complete a request. Raises UsageError where a value or the metric is invalid."""
     search_space = space.parse_space(overrides)
-    if sampler not in SAMPLERS:
-        raise UsageError(f"--sampler is {sampler} but must be one of {', '.join(SAMPLERS)}")
     if sampler == "grid" and search_space.size is None:
         endless = next(key for key, dimension in search_space.dimensions.items() if dimension.values is None)
         raise UsageError(

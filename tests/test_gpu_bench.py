@@ -35,6 +35,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_1(
     assert not (tmp_path / "gpu.md").exists()
 
 
+@pytest.mark.soak
 def test_its_packed_rows_are_measured_on_a_cpu_too_and_written_as_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,19 @@ def test_the_version_names_the_libraries_and_the_home(home: Path, capsys: pytest
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
         (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),
         (("artifacts", "show", "abc"), "there is no stage 'abc'"),
+        (
+            ("pipeline", "run", "full", "--engine", "dask"),
+            "invalid value for '--engine': 'dask' is not one of",
+        ),
+        (
+            ("sweep", "a=b", "--sampler", "best"),
+            "invalid value for '--sampler': 'best' is not one of",
+        ),
+        (
+            ("pipeline", "schedule", "nightly", "--prefect-yaml", "ecs"),
+            "invalid value for '--prefect-yaml': 'ecs'",
+        ),
+        (("pipeline", "serve", "--unit", "upstart"), "invalid value for '--unit': 'upstart' is not one of"),
         (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean full?"),
     ],
 )

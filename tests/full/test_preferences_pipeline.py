@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from support.pipeline_home import Cli
 
 DPO = ("dpo.epochs=2", "dpo.tokens_per_step=512", "dpo.row_length=64", "dpo.validation_rows=16", "dpo.optim.lr=3e-3")
 EVALUATED = ("evaluate.max_chats=40", "evaluate.max_bytes=1000")
 
 
+@pytest.mark.soak  # its stages, plan, metrics and registered models are tested apart from each other
 def test_pairs_are_learnt_measured_and_registered_and_another_beta_scores_no_reference_again(
     copy_of: Callable[..., Cli],
 ) -> None:

@@ -88,6 +88,13 @@ def test_a_setting_reruns_its_stage_and_what_depends_on_it(built: House, overrid
     assert running(built.plan(override)) == stages
 
 
+def test_pairs_add_a_reference_and_a_tuning_and_another_beta_scores_no_reference_again(house: House) -> None:
+    pairs = f"data.dpo={house.write('pairs.jsonl', '{}')}"
+    house.build(house.settings(pairs))
+    assert [*house.plan(pairs)][-5:] == ["sft", "reference", "dpo", "lora", "evaluate"]
+    assert running(house.plan(pairs, "dpo.beta=0.2")) == {"dpo", "lora", "evaluate"}
+
+
 def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) -> None:
     path = built.data / "documents.jsonl"
     os.utime(path, ns=(10**18, 10**18))

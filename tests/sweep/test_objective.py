@@ -71,7 +71,6 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         (["runtime.threads=int(1,4)"], {}, "runtime.threads changes no result"),
         ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes is 2, but a sweep runs on one machine"),
         ([LR, "runtime.sharding=dask"], {}, "runtime.sharding is dask"),
-        ([LR], {"sampler": "best"}, "--sampler is best but must be one of tpe, random, grid"),
         ([LR], {"sampler": "grid"}, "add a count: log(1e-4,3e-3,5)"),
         ([LR], {"metric": "validation_loss"}, "a metric is STAGE/FIGURE"),
         ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Overrides, Profiles, command_group, load_settings, stage_words
+from ttrain.cli.options import AsJson, SettingsOptions, command_group, stage_words, with_option_groups
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 from ttrain.store.layout import home, usable_home
@@ -29,7 +29,19 @@ artifacts_app = command_group(
 StageName = Annotated[
     str, typer.Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
 ]
-StageFilter = Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words)]
+
+
+def _known_stage(stage: str) -> str:
+    """Raise UsageError for a stage that does not exist; "" means all."""
+    if stage:
+        from ttrain.stages import STAGES
+        from ttrain.store import references
+
+        references.need_stage(stage, STAGES)
+    return stage
+
+
+StageFilter = Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words, callback=_known_stage)]
 Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest")]
 
 
@@ -37,12 +49,8 @@ Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the
 def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
     from ttrain.pipeline.artifact_commands import artifact_rows
-    from ttrain.stages import STAGES
-    from ttrain.store import references
     from ttrain.store.artifacts import SHOWN_KEY
 
-    if stage:
-        references.need_stage(stage, STAGES)
     artifacts = artifact_rows(_store(), stage or None)
     if as_json:
         print_json(artifacts)
@@ -138,28 +146,20 @@ def artifacts_verify(
 ) -> None:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.pipeline import artifact_commands
-    from ttrain.pipeline.artifact_commands import size_of, verify
-    from ttrain.stages import STAGES
-    from ttrain.store import references
 
-    if stage:
-        references.need_stage(stage, STAGES)
     store = _store()
     artifacts = store.artifacts(stage) if stage else store.everything()
     unreadable = store.unreadable(stage or "*")
     done, damaged = 0, [artifact_commands.UntrustedArtifact(path, problem) for path, problem in unreadable.items()]
-    with bar("verifying", "MB", round(sum(map(size_of, artifacts)) / MEGABYTE)) as show:
+    with bar("verifying", "MB", round(sum(map(artifact_commands.size_of, artifacts)) / MEGABYTE)) as show:
+
+        def add_bytes(size: int) -> None:
+            nonlocal done
+            done += size
+            show(round(done / MEGABYTE))
+
         for artifact in artifacts:
-            bytes_before = done
-
-            def add_bytes(size: int) -> None:
-                nonlocal done
-                done += size
-                show(round(done / MEGABYTE))
-
-            problems = verify(artifact, add_bytes)
-            done = bytes_before + size_of(artifact)
-            if problems:
+            if problems := artifact_commands.verify(artifact, add_bytes):
                 damaged.append(artifact_commands.UntrustedArtifact(artifact.path, "; ".join(problems), artifact))
     suspects = artifact_commands.suspects(store, damaged)
     if set_aside:
@@ -206,12 +206,11 @@ def _as_json(removals: list[UntrustedArtifact]) -> list[dict[str, Any]]:
     epilog="Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
     "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
 )
+@with_option_groups
 def artifacts_adopt(
     stage: StageName,
     key: Annotated[str, typer.Argument(help="the beginning of the key of the artifact to keep")],
-    overrides: Overrides = None,
-    config: Files = None,
-    profile: Profiles = None,
+    settings_options: SettingsOptions,
     pipeline: Annotated[str, typer.Option(help="the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,
 ) -> None:
@@ -227,7 +226,7 @@ def artifacts_adopt(
 
     references.need_stage(stage, STAGES)
     usable_home()
-    loaded = load_settings(overrides, config, profile)
+    loaded = settings_options.load()
     plan = api.plan(pipeline, loaded.settings)
     planned = {planned_stage.stage.name: planned_stage for planned_stage in plan.stages}
     if stage not in planned:

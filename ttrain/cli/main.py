@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except ClickException as error:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
-        problem = error.format_message().strip().rstrip(".?")
+        problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
         _print_error(f"{problem[:1].lower()}{problem[1:]}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except typer.Abort:

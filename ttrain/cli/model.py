@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Profiles, command_group, load_settings
+from ttrain.cli.options import AsJson, Files, Profiles, SettingsOptions, command_group
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -90,7 +90,7 @@ def size(
     if len(presets) > 1:
         raise UsageError(f"{len(presets)} presets are given: {', '.join(presets)}; give one")
     overrides = [*(f"model.preset={name}" for name in presets), *(word for word in arguments or () if "=" in word)]
-    loaded = load_settings(overrides, config, profile)
+    loaded = SettingsOptions(overrides, config, profile).load()
     preset_vocabulary = bool(presets) and "tokenizer.vocab_size" not in loaded.sources
 
     shipped = of_presets().get(presets[0]) if preset_vocabulary and _is_preset(loaded.settings, presets[0]) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -99,8 +99,8 @@ ScheduleName = Annotated[
 ]
 
 PrefectYaml = Annotated[
-    str | None,
-    typer.Option("--prefect-yaml", metavar="POOL", help="print a prefect.yaml for a pool: process, docker or kubernetes"),
+    Literal["process", "docker", "kubernetes"] | None,
+    typer.Option("--prefect-yaml", help="print a prefect.yaml for a pool of this kind"),
 ]
 
 
@@ -178,8 +178,8 @@ def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None
 def serve(
     overrides: ServerOverrides = None,
     unit: Annotated[
-        str | None,
-        typer.Option("--unit", metavar="KIND", help="print a service unit that keeps it running: systemd, launchd or cron"),
+        Literal["systemd", "launchd", "cron"] | None,
+        typer.Option("--unit", help="print a service unit that keeps it running"),
     ] = None,
     unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
 ) -> None:

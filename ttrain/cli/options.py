@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -121,7 +121,7 @@ UntilStage = Annotated[
     str | None,
     typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
 ]
-Engine = Annotated[str, typer.Option("--engine", help="`prefect`, or `none` to run the same recipe without it")]
+Engine = Annotated[Literal["prefect", "none"], typer.Option("--engine", help="none: run the same recipe without Prefect")]
 Note = Annotated[
     str | None,
     typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it"),
@@ -180,7 +180,9 @@ class SettingsOptions:
 
     def load(self) -> LoadedSettings:
         """Load the settings."""
-        return load_settings(self.overrides, self.config, self.profile)
+        from ttrain.config.loading import load
+
+        return load(self.overrides or (), files=self.config or (), profiles=self.profile or ())
 
     def over_run(self, run: Mapping[str, Any]) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
@@ -241,20 +243,11 @@ class RunOptions:
     note: Note = None
     tag: Tags = None
 
-    def check(self) -> Labels:
-        """The labels. Raises UsageError for an unknown engine or invalid labels."""
+    def labels(self) -> Labels:
+        """The labels. Raises UsageError where they are invalid."""
         from ttrain.pipeline.labels import labels_of
 
-        if self.engine not in ("prefect", "none"):
-            raise UsageError(f"--engine is '{self.engine}' but must be prefect or none")
         return labels_of(self.note, self.tag)
-
-
-def load_settings(overrides: list[str] | None, config: list[Path] | None, profile: list[str] | None) -> LoadedSettings:
-    """Load the settings from the options of a command."""
-    from ttrain.config.loading import load
-
-    return load(overrides or (), files=config or (), profiles=profile or ())
 
 
 def resolved_models(
@@ -315,7 +308,6 @@ def checked_name(option: str | None) -> str:
 
 def check_no_artifact(out: Path) -> None:
     """Raise UsageError where a directory to write lies in an artifact of a pipeline."""
-    from ttrain.errors import UsageError
     from ttrain.store.layout import MANIFEST
 
     if any((above / MANIFEST).exists() for above in (out, *out.absolute().parents)):
@@ -324,8 +316,6 @@ def check_no_artifact(out: Path) -> None:
 
 def check_output_file(path: Path) -> None:
     """Raise UsageError where a file cannot be written there."""
-    from ttrain.errors import UsageError
-
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
         raise UsageError(f"the file to write, {path}, {problem}; name a file in a directory that exists")

@@ -65,7 +65,7 @@ def pipeline_run(
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
-    labels, loaded = options.check(), settings_options.load()
+    labels, loaded = options.labels(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse([*stages.flags(), *(["--record"] if record else [])])
         nightly.run(loaded, engine=options.engine, labels=labels)
@@ -103,7 +103,7 @@ def pipeline_rerun(
     """
 
     outlast_output()
-    labels, loaded = options.check(), _settings_of_earlier_run(stage, run, settings_options)
+    labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
     plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
 
 

@@ -68,7 +68,6 @@ def models_history(
 ) -> None:
     """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
     from ttrain.nightly import history, history_page
-    from ttrain.store.layout import home
 
     if page:
         check_output_file(page)
@@ -137,7 +136,6 @@ def _members(model_set: ModelSet) -> list[Member]:
 
 
 def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
-
     names = sorted({model_set.name for model_set in model_sets})
     if len(names) == 1:
         return names[0]

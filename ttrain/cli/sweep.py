@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -59,7 +59,7 @@ def sweep_full(
             "--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"
         ),
     ] = None,
-    sampler: Annotated[str, typer.Option(help="tpe (learns from the trials so far), random or grid")] = "tpe",
+    sampler: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="tpe: learns from the trials so far")] = "tpe",
     metric: Annotated[
         str, typer.Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
     ] = "",
