@@ -38,7 +38,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= tracking.ENVIRONMENT
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 # The processes of stages find `support`, too, whatever server forks them: one of its own, with torch, takes 5 s of CPU.
-os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 # Homes and databases are written with fsync, which waits for a disk for milliseconds each time and for memory not at all.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30 and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
