@@ -52,6 +52,7 @@ def recorded(stage_home: Home) -> tuple[Any, Any, Path]:
 
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home, recorded: tuple[Any, Any, Path]) -> None:
     parent, child, log = recorded
+    assert "night" not in {**parent.data.tags, **child.data.tags}
     assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
     texts = sorted(name for name in files(child) if "/samples/" in name)
     assert texts == [f"pretrain/run/samples/step-{step:08d}.txt" for step in (3, 6)]
@@ -84,17 +85,13 @@ def test_the_figures_of_a_result_are_parameters_and_no_charts_of_one_point(recor
     assert {name.partition("/")[0] for name in child.data.metrics if "/" in name} == {"system", "eval"}
 
 
-def test_a_stage_that_trained_in_night_mode_and_its_run_have_the_tag(
-    stage_home: Home, recorded: tuple[Any, Any, Path]
+def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_no_key(
+    stage_home: Home,
 ) -> None:
-    by_night = run(stage_home, stage_settings(3, night={"start": "00:00", "end": "00:00"}))
-    for (parent, child, _), tag in ((recorded, None), (by_night, "1")):
-        assert (parent.data.tags.get("night"), child.data.tags.get("night")) == (tag, tag)
-
-
-def test_a_note_and_tags_stand_in_mlflow_in_the_record_and_on_the_page_and_in_no_key(stage_home: Home) -> None:
     labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", ["purpose=a smaller rate", "hub.token=x1"])
-    parent, _, log = run(stage_home, stage_settings(2), labels=labels)
+    by_night = stage_settings(2, night={"start": "00:00", "end": "00:00"})
+    parent, child, log = run(stage_home, by_night, labels=labels)
+    assert parent.data.tags["night"] == child.data.tags["night"] == "1"
     assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
     assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\ncompleted: ")
     record = json.loads(log.with_suffix(".json").read_text())

@@ -96,11 +96,6 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_the_import_brings_no_mlflow() -> None:
-    code = "import sys, ttrain.tracking; sys.exit('mlflow' in sys.modules or 'sqlalchemy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
-
-
 def test_the_users_tracking_uri_wins_unless_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
     assert tracking_uri(tmp_path) == "http://there:5000"

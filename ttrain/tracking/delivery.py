@@ -209,15 +209,15 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
     with exclusive(model_sets.lock_of(run.store.home)):
         for model in data["models"]:
             with run.store.lock:
-                version = model_sets.version_of(run.store.client, model["name"], model["tags"])
+                version = model_sets.first_version(run.store.client, model["name"], model["tags"], model_sets.ARTIFACT)
             if version is None:
                 if not model["path"]:
                     raise RefusedError(f"{model['name']} is not registered, and its files are not on this machine")
                 files(run, Entry(entry.number, "directory", {"path": model["path"], "to": model["stage"]}, entry.parts))
                 _log_extra_files(run, entry, model)
             with run.store.lock:
-                version = model_sets.register_model(run, model)  # or describe it anew: there is an evaluation now
-            members.append(model_sets.Member(model["name"], version, model["stage"], model["tags"]["ttrain.key"]))
+                number = model_sets.register_model(run, model)  # or describe it anew: there is an evaluation now
+            members.append(model_sets.Member(model["name"], number, model["stage"], model["tags"]["ttrain.key"]))
         contents = {model["stage"]: model["tags"]["ttrain.content"] for model in data["models"]}
         set_tags = model_sets.tags_of(
             data["run_name"], members, contents=contents, keys=data["keys"], metrics=data["metrics"]

@@ -276,12 +276,6 @@ def _keys_of(tags: Mapping[str, str], is_champion: bool) -> Iterator[str]:
     yield from (tags[name] for name in names if tags.get(name))
 
 
-def version_of(client: Any, name: str, tags: Mapping[str, str]) -> str | None:
-    """The first version of the artifact that these tags name."""
-    version = first_version(client, name, tags, ARTIFACT)
-    return str(version.version) if version else None
-
-
 def register_model(run: TrackedRun, model: Mapping[str, Any]) -> str:
     """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew."""
     assert run.artifact_uri is not None, "the run is created in MLflow first"

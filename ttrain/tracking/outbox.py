@@ -63,11 +63,11 @@ class Entry:
 class Outbox:
     """The outbox of one run, held by this process; safe to use from several threads."""
 
-    def __init__(self, directory: Path | None, run_info: Mapping[str, Any], entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, directory: Path | None, run_info: Mapping[str, Any]) -> None:
         """`directory`: None for an outbox in memory. Use `create` and `take`."""
         self.directory, self.run_info = directory, dict(run_info)
-        self.entries: list[Entry] = list(entries)  # not delivered yet
-        self._next = 1 + max((entry.number for entry in self.entries), default=0)
+        self.entries: list[Entry] = []  # not delivered yet
+        self._next = 1
         self._lock, self._file_lock, self._warned = threading.RLock(), contextlib.ExitStack(), False
         self._written = 0  # bytes, to the journal
         self.is_kept = directory is not None  # whether all of it is on disk, and so outlives this process
