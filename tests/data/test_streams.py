@@ -195,20 +195,6 @@ def test_an_archive_that_asks_for_too_much_memory_is_told_from_a_damaged_one(tmp
 # --- what is no text
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
-@pytest.mark.parametrize("text", ['{"text": "a"}\n', '{"文": "東京"}\n'])
-def test_another_encoding_is_one_error_with_the_command_that_converts_it(
-    tmp_path: Path, pack: Pack, encoding: str, text: str
-) -> None:
-    path = written(tmp_path, pack(text.encode(encoding)))
-    with pytest.raises(DataError, match="reads UTF-8") as raised:
-        read(path)
-    assert str(path) in str(raised.value)
-    named = str(raised.value).split("iconv -f ")[1].split()[0]
-    assert text.encode(encoding).decode(named) == text
-
-
 def test_zeros_within_text_are_left_to_its_lines(tmp_path: Path) -> None:
     for data in (b'{"text": "a\0b"}\n', b'{"text":\0"\0a"}\n', b"\0\0\0\0\n", b"\0", b""):
         assert read(written(tmp_path, data)) == data

@@ -223,20 +223,13 @@ def _hold_out_lowest_row(
     This lets a small set be evaluated too. Returns the first block with the row, and its hash. Other pairs of the same
     prompt leave the training part with it.
     """
-    if (
-        any((block.is_heldout & block.selected).any() for block in built_blocks)
-        or sum(int(b.selected.sum()) for b in built_blocks) < 2
-    ):
+    selected_rows = [block.rows[block.selected] for block in built_blocks]
+    if any((block.is_heldout & block.selected).any() for block in built_blocks) or sum(map(len, selected_rows)) < 2:
         return None
-    lowest: tuple[tuple[int, int], BuiltBlock] | None = None
-    for block in built_blocks:
-        rows = block.rows[block.selected]
-        if len(rows):
-            first, second = rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist()[:2]
-            if lowest is None or (first, second) < lowest[0]:
-                lowest = (first, second), block
-    assert lowest is not None, "two rows are selected"
-    (first, second), lowest_block = lowest
+    lowest_rows = [
+        (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)
+    ]
+    (first, second, *_), number = min(lowest_rows, key=lambda lowest: (lowest[0][:2], lowest[1]))
     copies = 0
     for block in built_blocks:
         same = block.selected & (block.rows[:, 0] == np.uint64(first))
@@ -244,7 +237,7 @@ def _hold_out_lowest_row(
         block.selected &= ~same
         figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
         copies += int(same.sum())
-    return lowest_block, first.to_bytes(8, "big") + second.to_bytes(8, "big")
+    return built_blocks[number], first.to_bytes(8, "big") + second.to_bytes(8, "big")
 
 
 def _leave_out_overlaps(

@@ -108,9 +108,9 @@ def assemble(encoder: Encoder, rendered: Sequence[Sequence[Segment]]) -> list[En
 def template_of(encoder: Encoder) -> Template:
     """The encoder's chat template, cached. Raises DataError if the existing tokenizer's own template cannot be used."""
     if encoder.template == "ttrain":
-        return chat_templates.RoleTokens(encoder)
+        return chat_templates.role_tokens(encoder)
     if encoder.template == "tinyseek":
-        return chat_templates.NamedTurns(encoder)
+        return chat_templates.named_turns(encoder)
     from ttrain.data.custom_template import JinjaTemplate
 
     return JinjaTemplate(encoder)

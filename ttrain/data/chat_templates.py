@@ -73,52 +73,43 @@ class Template(ABC):
         """Render the conversation up to the beginning of the assistant's next answer."""
 
 
-class RoleTokens(Template):
-    """`ttrain`: every text lies between special tokens, so no token spans a border, and no text can forge one."""
+class TurnTemplate(Template):
+    """A template that writes each turn as the mark of its role, its text and its end."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._bos = Segment((encoder.bos_id,), False)
-        self._end = {live: Segment((encoder.special(END),), live) for live in (False, True)}
-        self._roles = {role: Segment((encoder.special(f"<|{role}|>"),), False) for role in ROLES}
+    def __init__(
+        self, begin: Sequence[Segment], roles: Mapping[str, Segment], ends: Mapping[str, Sequence[Segment]]
+    ) -> None:
+        """`ends`: by role, those of a turn that the loss does not count, and of one that it counts."""
+        self._begin, self._roles, self._ends = begin, roles, ends
 
     def segments(self, messages: Messages) -> list[Segment]:
-        segments = [self._bos]
+        segments = list(self._begin)
         for turn in messages:
+            if turn.role not in self._roles:
+                raise DataError(f"unknown role {turn.role!r}; the roles are {', '.join(ROLES)}")
             live = is_live(turn)
-            segments += (_segment_of_role(self._roles, turn.role), Segment(turn.content, live), self._end[live])
+            segments += (self._roles[turn.role], Segment(turn.content, live), self._ends[turn.role][live])
         return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:
         return [*self.segments(messages), self._roles["assistant"]]
 
 
-class NamedTurns(Template):
+def role_tokens(encoder: Encoder) -> TurnTemplate:
+    """`ttrain`: every text lies between special tokens, so no token spans a border, and no text can forge one."""
+    roles = {role: Segment((encoder.special(f"<|{role}|>"),), False) for role in ROLES}
+    ends = [Segment((encoder.special(END),), live) for live in (False, True)]
+    return TurnTemplate([Segment((encoder.bos_id,), False)], roles, dict.fromkeys(ROLES, ends))
+
+
+def named_turns(encoder: Encoder) -> TurnTemplate:
     """`tinyseek`: role names in plain text. Only an answer ends with a special token, so a user can write `Assistant：`,
     as in TinySeek itself; the loss mask does not depend on it."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._end = {live: Segment((encoder.special(IM_END),), live) for live in (False, True)}
-        self._names = {role: Segment(name, False) for role, name in TINYSEEK_NAMES.items()}
-        self._newline = Segment("\n", False)
-
-    def segments(self, messages: Messages) -> list[Segment]:
-        segments: list[Segment] = []
-        for turn in messages:
-            live = is_live(turn)
-            end = self._end[live] if turn.role == "assistant" else self._newline
-            segments += (_segment_of_role(self._names, turn.role), Segment(turn.content, live), end)
-        return segments
-
-    def prompt(self, messages: Messages) -> list[Segment]:
-        return [*self.segments(messages), self._names["assistant"]]
+    roles = {role: Segment(name, False) for role, name in TINYSEEK_NAMES.items()}
+    ends = [Segment((encoder.special(IM_END),), live) for live in (False, True)]
+    return TurnTemplate([], roles, {**dict.fromkeys(ROLES, (Segment("\n", False),)), "assistant": ends})
 
 
 def is_live(turn: Message) -> bool:
     """Whether the loss counts the turn."""
     return turn.role == "assistant" and turn.in_loss and bool(turn.content.strip())
-
-
-def _segment_of_role(segments_by_role: dict[str, Segment], role: str) -> Segment:
-    if role not in segments_by_role:
-        raise DataError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    return segments_by_role[role]

@@ -197,13 +197,11 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
     items, rule = against.items, against.rule
     best: dict[int, list[dict[str, Any]]] = {}
     touched: set[int] = set()
-    counts: Counter[int] = Counter()
     documents = 0
     for origin, scanned in scans:
         touched.update(scanned.touched)
         documents += len({match.record for match in scanned.matches})
         for match in scanned.matches:
-            counts[match.text] += 1
             figures = {"record": match.record, "share": round(match.share, 4), "longest_bytes": match.longest}
             best.setdefault(match.text, []).append({**origin, **figures, "begins": match.beginning})
     searchable = _prepared(against.texts, rule.ngram_bytes).searchable
@@ -222,7 +220,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
         matches = sorted(best[number], key=lambda match: -match["share"])
         lines.append({
             "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
-            "share": matches[0]["share"], "documents": counts[number], "places": matches[:MOST_PLACES],
+            "share": matches[0]["share"], "documents": len(matches), "places": matches[:MOST_PLACES],
         })  # fmt: skip
     for name, task in tasks.items():
         task["share"] = task["overlapping"] / task["items"]

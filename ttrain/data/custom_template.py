@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
-from ttrain.data.chat_templates import Segment, Template, is_live
+from ttrain.data.chat_templates import Message, Segment, Template, is_live
 from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
 
@@ -61,8 +61,6 @@ class JinjaTemplate(Template):
 
     def __init__(self, encoder: Encoder) -> None:
         """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
-        from ttrain.data.chat_templates import Message
-
         self._encoder = encoder
         self._specials = encoder.special_ids()
         self._jinja = FIXED_DATE_MACRO + encoder.jinja

@@ -28,6 +28,7 @@ Offsets = npt.NDArray[np.int64]
 log = logging.getLogger("ttrain")
 
 END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
+REQUIRED = ("pad_token", "bos_token", "eos_token", END_OF_TURN)
 NO_TOKEN = -1
 PROBES = (
     "", " ", "   ", "a  b   c    d", " before and after ", "\n", "\n\n\n", "a\n\n  b\r\n\tc\t\t", "\0", "a\0b\x01\x7f",
@@ -67,20 +68,19 @@ class Encoder:
         self.template = jinja_templates.name_of(self.jinja)
         config = _config(directory / "tokenizer_config.json", path)
         self.tokens: dict[str, str] = {}
-        for name in ("pad_token", "bos_token", "eos_token", "unk_token", END_OF_TURN):
+        for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
             value = config.get(name)
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and self._reference.token_to_id(token) is not None:
                 self.tokens[name] = token
-        missing = [name for name in ("pad_token", "bos_token", "eos_token", END_OF_TURN) if name not in self.tokens]
+        missing = [name for name in REQUIRED if name not in self.tokens]
         if missing:
             raise ArtifactError(
                 f"the tokenizer {path} lacks {', '.join(missing)}; tokenizer.existing=… adds what is missing"
             )
-        self.pad_id, self.bos_id = self.special(self.tokens["pad_token"]), self.special(self.tokens["bos_token"])
-        self.eos_id, self.end_id = self.special(self.tokens["eos_token"]), self.special(self.tokens[END_OF_TURN])
+        ids = [self.special(self.tokens[name]) for name in REQUIRED]
+        self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
         self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
-        ids = [self.pad_id, self.bos_id, self.eos_id, self.end_id]
         self.digest = digest_of([sha256_file(path), ids])
         self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
         self._fast = self._checked_fast(path) if fast else None

@@ -103,14 +103,17 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     if template == "auto":
         template = "own" if _chat_template(paths, config) else "ttrain"
     tokens = _tokens(tokenizer, config)
-    needed = [*tokens.values(), *(jinja_templates.SPECIAL_TOKENS[template][4:] if template != "own" else ())]
-    added = _add(tokenizer, needed)
-    source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    jinja = _chat_template(paths, config) if template == "own" else jinja_templates.JINJA[template]
+    if template == "own":
+        jinja, needed, end = _chat_template(paths, config), tuple[str, ...](), tokens["eos_token"]
+    else:
+        jinja, needed = jinja_templates.JINJA[template], jinja_templates.SPECIAL_TOKENS[template][4:]
+        end = jinja_templates.END_TOKENS[template]
     if jinja is None:
         raise UsageError(
             "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
         )
+    added = _add(tokenizer, [*tokens.values(), *needed])
+    source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
     others = [token for token in special_tokens(tokenizer) if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
@@ -119,16 +122,17 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
         write(directory, source, {**tokens, END_OF_TURN: end}, others, jinja, max_length)
         return Encoder(directory)
 
-    encoder = save(jinja_templates.END_TOKENS[template] if template != "own" else tokens["eos_token"])
+    encoder = save(end)
     if template == "own":
         from ttrain.data.chat_templates import Message
         from ttrain.data.custom_template import JinjaTemplate
 
         own_template = JinjaTemplate(encoder)
         question = (Message("user", "Q"),)
-        whole = own_template.segments((*question, Message("assistant", "A")))
+        prompt = _flat(own_template.prompt(question))
+        whole = _flat(own_template.segments((*question, Message("assistant", "A"))))
         save(str(tokenizer.id_to_token(own_template.end_id)))
-        if _flat(own_template.prompt(question)) != _flat(whole)[: len(_flat(own_template.prompt(question)))]:
+        if prompt != whole[: len(prompt)]:
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))

@@ -175,9 +175,13 @@ def _check_regular(path: str) -> None:
         mode = Path(path).stat().st_mode
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "not a regular file")
+    if kind := irregular_kind(mode):
         raise UsageError(f"{path} is {kind}, which cannot be read twice; write its output to a file and name that file")
+
+
+def irregular_kind(mode: int) -> str | None:
+    """What a file of this mode is, if it is not a regular one."""
+    return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _remote_files(pattern: str) -> list[str]:

@@ -272,12 +272,15 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
         self.bad_rows[path] += 1
-        if len(self.first_rejected) < FIRST_REJECTED:
-            self.first_rejected.append(f"{redact.url(path)}:{line}: {reason}")
+        row: dict[str, Any] = {"file": redact.url(path), "line": line, "reason": reason}
+        if raw:
+            row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+        self._list(row)
+
+    def _list(self, row: dict[str, Any]) -> None:
+        if "line" in row and len(self.first_rejected) < FIRST_REJECTED:
+            self.first_rejected.append(f"{row['file']}:{row['line']}: {row['reason']}")
         if self.quarantine:
-            row: dict[str, Any] = {"file": redact.url(path), "line": line, "reason": reason}
-            if raw:
-                row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
             self.quarantine(row)
 
     def _count(self, reason: str, rows: int) -> None:
@@ -312,10 +315,7 @@ class Tally:
             row = {**row, "file": shown_path}
             if "line" in row:
                 row["line"] += lines_before
-                if len(self.first_rejected) < FIRST_REJECTED:
-                    self.first_rejected.append(f"{shown_path}:{row['line']}: {row['reason']}")
-            if self.quarantine:
-                self.quarantine(row)
+            self._list(row)
 
     def to_json(self) -> dict[str, Any]:
         """Counts for the manifest and the summary."""

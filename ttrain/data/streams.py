@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import io
 import itertools
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +80,7 @@ def local_file(location: str) -> Path | None:
         path = locations.local_path(location)
     with data_errors(location):
         mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = locations.KINDS.get(stat.S_IFMT(mode), "not a regular file")
+    if kind := locations.irregular_kind(mode):
         raise CannotRead(f"cannot read {location}: it is {kind}; name a file")
     return path
 
