@@ -330,7 +330,7 @@ def test_a_compiled_model_has_the_same_gradients_however_many_labels_are_live() 
     model = tiny_model(layers=1)
     module = NextTokenLoss(model, token_loss_sum)
     compiled = torch.compile(module, backend="eager", dynamic=False)
-    for live in (16, 3, 9):
+    for live in (16, 3):
         batch = NumberedRows(2, live=[live] * 2).batch([0, 1])
         arrays = [
             torch.from_numpy(array) for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)

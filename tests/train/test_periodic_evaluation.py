@@ -120,7 +120,7 @@ def test_chat_stages_sample_and_ask_what_they_hold_out_and_move_nothing(
 ) -> None:
     monkeypatch.setattr(callbacks, "SAMPLE_TOKENS", 4)
     inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
-    watched = {"eval_every_steps": 5, "eval_limit": 2, "sample_every_steps": 8, "sample_prompts": PROMPTS}
+    watched = {"eval_every_steps": 10, "eval_limit": 2, "sample_every_steps": 8, "sample_prompts": PROMPTS}
     for name, runtime in (("without", {}), ("with", watched)):
         settings = stage_settings(**runtime)
         if what == "sft":
@@ -134,7 +134,7 @@ def test_chat_stages_sample_and_ask_what_they_hold_out_and_move_nothing(
     assert ([], others) == lines_of(tmp_path / "without")
     task = "chats" if what == "sft" else "domain"
     assert all({f"eval/{task}/loss", f"eval/{task}/ended", f"eval/{task}/clean"} <= {*line} for line in evaluated)
-    assert [line["step"] for line in evaluated] == [*range(5, others[-1]["step"], 5), others[-1]["step"]]
+    assert [line["step"] for line in evaluated] == [*range(10, others[-1]["step"], 10), others[-1]["step"]]
     texts = sorted((tmp_path / "with" / "run" / "samples").iterdir())
     assert [path.name for path in texts] == [f"step-{step:08d}.txt" for step in range(8, others[-1]["step"] + 1, 8)]
     prompts = [line[4:] for line in texts[-1].read_text(encoding="utf-8").splitlines() if line.startswith("=== ")]

@@ -23,7 +23,6 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
 from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
-from ttrain.evaluate import run as contaminated
 from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.preferences import PAIRS
@@ -171,7 +170,7 @@ def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[A
             if suite not in read:
                 items = running.read([suites.load(suite)], heldout)
                 read[suite] = [
-                    contaminated.mark_overlaps(task_items, overlap_digests, leave_out=leave_out) for task_items in items
+                    running.mark_overlaps(task_items, overlap_digests, leave_out=leave_out) for task_items in items
                 ]
         items_by_model[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
     for line in items_of.lines([task_items for items in read.values() for task_items in items]):
