@@ -384,7 +384,7 @@ def check_repository(name: str) -> None:
     raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
 
 
-def push(exported: Export, repository: str, *, public: bool) -> str:
+def push(exported: Export, repository: str, *, public: bool = False) -> str:
     """Upload the files of an export in one commit; returns the address of the commit.
 
     A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of
