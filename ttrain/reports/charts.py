@@ -82,7 +82,7 @@ def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
         if name not in drawn_names:
             families.setdefault(_family(name), []).append(name)
     for family, members in families.items():
-        others += _chart(family, "", [(name, 0, view.curve(stage, name)) for name in members])
+        others += _chart(view, stage, family, "", members)
     return first, others
 
 
@@ -94,12 +94,10 @@ def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart]
         [name for name in names if name not in COMPARISON_METRICS] if len(views) <= MAX_RUNS_WITH_ALL_CURVES else []
     )
     names = [*(name for name in COMPARISON_METRICS if name in names), *other_names]
-    letters = labels(len(views))
-    charts: tuple[list[Chart], list[Chart]] = ([], [])
-    for name in names:
-        lines = [(letters[number], number, view.curve(stage, name)) for number, view in enumerate(views)]
-        charts[name not in COMPARISON_METRICS].extend(_chart(name, unit_of(name), lines))
-    return charts
+    charts = [_over(views, stage, name, labels(len(views))) for name in names]
+    drawn = [chart for chart in charts if _is_line(chart)]
+    main = [chart for chart in drawn if chart.title in COMPARISON_METRICS]
+    return main, drawn[len(main) :]
 
 
 def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Sequence[str] = ()) -> list[list[Chart]]:
@@ -112,14 +110,19 @@ def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Seq
     for stage in stages or curve_stages:
         names = {name for view in views if stage in view.stages for name in view.curves(stage)}
         metric_names |= names
+        several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
+        over = {
+            metric: _over(views, stage, metric, several if len(views) > 1 else [metric])
+            for metric in metrics or LOSSES
+            if metric in names
+        }
         if metrics:
-            drawn = [_over(views, stage, metric) for metric in metrics if metric in names]
+            drawn = list(over.values())
         elif len(views) == 1:
             drawn = [chart for group in charts_of(views[0], stage) for chart in group if chart.title in SHOWN]
             drawn.sort(key=lambda chart: SHOWN.index(chart.title))
         else:
-            drawn = [_over(views, stage, metric) for metric in LOSSES if metric in names]
-            drawn = [chart for chart in drawn if any(len(line.points) > 1 for line in chart.lines)]
+            drawn = list(filter(_is_line, over.values()))
         if drawn:
             rows.append([Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn])
     if not rows:
@@ -130,13 +133,16 @@ def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Seq
     return rows
 
 
-def _over(views: Sequence[RunView], stage: str, metric: str) -> Chart:
-    """A metric of a stage, a line a run."""
-    lines = []
-    for number, (label, view) in enumerate(zip(labels(len(views)), views, strict=True)):
-        if points := view.curve(stage, metric):
-            lines.append(Line(f"{label}  {view.name}" if len(views) > 1 else metric, number, tuple(points)))
+def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str]) -> Chart:
+    """A metric of a stage, a line of this name for each run that has it."""
+    curves = [view.curve(stage, metric) for view in views]
+    lines = [Line(names[number], number, tuple(points)) for number, points in enumerate(curves) if points]
     return Chart(metric, unit_of(metric), tuple(lines))
+
+
+def _is_line(chart: Chart) -> bool:
+    """Whether any line has more than one point: single values are in tables."""
+    return any(len(line.points) > 1 for line in chart.lines)
 
 
 def _grouped(view: RunView, stage: str, names: Sequence[str], groups: Iterable[tuple[str, str, str]]) -> Iterator[Chart]:
@@ -146,14 +152,15 @@ def _grouped(view: RunView, stage: str, names: Sequence[str], groups: Iterable[t
         metrics = [name for name in names if re.fullmatch(pattern, name)]
         if len(metrics) > 1:  # "lr" is the rate of the first optimizer, which is there under its own name too
             metrics = [name for name in metrics if name != "lr"]
-        yield from _chart(title, unit, [(name, 0, view.curve(stage, name)) for name in metrics])
+        yield from _chart(view, stage, title, unit, metrics)
 
 
-def _chart(title: str, unit: str, lines: Sequence[tuple[str, int, Sequence[Point]]]) -> Iterator[Chart]:
-    """The chart, if any line has more than one point: single values are in tables."""
-    drawn = [Line(label, run, tuple(points)) for label, run, points in lines if points]
-    if any(len(line.points) > 1 for line in drawn):
-        yield Chart(title, unit, tuple(drawn))
+def _chart(view: RunView, stage: str, title: str, unit: str, metrics: Sequence[str]) -> Iterator[Chart]:
+    """The chart of some metrics of one run, where there is a line to draw."""
+    curves = [(metric, view.curve(stage, metric)) for metric in metrics]
+    chart = Chart(title, unit, tuple(Line(metric, 0, tuple(points)) for metric, points in curves if points))
+    if _is_line(chart):
+        yield chart
 
 
 def _family(name: str) -> str:

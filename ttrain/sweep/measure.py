@@ -63,7 +63,7 @@ def choose(
 
     Raises UsageError where the settings cannot change the metric, or where it does not exist.
     """
-    direct = {key: frozenset(name for name in graph if _is_affected(STAGES[name], key)) for key in keys}
+    direct = {key: directly_affected([key], graph) for key in keys}
     for key, stages in direct.items():
         if not stages:
             raise UsageError(
