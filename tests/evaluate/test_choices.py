@@ -70,11 +70,11 @@ class Watched(nn.Module):
 # --- scores -------------------------------------------------------------------------------------------------------------
 
 
-def check(subject: EvaluatedModel, **options: Any) -> None:
+def check(subject: EvaluatedModel) -> None:
     """Every score of TEXTS is that of a pass over its whole row."""
     pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
-    found = log_likelihoods(subject, TEXTS, quiet, **options)
+    found = log_likelihoods(subject, TEXTS, quiet)
     assert [one.nats for one in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-4)
     assert [one.greedy for one in found] == [greedy for _, greedy in wanted]
     assert [one.tokens for one in found] == [len(continuation) for _, continuation in pairs]
@@ -86,20 +86,16 @@ def check(subject: EvaluatedModel, **options: Any) -> None:
     ids=["shares", "few positions", "windows", "a window that hides the beginning of a context", "takes no mask"],
 )
 def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, options: dict[str, Any]) -> None:
-    subject = subject_of(model_of(encoder, **options), encoder, max_length=128)
-    for alone in (True, False):
-        check(subject, alone=alone)
+    check(subject_of(model_of(encoder, **options), encoder, max_length=128))
 
 
 def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -> None:
     texts = [(f"{PASSAGE}What is {number}?", choice) for number in range(60) for choice in (" a", " list", " or", " items")]
-    tokens = {}
-    for alone in (True, False):
-        model = model_of(encoder)
-        watched = Watched(model)
-        log_likelihoods(subject_of(model, encoder), texts, quiet, alone=alone)
-        tokens[alone] = watched.tokens
-    assert tokens[False] < 0.2 * tokens[True]  # 0.3 where questions are computed once, but not their passage
+    model = model_of(encoder)
+    watched, subject = Watched(model), subject_of(model, encoder)
+    log_likelihoods(subject, texts, quiet)
+    alone = sum(len(context) + len(continuation) - 1 for context, continuation in encode_pairs(subject, texts))
+    assert watched.tokens < 0.2 * alone  # 0.3 where questions are computed once, but not their passage
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])

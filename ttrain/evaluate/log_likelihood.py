@@ -26,12 +26,9 @@ class Likelihood(NamedTuple):
 
 
 def log_likelihoods(
-    subject: EvaluatedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback, *, alone: bool = False
+    subject: EvaluatedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback
 ) -> list[Likelihood]:
-    """Score each (context, continuation). `alone` puts each pair into its own row, as a reference for shared computation.
-
-    Raises DataError for a continuation without tokens.
-    """
+    """Score each (context, continuation). Raises DataError for a continuation without tokens."""
     pairs = encode_pairs(subject, texts)
     pieces: list[tuple[Ids, Ids]] = []
     owners: list[int] = []
@@ -41,7 +38,7 @@ def log_likelihoods(
         pieces += fitted
         owners += [number] * len(fitted)
         cuts.append(cut)
-    scored = Scorer(subject, alone=alone).score(pieces, progress)
+    scored = Scorer(subject).score(pieces, progress)
     nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
     for number, (cost, every) in zip(owners, scored, strict=True):
         nats[number] += cost

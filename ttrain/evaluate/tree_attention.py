@@ -74,18 +74,15 @@ class Prefix(NamedTuple):
 
 @final
 class Scorer:
-    """Scores pairs under one model, with the sharing strategy that the model supports, tried on the longest pairs.
+    """Scores pairs under one model, with the sharing strategy that the model supports, tried on the longest pairs."""
 
-    `alone`: nothing is shared, which works with any causal model.
-    """
-
-    def __init__(self, subject: EvaluatedModel, *, alone: bool = False) -> None:
+    def __init__(self, subject: EvaluatedModel) -> None:
         self._subject = subject
         model: Any = subject.model
         self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
         config = getattr(self._causal, "config", None)
         self._width = int(getattr(config, "hidden_size", None) or DEFAULT_WIDTH)
-        self._shares = not alone and config is not None
+        self._shares = config is not None
         self._parts: tuple[Callable[..., Any], nn.Module] | None = None
 
     def score(self, pairs: Sequence[Pair], progress: ProgressCallback) -> list[tuple[float, bool]]:
