@@ -8,20 +8,38 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ttrain.config.base import RETIRED
-from ttrain.data.loader import Order
+from ttrain.data.loader import Loader, Order
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.train.callbacks import CallbackList
 from ttrain.train.checkpoint import Snapshot
-
-if TYPE_CHECKING:
-    from ttrain.train.trainer import Trainer
+from ttrain.train.distributed import Ranks
+from ttrain.train.optim import Optimizers
+from ttrain.train.precision import LossScale, Precision
+from ttrain.train.task import TrainingTask
 
 log = logging.getLogger("ttrain")
 
 
-def state_of(trainer: Trainer, step: int) -> dict[str, Any]:
+class Resumable(Protocol):
+    """The part of the trainer that its checkpoints describe."""
+
+    steps: int
+    first: int  # step at which it begins
+    task: TrainingTask
+    loader: Loader
+    counters: Counters
+    loss_scale: LossScale
+    callback_list: CallbackList
+    optimizers: Optimizers
+    identity: dict[str, Any]
+    ranks: Ranks
+    precision: Precision
+
+
+def state_of(trainer: Resumable, step: int) -> dict[str, Any]:
     """The JSON part of a snapshot; `rows` are those consumed."""
     order = trainer.loader.order
     return {
@@ -38,7 +56,7 @@ def state_of(trainer: Trainer, step: int) -> dict[str, Any]:
     }
 
 
-def check_resumable(trainer: Trainer, snapshot: Snapshot, allow: frozenset[str]) -> int:
+def check_resumable(trainer: Resumable, snapshot: Snapshot, allow: frozenset[str]) -> int:
     """The step at which this run continues from the snapshot: consumed rows are not read again.
 
     Raises UsageError with the differences if it was made under other settings that may not change.
@@ -63,7 +81,7 @@ def check_resumable(trainer: Trainer, snapshot: Snapshot, allow: frozenset[str])
     return _resume_step(snapshot, trainer.loader.order)
 
 
-def check_optimizers(trainer: Trainer, snapshot: Snapshot) -> None:
+def check_optimizers(trainer: Resumable, snapshot: Snapshot) -> None:
     """Raise UsageError if the state belongs to other optimizers."""
     old, new = snapshot.state["optimizers"], [type(optimizer).__name__ for optimizer in trainer.optimizers.optimizers]
     if old != new:
@@ -73,7 +91,7 @@ def check_optimizers(trainer: Trainer, snapshot: Snapshot) -> None:
         )
 
 
-def check_same(trainer: Trainer, snapshot: Snapshot | None) -> None:
+def check_same(trainer: Resumable, snapshot: Snapshot | None) -> None:
     """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
     fingerprint = [float(trainer.first), float(_digest(snapshot))]
     if any(
