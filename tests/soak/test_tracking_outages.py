@@ -35,8 +35,8 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 def test_a_hundred_thousand_metrics_come_through_outages_and_kills(proxy: Proxy, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     modes = tuple(MODES[number % len(MODES)] for number in range(OUTAGES))
-    write_through(
-        proxy, tmp_path / "home", steps_in_all=STEPS, modes=modes, seconds=max(1.5, 120 / OUTAGES), pace=0.001 * OUTAGES / 20
-    )
+    seconds = max(1.5, 120 / OUTAGES)
+    pace = 1.5 * seconds * OUTAGES / STEPS  # so that the curve grows until the last kill
+    write_through(proxy, tmp_path / "home", steps_in_all=STEPS, modes=modes, seconds=seconds, pace=pace)
     assert_whole(proxy.url, tmp_path / "home", STEPS)
     print(f"{OUTAGES} outages, each with a kill, {2 * STEPS:,} points: 0 lost, 0 doubled")
