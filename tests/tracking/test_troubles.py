@@ -54,6 +54,34 @@ def locked(home: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
+def test_a_run_that_goes_on_takes_its_outbox_from_the_thread_that_delivers_it(
+    tracked_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long backlog held the run up for 20 s, and it got a second identity."""
+    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=False)
+    for step in range(100):
+        left.add("tags", values={f"step-{step}": "1"})
+    left._file_lock.close()  # as when its process is killed
+    deliver, delivered = MlflowStore._deliver_entry, list[int]()
+
+    def deliver_slowly(self: MlflowStore, run: TrackedRun, entry: outbox.Entry) -> None:
+        delivered.append(entry.number)
+        time.sleep(0.1)
+        deliver(self, run, entry)
+
+    monkeypatch.setattr(MlflowStore, "_deliver_entry", deliver_slowly)
+    monkeypatch.setattr("ttrain.tracking.tracker.TAKE_SECONDS", 5.0)
+    store = opened(tracked_home)
+    store.deliver_orphans()
+    wait_until(lambda: len(delivered) > 2)
+    run = store.start_run("stage", identity=left.id, tags={}, params={})
+    assert run.identity == left.id
+    monkeypatch.undo()
+    store.close()
+    assert {f"step-{step}" for step in range(100)} <= set(store.client.get_run(run.id).data.tags)
+    assert sorted(set(delivered)) == sorted(delivered), "each entry once"
+
+
 def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everything(hasty_home: Path) -> None:
     with locked(hasty_home):
         store = opened(hasty_home)

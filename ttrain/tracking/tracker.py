@@ -50,6 +50,7 @@ class MlflowStore:
         # A server chooses the artifact root itself; everything else would write below the working directory
         self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
         self._open: dict[str, TrackedRun] = {}  # by outbox id
+        self._continued: set[str] = set()  # outbox ids that runs of this process continue: threads let go of them
         self._opening = threading.RLock()
         self._delivers_orphans = self._upload_failed = False
         self.lock = self.caller.lock
@@ -324,6 +325,7 @@ class MlflowStore:
         with self._opening:
             run = self._open.get(identity)
             if run is None:
+                self._continued.add(identity)
                 box = outbox.take(self.home / outbox.FOLDER / identity, TAKE_SECONDS) if identity else None
                 run_info = {"ended": False, **run_info}
                 tracker_info = {"tracker": self.tracker, "experiment": self._experiment}
@@ -362,7 +364,10 @@ class MlflowStore:
         return all(done)
 
     def _next(self, run: TrackedRun, uploads: bool) -> Entry | None:
-        """The next entry to deliver; a curve's points only after all earlier ones, whose steps they pass."""
+        """The next entry to deliver; a curve's points only after all earlier ones, whose steps they pass. None also where
+        what an earlier process left is continued in this one."""
+        if run.outbox.id in self._continued and self._open.get(run.outbox.id) is not run:
+            return None
         waiting = [entry for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads]
         has_failed = any(entry.kind == "rows" and entry.number in run.failed for entry in waiting)
         ready = (entry for entry in waiting if entry.number not in run.failed and not (has_failed and entry.kind == "rows"))
