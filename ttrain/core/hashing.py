@@ -270,15 +270,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
         lines.append("starts from {} instead of {}".format(*kinds))
     for kind, label in (("arguments", "argument "), ("settings", "")):
-        for name, before, after in _changed(old.get(kind, {}), new.get(kind, {})):
+        for name, old_value, new_value in _changed(old.get(kind, {}), new.get(kind, {})):
             if kind != "settings" or name not in began_anew:
-                lines.append(f"{label}{name}: {_short(before)} → {_short(after)}")
+                lines.append(f"{label}{name}: {_short(old_value)} → {_short(new_value)}")
     lines += _changed_files(old.get("files", {}), new.get("files", {}))
-    for name, before, after in _changed(old.get("inputs", {}), new.get("inputs", {})):
+    for name, old_value, new_value in _changed(old.get("inputs", {}), new.get("inputs", {})):
         if name != "base" or not began_anew:
-            lines.append(f"input {name}: {_short_digest(before)} → {_short_digest(after)}")
-    for name, before, after in _changed(old.get("code", {}), new.get("code", {})):
-        lines.append(f"module {name} {_change(before, after, 'is gone')}")
+            lines.append(f"input {name}: {_short_digest(old_value)} → {_short_digest(new_value)}")
+    for name, old_value, new_value in _changed(old.get("code", {}), new.get("code", {})):
+        lines.append(f"module {name} {_change(old_value, new_value, 'is gone')}")
     if old.get("python") != new.get("python"):
         lines.append(f"python: {old.get('python')} → {new.get('python')}")
     return lines
@@ -292,8 +292,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[s
             yield name, *values
 
 
-def _change(before: object, after: object, gone: str) -> str:
-    return "is new" if before is UNSET else gone if after is UNSET else "changed"
+def _change(old_value: object, new_value: object, gone: str) -> str:
+    return "is new" if old_value is UNSET else gone if new_value is UNSET else "changed"
 
 
 def _description(ingredients: Mapping[str, Any]) -> set[str]:
@@ -309,12 +309,12 @@ def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
         old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))
-        for name, before, after in _changed(old_files, new_files):
-            if UNSET not in (before, after) and before.split()[0] == after.split()[0]:
-                weights = (" ".join(file.split()[1:]) or "none" for file in (before, after))
+        for name, old_value, new_value in _changed(old_files, new_files):
+            if UNSET not in (old_value, new_value) and old_value.split()[0] == new_value.split()[0]:
+                weights = (" ".join(file.split()[1:]) or "none" for file in (old_value, new_value))
                 lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
             else:
-                lines.append(f"{role} file {name} {_change(before, after, 'is no longer read')}")
+                lines.append(f"{role} file {name} {_change(old_value, new_value, 'is no longer read')}")
         if old_files == new_files and old.get(role) != new.get(role):
             lines.append(f"{role} files come in another order")
     return lines

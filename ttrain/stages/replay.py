@@ -96,10 +96,10 @@ def sample(
     tokens, live, counts, first = [], [], [], 0
     for column in source.columns():
         inside = chosen[(records[chosen] >= first) & (records[chosen] < first + len(column))]
-        own = records[inside] - first
-        held_out = [record for record in np.unique(own).tolist() if _digest(column, record) in heldout]
-        inside, own = (numbers[~np.isin(own, held_out)] for numbers in (inside, own))
-        places = counted_up(column.offsets[own] + begins[inside], lengths[inside])
+        rows = records[inside] - first
+        held_out = [row for row in np.unique(rows).tolist() if _digest(column, row) in heldout]
+        inside, rows = (numbers[~np.isin(rows, held_out)] for numbers in (inside, rows))
+        places = counted_up(column.offsets[rows] + begins[inside], lengths[inside])
         tokens.append(column.tokens[places])
         live += [] if column.live is None else [column.live[places]]
         counts.append(lengths[inside])
