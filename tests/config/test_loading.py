@@ -305,5 +305,5 @@ def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_long
     assert settings_of({"run": "old", "settings": tree}) == settings_of(
         {"run": "old", "settings": settings.model_dump(mode="json")}
     )
-    with pytest.raises(UsageError, match=r"unknown setting 'runtime\.prefetch_steps'"):
+    with pytest.raises(UsageError, match=r"'runtime\.prefetch_steps' \(from command line\) is a constant now; leave it out"):
         load(["runtime.prefetch_steps=2"])

@@ -23,6 +23,7 @@ from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import TextSample, sample
+from ttrain.errors import DataError
 from ttrain.stages.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
@@ -290,6 +291,23 @@ def test_files_that_the_head_does_not_reach_are_measured_too(tmp_path: Path) -> 
     result = train_directory([str(path) for path in paths], tmp_path / "out", settings, Reading())
     assert (result["documents"], result["documents_seen"]) == (10, 10)
     assert all(entry["documents"] and entry["bytes_per_token"] > 1 for entry in result["files"])
+
+
+def test_a_few_bad_lines_are_counted_and_many_or_no_text_end_it_naming_the_field(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, corpus(1000))
+    with rows.open("a") as file:
+        file.write('{broken\n{"text": 1}\n{"txt": "x"}\n')
+    result = train_directory([str(rows)], tmp_path / "out", config(vocab_size=400), Reading())
+    assert (result["rows"]["rows"], sum(result["rows"]["rejected"].values())) == (1003, 3)
+    assert result["rows"]["first_rejected"][0].startswith(f"{rows}:1001:")
+    for reading in (Reading(rejected_fraction=0.001), Reading(text_field="body")):
+        with pytest.raises(DataError, match=reading.text_field):
+            train_directory([str(rows)], tmp_path / "no", config(vocab_size=400), reading)
+    write_rows(rows, [" "])
+    with pytest.raises(DataError, match=r"data\.pretrain.*no rows are left of 1"):
+        train_directory([str(rows)], tmp_path / "no", config(vocab_size=400), Reading())
+    assert not (tmp_path / "no").exists()
 
 
 def test_own_needs_a_tokenizer_that_exists() -> None:

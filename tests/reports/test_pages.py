@@ -278,6 +278,18 @@ def test_a_text_of_a_run_cannot_break_a_picture(tmp_path: Path) -> None:
     assert Image.open(tmp_path / "hostile.png").width > drawings.SCALE * drawings.PANEL_WIDTH
 
 
+def test_the_gap_is_seen_in_the_picture(tmp_path: Path) -> None:
+    """The pixels of the line's colour, in the columns of the picture: none of a stretch without numbers."""
+    values = [1.0] * 20 + [math.nan] * 20 + [1.0] * 20
+    panel = charts.Chart("loss", "", (charts.Line("loss", 0, tuple(points(values))),))
+    drawings.save(drawings.picture([[panel]], axis="step"), tmp_path / "gap.png")
+    image = numpy.asarray(Image.open(tmp_path / "gap.png").convert("RGB"), dtype=float)
+    blue = (abs(image - [0x25, 0x63, 0xEB]).max(axis=2) < 25).any(axis=0).nonzero()[0]
+    steps = blue[1:] - blue[:-1]
+    assert steps.max() > 0.25 * (blue[-1] - blue[0])
+    assert sorted(steps)[-2] <= 2
+
+
 def test_curves_of_several_runs_are_lines_of_one_picture(pages_home: Path) -> None:
     rows = charts.panels_of(read_runs(pages_home, [A, B]), ["loss"])
     assert [[(line.label, len(line.points)) for line in chart.lines] for chart in rows[0]] == [

@@ -226,7 +226,7 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted,
 
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
-    contents = gate_files.GateFile(experts=(first, *others), settings=Gate(), figures={}, router_sha256="0" * 64)
+    contents = gate_files.GateFile(format=1, experts=(first, *others), settings=Gate(), figures={}, router_sha256="0" * 64)
     gate_files.write(tmp_path, contents)
     assert gate_files.read(tmp_path).experts == (first, *others)
     path = tmp_path / gate_files.GATE

@@ -121,6 +121,22 @@ def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -
     assert len(found) == len(set(map(tuple, found)))
 
 
+def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begins_within_one(tmp_path: Path) -> None:
+    opens, closes = 7, 8
+    masked = [[100, 101, opens, *range(20, 100), *range(20, 100), closes, *range(102, 140)] for _ in range(2)]
+    night = {"learnt-0000": write(tmp_path / "a", [masked], documents(9, 1)),
+             "documents": write(tmp_path / "b", [documents(0, 200)], documents(9, 1))}  # fmt: skip
+    _, found = run(night, tmp_path / "out", 0.05, row_length=64, mask_intervals=[[opens, closes]])
+    assert found == masked[:1]
+
+
+def test_a_sample_of_everything_has_every_window(tmp_path: Path) -> None:
+    long = [[100 + place % 90 for place in range(1000 + number)] for number in range(20)]
+    learnt = ShardSet(write(tmp_path / "a", [long], documents(9, 1)) / "train")
+    sample = replay.sample(learnt, 1.0, 1, 3, (), 64)
+    assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 20 * 16
+
+
 def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:
     result, _ = run(nights, tmp_path / "out", 0.5, tokens=1000, epochs=None)
     assert 500 <= result["tokens"] <= 500 + 3 * 24
@@ -178,5 +194,5 @@ def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> N
     config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
     assert config.model_dump() == {
         "nightly": {"replay": 0.1},
-        "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1, "row_length": 256},
+        "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": ()},
     }

@@ -160,7 +160,10 @@ TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
 def check_stride(section: Any, prefix: str = "") -> None:
     """Raise ValueError where windows of the section's `row_length` tokens would leave some between them unread."""
     if section.stride > section.row_length:
-        raise ValueError(f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}")
+        raise ValueError(
+            f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}; "
+            f"try {section.row_length}"
+        )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -227,9 +227,10 @@ class Budget(PartOfSection):
 
 
 class RowBudget(Budget):
-    """The same, and the length of what is read at once."""
+    """The same, and what tells the windows of its documents."""
 
     row_length: int
+    mask_intervals: tuple[tuple[int | str, int | str], ...]
 
 
 class ReplayShare(PartOfSection):

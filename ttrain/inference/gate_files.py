@@ -28,7 +28,7 @@ class GateFile(Section):
     router_sha256  of the router's weights
     """
 
-    format: Literal[1] = 1
+    format: Literal[1]
     experts: tuple[Expert, ...]
     settings: Gate
     figures: Mapping[str, Any]

@@ -430,6 +430,8 @@ class StageWatcher(DisplayObserver):
         if self.child:
             self.child.set_tags({"ttrain.error": message[:1000]})
             if self.log_path:  # as it is now; a finished artifact has it among its files
-                with contextlib.suppress(OSError):
+                try:
                     self.child.log_text(self.log_path.read_text(encoding="utf-8", errors="replace"), self.log_path.name)
+                except OSError as error:
+                    log.warning("the log %s does not reach MLflow: %s", self.log_path, error.strerror)
             self.child.finish(tracking.status_of(outcome))

@@ -23,7 +23,7 @@ from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import STAGES, Stage
+from ttrain.stages import GATE, TASK, Stage
 
 if TYPE_CHECKING:
     from ttrain.pipeline.recipe import Planned
@@ -199,6 +199,7 @@ def start(
 ) -> None:
     """Start the processes of a stage, one per local rank, and add them to the group."""
     environment, runtime = environment_of(settings), settings.runtime
+    is_of_pipeline = stage.module not in (TASK.module, GATE.module)
     module, arguments, environments = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
         module, arguments = AGENT, [*_torchrun(runtime), str(work)]
@@ -210,7 +211,7 @@ def start(
     for variables in environments:
         process = None
         # Not what trains a task or a gate: it would load the libraries of language models, and be used once.
-        if stage.name in STAGES and available() and (stage.loads_torch or loaded_server_for(variables)):
+        if is_of_pipeline and available() and (stage.loads_torch or loaded_server_for(variables)):
             process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
         group.processes.append(process or spawn(module, arguments, variables, log))
 

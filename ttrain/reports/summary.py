@@ -95,7 +95,7 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
     if stage == "heldout":
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
     if stage in ("replay", "replay-sft"):
-        kind, nights = "documents" if stage == "replay" else "chats", len(result["nights"])
+        kind, nights = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(nights, 'earlier night')}"
     if stage == "average":
         return f"{result['share']:g} of the champion's weights in {result['averaged_tensors']:,} tensors"

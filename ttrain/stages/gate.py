@@ -76,7 +76,7 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     digest = sha256_file(job.output / gate_files.WEIGHTS)
     gate_files.write(
         job.output,
-        GateFile(experts=config.experts, settings=settings, figures=routing_figures, router_sha256=digest),
+        GateFile(format=1, experts=config.experts, settings=settings, figures=routing_figures, router_sha256=digest),
     )
     return {**figures, "routing": routing_figures, "unscored_records": unscored}
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.config import ReplayConfig, ReplaySftConfig
+from ttrain.config.settings import Budget
 from ttrain.core.hashing import digest_of
 from ttrain.data.loader import permute
 from ttrain.data.record_rows import document_windows
@@ -32,11 +33,13 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     sources have weights, and by place, so that each file has its share, and each source that stands together in one.
 
     It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
-    them: of long documents few would make up a sample. A record that the held-out part of tonight or of one of these nights
-    has is left out.
+    them: of long documents few would make up a sample. Where regions are masked, documents stay whole. A record that the
+    held-out part of tonight or of one of these nights has is left out.
     """
-    row_length = config.pretrain.row_length if isinstance(config, ReplayConfig) else None
-    training = config.pretrain if isinstance(config, ReplayConfig) else config.sft
+    training: Budget = config.sft if isinstance(config, ReplaySftConfig) else config.pretrain
+    row_length = None
+    if isinstance(config, ReplayConfig) and not config.pretrain.mask_intervals:
+        row_length = config.pretrain.row_length  # a masked region may begin in one window and end in another
     new = ShardSet(job.inputs["documents"] / "train")
     tokenizer, share = new.index["tokenizer"], config.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
@@ -92,7 +95,7 @@ def sample(
     order = _spread(permute(np.arange(len(records)), len(records), seed, 0)) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]
-    chosen = np.sort(order[earlier_tokens < share * source.tokens])
+    chosen = np.sort(order[earlier_tokens < share * lengths.sum()])
     tokens, live, counts, first = [], [], [], 0
     for column in source.columns():
         inside = chosen[(records[chosen] >= first) & (records[chosen] < first + len(column))]

@@ -331,6 +331,7 @@ class MlflowStore:
                 tracker_info = {"tracker": self.tracker, "experiment": self._experiment}
                 dropped = {"follow"}  # the process that continues the run follows its files again
                 if box is None:  # or another process holds it, and this becomes another run
+                    self._continued.discard(identity)
                     run_info["doubtful"] = bool(identity) and run_id is None
                     box = outbox.create(self.home, id=identity, run_id=run_id, **tracker_info, **run_info)
                 else:
