@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import typer.main
 
@@ -41,7 +42,9 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 # Homes and databases are written with fsync, which waits for a disk for milliseconds each time and for memory not at all.
 MEMORY = Path("/dev/shm")
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30 and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+HOMES_BYTES = 4 << 30  # 0.2 GB of them are there at once; the rest is for the tests' own memory
+has_room = MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > HOMES_BYTES
+if has_room and "TMPDIR" not in os.environ and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 # Modules are compiled once, not in each of some hundred processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -296,7 +296,7 @@ def around(action, wanted):
 if kind == "record":
     Path.replace = around(Path.replace, lambda source, target: Path(target).name.startswith("night-"))
 else:
-    setattr(tracking, kind, around(getattr(tracking, kind), lambda *_: True))
+    setattr(tracking.Champions, kind, around(getattr(tracking.Champions, kind), lambda *_: True))
 try:
     main(sys.argv[4:])
 finally:

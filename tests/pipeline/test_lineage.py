@@ -106,7 +106,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Pa
     contents = {stage: one.content for stage, one in artifacts.items()}
     told = tracking.model_sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
     parent.finish("FINISHED")
-    tracking.model_sets.register(opened.client, "mine", parent, told)
+    tracking.model_sets.register_set(opened.client, "mine", parent, told)
     opened.client.set_registered_model_alias("mine", "champion", "1")
     opened.close()
     return home

@@ -74,7 +74,7 @@ def test_a_set_on_a_server_opens_as_its_full_model_since_no_base_is_uploaded_aga
     contents = {stage: artifact.content for stage, artifact in made.items()}
     tags = tracking.model_sets.tags_of("full-1", members, contents, {stage: one.key for stage, one in made.items()}, {})
     assert isinstance(parent, tracking.TrackedRun)
-    assert tracking.model_sets.register(opened.client, "mine", parent, tags) == "1"
+    assert tracking.model_sets.register_set(opened.client, "mine", parent, tags) == "1"
     assert opened.client.get_model_version("mine", "1").source == "models:/mine-sft/1"
     opened.close()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -82,6 +82,17 @@ def test_a_run_that_goes_on_takes_its_outbox_from_the_thread_that_delivers_it(
     assert sorted(set(delivered)) == sorted(delivered), "each entry once"
 
 
+def test_an_outbox_of_an_earlier_build_is_left_as_it_is_with_the_reason(tracked_home: Path) -> None:
+    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=True)
+    left.add("rows", kept="1.jsonl")
+    left._file_lock.close()
+    directory = outbox.list_outboxes(tracked_home)[0]
+    (directory / "files").mkdir()
+    (report,) = tracking.sync(tracked_home)
+    assert "a build before 25 November 2026 made it" in report.why and report.things == {"rows": 1}
+    assert len(outbox.read_journal(directory)) == 1
+
+
 def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everything(hasty_home: Path) -> None:
     with locked(hasty_home):
         store = opened(hasty_home)

@@ -432,6 +432,8 @@ class StageWatcher(DisplayObserver):
             if self.log_path:  # as it is now; a finished artifact has it among its files
                 try:
                     self.child.log_text(self.log_path.read_text(encoding="utf-8", errors="replace"), self.log_path.name)
+                except FileNotFoundError:
+                    pass  # its process did not begin
                 except OSError as error:
                     log.warning("the log %s does not reach MLflow: %s", self.log_path, error.strerror)
             self.child.finish(tracking.status_of(outcome))

@@ -73,7 +73,15 @@ class Champions:
 
     def champion(self, name: str) -> ModelSet | None:
         """The champion; None if none was promoted."""
-        return self._take_snapshot(name).holder(name, CHAMPION)
+        if is_missing(self._uri, self._home):
+            return None
+        client = self._client
+        version, error = attempt(lambda: client.get_model_version_by_alias(name, CHAMPION))
+        if error is not None and not is_refusal(error):
+            raise self._tracking_error(error)
+        chosen = None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
+        self._record({name: chosen})  # by one request: of 400 versions all took 0.8 CPU s
+        return chosen
 
     def find(self, name: str, version: str) -> ModelSet:
         """A set by its version. Raises UsageError that lists the existing sets."""

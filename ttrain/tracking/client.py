@@ -113,7 +113,7 @@ def tracking_uri(home: Path) -> str:
 def cannot_be_queried(uri: str, subject: str, error: Exception) -> TrackingError:
     """The error of a question that MLflow did not answer. `subject`: what it was asked for."""
     cause = first_line(error)
-    fix = "" if REPAIR in cause else "; start it, or set MLFLOW_TRACKING_URI to the one that holds them"
+    fix = "; start it, or set MLFLOW_TRACKING_URI to the one that holds them" if uri.startswith("http") else ""
     return TrackingError(f"MLflow at {without_user(uri)} cannot be queried {subject}: {cause}{fix}")
 
 

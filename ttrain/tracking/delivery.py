@@ -72,10 +72,7 @@ def rows(run: TrackedRun, entry: Entry) -> None:
     What was sent but not answered is sent again unchanged: MLflow's key of a point is its step, time and value, so it is
     stored once.
     """
-    points = entry.data.get("points")
-    if points is None:
-        raise RefusedError("its points lie where an earlier version of ttrain had them; see `ttrain track repair`")
-    fresh = [(key, value, time, step) for key, value, time, step in points if step > run.steps.get(key, -1)]
+    fresh = [(key, value, time, step) for key, value, time, step in entry.data["points"] if step > run.steps.get(key, -1)]
     _send(run, fresh)
 
 
@@ -122,8 +119,6 @@ def log_inputs(run: TrackedRun, entry: Entry) -> None:
 
 def text(run: TrackedRun, entry: Entry) -> None:
     """Log a text as a file of the run."""
-    if entry.data["text"] is None:
-        raise RefusedError("its text lies where an earlier version of ttrain had it")
     content = plain(entry.data["text"])
     if root := _root(run):
         write_text(with_parent(below(root, entry.data["to"])), content)

@@ -196,7 +196,11 @@ def _hidden(directory: Path) -> Path:
 
 def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
     """Lock and open the outbox in a directory; None if there is none, or if another process, or this one, holds it."""
-    if not (directory / RUN).exists() or not (box := Outbox(directory, {})).acquire(seconds):
+    if (
+        not (directory / RUN).exists()
+        or is_of_earlier_build(directory)
+        or not (box := Outbox(directory, {})).acquire(seconds)
+    ):
         return None
     run_info = read_object(directory / RUN)
     if run_info.get("id") != directory.name:  # delivered and removed while we waited
@@ -206,6 +210,11 @@ def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
     box.run_info, read = run_info, read_journal(directory)
     box.entries, box._next = list(read.values()), 1 + max(read, default=0)
     return box
+
+
+def is_of_earlier_build(directory: Path) -> bool:
+    """Whether a build before 25 November 2026 made it, which kept texts and points in files beside the journal."""
+    return any((directory / name).exists() for name in ("files", "flight.json"))
 
 
 def read_journal(directory: Path) -> dict[int, Entry]:

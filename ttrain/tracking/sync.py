@@ -98,10 +98,15 @@ def _deliver(store: MlflowStore, pending: UndeliveredRun, *, uploads: bool, else
     counts_before = store.counts.copy()
     done: bool | None = False
     for _ in range(TRIES):
-        if done is False and not (store.caller.is_silent and store.caller.probe()):
-            done = store.deliver_orphan(pending.directory, elsewhere=elsewhere, uploads=uploads)
+        if store.caller.is_silent and store.caller.probe() is not None:
+            break
+        done = store.deliver_orphan(pending.directory, elsewhere=elsewhere, uploads=uploads)
+        if done is not False:
+            break
     why = ""
-    if done is None:
+    if outbox.is_of_earlier_build(pending.directory):
+        why = "a build before 25 November 2026 made it: deliver it with that one, or remove the directory"
+    elif done is None:
         host = read_object(pending.directory / outbox.RUN).get("host")
         host_note = "" if host == platform.node() else f" on {host}; name the run to deliver it all the same"
         why = f"a process still has its outbox and delivers it itself{host_note}"
