@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -80,6 +81,31 @@ def test_a_run_that_goes_on_takes_its_outbox_from_the_thread_that_delivers_it(
     store.close()
     assert {f"step-{step}" for step in range(100)} <= set(store.client.get_run(run.id).data.tags)
     assert sorted(set(delivered)) == sorted(delivered), "each entry once"
+
+
+def test_what_cannot_be_taken_in_time_is_delivered_all_the_same(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is within one entry for longer than a run waits, which then is another run."""
+    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=False)
+    for step in range(3):
+        left.add("tags", values={f"step-{step}": "1"})
+    left._file_lock.close()
+    deliver, begun = MlflowStore._deliver_entry, threading.Event()
+
+    def deliver_slowly(self: MlflowStore, run: TrackedRun, entry: outbox.Entry) -> None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(1.0)
+        deliver(self, run, entry)
+
+    monkeypatch.setattr(MlflowStore, "_deliver_entry", deliver_slowly)
+    monkeypatch.setattr("ttrain.tracking.tracker.TAKE_SECONDS", 0.1)
+    store = opened(tracked_home)
+    store.deliver_orphans()
+    assert begun.wait(60)
+    run = store.start_run("stage", identity=left.id, tags={}, params={})
+    assert run.identity != left.id
+    wait_until(lambda: not (tracked_home / outbox.FOLDER / left.id).exists())
+    store.close()
 
 
 def test_an_outbox_of_an_earlier_build_is_left_as_it_is_with_the_reason(tracked_home: Path) -> None:

@@ -52,7 +52,7 @@ class MlflowStore:
         self._open: dict[str, TrackedRun] = {}  # by outbox id
         self._continued: set[str] = set()  # outbox ids that runs of this process continue: threads let go of them
         self._opening = threading.RLock()
-        self._delivers_orphans = self._upload_failed = False
+        self._delivers_orphans = self._upload_failed = self._closed = False
         self.lock = self.caller.lock
         pause = RETRY_PAUSE_SECONDS if self.is_http else 0.2
         self._retry_thread = RetryThread("tracking", partial(self._deliver_all, uploads=False), pause)
@@ -263,6 +263,7 @@ class MlflowStore:
         self.finish_uploads()
         self._retry_thread.stop(tracking_client.PROBE_SECONDS + 1 if self.caller.is_silent else 30.0)
         self._upload_thread.stop(tracking_client.PROBE_SECONDS + 1)
+        self._closed = True
         for run in runs:
             if not self.caller.is_silent:
                 self.deliver(run, again=True)
@@ -366,8 +367,8 @@ class MlflowStore:
 
     def _next(self, run: TrackedRun, uploads: bool) -> Entry | None:
         """The next entry to deliver; a curve's points only after all earlier ones, whose steps they pass. None also where
-        what an earlier process left is continued in this one."""
-        if run.outbox.id in self._continued and self._open.get(run.outbox.id) is not run:
+        what an earlier process left is continued in this one, or is left to the next store."""
+        if (self._closed or run.outbox.id in self._continued) and self._open.get(run.outbox.id) is not run:
             return None
         waiting = [entry for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads]
         has_failed = any(entry.kind == "rows" and entry.number in run.failed for entry in waiting)
