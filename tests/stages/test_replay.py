@@ -86,7 +86,7 @@ def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_ot
     sources = [[[200 + source, *number] for number in documents(1000 * source, 100)] for source in range(10)]
     equal = [[document[:4] for document in documents] for documents in sources]
     learnt = ShardSet(write(tmp_path / "a", [list(chain.from_iterable(equal))], documents(50_000, 1)) / "train")
-    samples = [replay.sample(learnt, 0.05, 1, night, (), 256) for night in range(20)]
+    samples = [replay.sample(learnt, 0.05, seed, night, (), 256) for seed in range(8) for night in range(20)]
     counts = [[int((sample.tokens == 200 + source).sum()) for source in range(10)] for sample in samples]
     assert {len(sample) for sample in samples} == {50}
     assert np.std(counts) < 1.2 and np.mean(counts, axis=0) == pytest.approx([5] * 10, abs=0.8)

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,14 +55,20 @@ def locked(home: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
+def left_behind(home: Path, entries: Sequence[tuple[str, dict[str, Any]]], *, ended: bool = False) -> outbox.Outbox:
+    """The outbox of a run whose process was killed."""
+    left = outbox.create(home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=ended)
+    for kind, data in entries:
+        left.add(kind, **data)
+    left._file_lock.close()
+    return left
+
+
 def test_a_run_that_goes_on_takes_its_outbox_from_the_thread_that_delivers_it(
     tracked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a long backlog held the run up for 20 s, and it got a second identity."""
-    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=False)
-    for step in range(100):
-        left.add("tags", values={f"step-{step}": "1"})
-    left._file_lock.close()  # as when its process is killed
+    left = left_behind(tracked_home, [("tags", {"values": {f"step-{step}": "1"}}) for step in range(100)])
     deliver, delivered = MlflowStore._deliver_entry, list[int]()
 
     def deliver_slowly(self: MlflowStore, run: TrackedRun, entry: outbox.Entry) -> None:
@@ -85,10 +91,7 @@ def test_a_run_that_goes_on_takes_its_outbox_from_the_thread_that_delivers_it(
 
 def test_what_cannot_be_taken_in_time_is_delivered_all_the_same(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is within one entry for longer than a run waits, which then is another run."""
-    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=False)
-    for step in range(3):
-        left.add("tags", values={f"step-{step}": "1"})
-    left._file_lock.close()
+    left = left_behind(tracked_home, [("tags", {"values": {f"step-{step}": "1"}}) for step in range(3)])
     deliver, begun = MlflowStore._deliver_entry, threading.Event()
 
     def deliver_slowly(self: MlflowStore, run: TrackedRun, entry: outbox.Entry) -> None:
@@ -109,10 +112,8 @@ def test_what_cannot_be_taken_in_time_is_delivered_all_the_same(tracked_home: Pa
 
 
 def test_an_outbox_of_an_earlier_build_is_left_as_it_is_with_the_reason(tracked_home: Path) -> None:
-    left = outbox.create(tracked_home, tracker="", experiment="ttrain", name="stage", tags={}, parent=None, ended=True)
-    left.add("rows", kept="1.jsonl")
-    left._file_lock.close()
-    directory = outbox.list_outboxes(tracked_home)[0]
+    left = left_behind(tracked_home, [("rows", {"kept": "1.jsonl"})], ended=True)
+    directory = tracked_home / outbox.FOLDER / left.id
     (directory / "files").mkdir()
     (report,) = tracking.sync(tracked_home)
     assert "a build before 25 November 2026 made it" in report.why and report.things == {"rows": 1}

@@ -53,11 +53,7 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     entries: list[dict[str, Any]] = []
     nights: dict[str, dict[str, int]] = {}
     for nights_since, (name, sources) in zip(reversed(range(len(names))), learnt.items(), strict=True):
-        seeds = [int(digest_of([training.seed, source.sha256s])[:8], 16) for source in sources]
-        columns = [
-            sample(source, sampled_share, seed, nights_since, held_out, row_length)
-            for source, seed in zip(sources, seeds, strict=True)
-        ]
+        columns = [sample(source, sampled_share, training.seed, nights_since, held_out, row_length) for source in sources]
         nights[name.removeprefix(LEARNT_BEFORE)] = {
             "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
             "of": sum(source.tokens for source in sources),
@@ -89,10 +85,11 @@ def sample(
     """Parts of a source that have this share of its tokens, rounded up to a part, without those of held-out records.
 
     A part is a window of `row_length` tokens and the one after them, or a whole record. `nights_since`: the nights between
-    that of the source and tonight, each of which has taken its sample by the same seed.
+    that of the source and tonight. Seed and source determine one order of the parts, in which each night begins elsewhere.
     """
     records, begins, lengths = _parts(source, row_length)
-    order = _spread(permute(np.arange(len(records)), len(records), seed, 0)) if len(records) else records
+    own_seed = int(digest_of([seed, source.sha256s])[:8], 16)
+    order = _spread(permute(np.arange(len(records)), len(records), own_seed, 0)) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]
     chosen = np.sort(order[earlier_tokens < share * lengths.sum()])

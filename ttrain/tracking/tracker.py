@@ -29,9 +29,7 @@ from ttrain.tracking.uploads import UploadProgress, local_path
 log = logging.getLogger("ttrain")
 
 RETRY_PAUSE_SECONDS = 2.0  # before a silent server is tried again; doubled each time, up to half a minute
-
 TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier one left of a run that continues here
-
 UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run waits no longer for uploads
 
 
@@ -50,7 +48,7 @@ class MlflowStore:
         # A server chooses the artifact root itself; everything else would write below the working directory
         self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
         self._open: dict[str, TrackedRun] = {}  # by outbox id
-        self._continued: set[str] = set()  # outbox ids that runs of this process continue: threads let go of them
+        self._continued = set[str]()  # ids of outboxes that runs of this process continue: threads let go of them
         self._opening = threading.RLock()
         self._delivers_orphans = self._upload_failed = self._closed = False
         self.lock = self.caller.lock
@@ -336,9 +334,7 @@ class MlflowStore:
                     run_info["doubtful"] = bool(identity) and run_id is None
                     box = outbox.create(self.home, id=identity, run_id=run_id, **tracker_info, **run_info)
                 else:
-                    if (
-                        box.run_info.get("tracker") != self.tracker
-                    ):  # this one has no such run, and no rows before those left
+                    if box.run_info.get("tracker") != self.tracker:  # this one has no such run, no rows before these
                         box.run_info |= {"run_id": None, **tracker_info}
                         dropped.add("rows")
                     run_info["started"] = box.run_info["started"]
