@@ -148,7 +148,7 @@ class NightRun:
             heldout_nights=list(night_decision.heldout_nights(night, evaluation)),
             documents=f"{shards.stage}/{shards.key}" if shards else None,
             chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
-            learnt=history.learnt_of(execution.artifacts),
+            learnt=history.learnt_of(execution.artifacts, chat_shards),
         )
         reason = "; ".join(filter(None, (decision.reason, night_inputs.describe_left_out(night.left_out))))
         night.end_try(decision.word, reason, closed=True, event=decision.word)

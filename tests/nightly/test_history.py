@@ -31,7 +31,9 @@ def nights(tmp_path: Path) -> Nights:
     found = Nights(tmp_path, "mine")
     found.directory.mkdir(parents=True)
     files = {"pretrain": [{"location": "/in/a.jsonl", "sha256": "a"}, {"location": "/in/<b>.jsonl", "sha256": "b"}]}
-    learnt = {"documents": 1200, "tokens": 340_000, "left_out": 3, "read_tokens": 350_000, "replayed_tokens": 10_000}
+    learnt = {
+        "documents": 1200, "tokens": 340_000, "left_out": 3, "read_tokens": 350_000, "replayed_tokens": 10_000, "chats": 12
+    }  # fmt: skip
     first = found.begin(InputSnapshot(files, {}), None)
     decision = {"metric": "bits_per_byte", "challenger": 2.0, "champion": None, "lost": []}
     first.note(version="1", decision=decision, learnt=learnt, texts=[])
@@ -58,7 +60,7 @@ def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_wh
     assert kept.worst is not None and kept.worst.change == pytest.approx(0.1)
     assert (running.figure, running.texts, running.reason) == (None, (), "")
     rows = dict(zip(history.HEADER, history.row(kept), strict=True))
-    assert rows["lost"] == "night-000001" and rows["new documents"] == "1,200" and rows["why"] == KEPT
+    assert (rows["new documents"], rows["chats"], rows["lost"], rows["why"]) == ("1,200", "12", "night-000001", KEPT)
     assert history.row(promoted)[2] == "promoted as version 1"
     line = history.summary_line(of_home(nights))
     assert line == (
@@ -122,7 +124,8 @@ def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(
     for night in of_home(nights):
         assert page.count(night.night) >= 1
     assert "&lt;b&gt;.jsonl" in page and "<b>.jsonl" not in page and "source &lt;i&gt;" in page
-    assert "10.0% worse" in page and "Base model: average, of night" in page and "340,000 tokens, 3 rows left out" in page
+    assert "10.0% worse" in page and "Base model: average, of night" in page
+    assert "340,000 tokens, 3 rows left out, 10,000 tokens replayed, 12 chats" in page
     assert re.search(r'<td class="number lost">2.2000<small> \+10.0%', page)
     assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
@@ -140,5 +143,7 @@ def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None
         "replay": made(tokens=60, records=2, share=0.05),
     }
     expected = {"documents": 90, "tokens": 800, "left_out": 7, "read_tokens": 1000, "replayed_tokens": 50}
-    assert history.learnt_of(artifacts) == expected
-    assert history.learnt_of({"pretrain": made(tokens=1)}) == {}, "the base model stays"
+    assert history.learnt_of(artifacts, None) == expected
+    chats = made(train={"rows": 12, "tokens": 900})
+    assert history.learnt_of(artifacts, chats) == expected | {"chats": 12}
+    assert history.learnt_of({"pretrain": made(tokens=1)}, chats) == {"chats": 12}, "the base model stays"

@@ -14,15 +14,17 @@ from ttrain.stages import REPLAY, SHARDS_PRETRAIN
 from ttrain.store.layout import Artifact
 
 NIGHTS = 30  # that are shown
-FIGURES = ("documents", "tokens", "left_out", "read_tokens", "replayed_tokens")
+FIGURES = ("documents", "tokens", "left_out", "read_tokens", "replayed_tokens", "chats")
 
 
-def learnt_of(artifacts: Mapping[str, Artifact]) -> dict[str, int]:
+def learnt_of(artifacts: Mapping[str, Artifact], chats: Artifact | None) -> dict[str, int]:
     """FIGURES of a night, for its record: new documents and their tokens, rows that were left out, the tokens that the
-    training read, those of them that were learnt before. Empty where the base model stays."""
+    training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
+    Without those of documents where the base model stays."""
     shards, pretrain, replay = (artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name))
+    of_chats = {"chats": chats.result.get("train", {}).get("rows", 0)} if chats else {}
     if shards is None:
-        return {}
+        return of_chats
     train, tally = shards.result.get("train", {}), shards.result.get("rows", {}).get("train", {})
     left_out = sum(sum(tally.get(kind, {}).values()) for kind in ("skipped", "rejected"))
     read, sample = (one.result if one else {} for one in (pretrain, replay))
@@ -32,6 +34,7 @@ def learnt_of(artifacts: Mapping[str, Artifact]) -> dict[str, int]:
         "left_out": left_out,
         "read_tokens": read.get("tokens", 0),
         "replayed_tokens": round(read.get("tokens", 0) * sample.get("share", 0.0)) if sample.get("records") else 0,
+        **of_chats,
     }
 
 
@@ -128,7 +131,8 @@ def _text(text: Mapping[str, Any]) -> TextHistory:
 
 
 HEADER = (
-    "night", "began", "outcome", "files", "new documents", "new tokens", "metric", "challenger", "champion", "lost", "why"
+    "night", "began", "outcome", "files", "new documents", "new tokens", "chats", "metric", "challenger", "champion", "lost",
+    "why",
 )  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def row(night: NightHistory) -> tuple[str, ...]:
         format_time(night.began),
         night.outcome + (f" as version {night.version}" if night.outcome == "promoted" else ""),
         f"{len(night.files):,}",
-        *(f"{learnt[figure]:,}" if figure in learnt else ABSENT for figure in ("documents", "tokens")),
+        *(f"{learnt[figure]:,}" if figure in learnt else ABSENT for figure in ("documents", "tokens", "chats")),
         night.metric or ABSENT,
         ABSENT if night.figure is None else f"{night.figure:.4f}",
         ABSENT if night.champion_figure is None else f"{night.champion_figure:.4f}",

@@ -90,7 +90,10 @@ def _stacked(text: str, small: str) -> html.Markup:
 def _learnt(night: NightHistory) -> html.Markup:
     """The files that a night read, and what was new in them."""
     names = first_of([locations.name(file) for file in night.files], NAMED_FILES)
-    units = {"documents": "documents", "tokens": "tokens", "left_out": "rows left out", "replayed_tokens": "tokens replayed"}
+    units = {
+        "documents": "documents", "tokens": "tokens", "left_out": "rows left out", "replayed_tokens": "tokens replayed",
+        "chats": "chats",
+    }  # fmt: skip
     counts = [f"{night.learnt[figure]:,} {unit}" for figure, unit in units.items() if night.learnt.get(figure)]
     return html.joined([names or ABSENT, html.tag("div", html.tag("small", ", ".join(counts)))])
 
