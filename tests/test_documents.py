@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from support import reference
-from support.doubles import make_tokenizer, tiny_model
 from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
+from support.tiny_data import make_tokenizer
+from support.tiny_trainers import tiny_model
 from typer.core import TyperGroup
 from typer.main import get_command
 

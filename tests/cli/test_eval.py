@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 import pytest
-from support.doubles import Home, run_here, stage_settings
 from support.tiny_models import write_model
+from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.cli.evaluate import default_suite, heldout_of
 from ttrain.cli.main import main

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import VOCAB, tiny_model
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 

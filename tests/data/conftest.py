@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.doubles import make_tokenizer
 from support.hostile_rows import READING
 from support.located_files import ROW
+from support.tiny_data import make_tokenizer
 
 from ttrain.data.blocks import BlockRecipe
 from ttrain.stages.shards import recipe_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.doubles import write_shards
+from support.tiny_data import write_shards
 
 from ttrain.data.packing import IGNORE
 from ttrain.data.record_rows import ChatRows, cut

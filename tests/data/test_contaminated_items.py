@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
-from support.doubles import Home, run_here, stage_settings
+from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Evaluate, EvaluateConfig
 from ttrain.config.evaluate import Suite

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
-from support.doubles import write_shards
+from support.tiny_data import write_shards
 
 from ttrain.cli.main import main
 from ttrain.config import Reading, Settings

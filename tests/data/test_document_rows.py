@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import write_shards
+from support.tiny_data import write_shards
 
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import write_shards
+from support.tiny_data import write_shards
 
 from ttrain.data import packing
 from ttrain.data.packing import IGNORE, Intervals

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import NumberedRows, write_shards
+from support.tiny_data import NumberedRows, write_shards
 
 from ttrain.data.packing import MixedRows, best_fit
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.doubles import LINES
 from support.shard_sets import ALL, build, digests, rows_of, write_lines
+from support.tiny_data import LINES
 
 from ttrain.config import Reading
 from ttrain.data import blocks

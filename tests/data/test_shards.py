@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.doubles import write_shards
+from support.tiny_data import write_shards
 
 from ttrain.core.hashing import sha256_file
 from ttrain.data.shards import Column, ShardSet

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import CPU, VOCAB, Held, NumberedRows, in_ranks, settings_of_training, tiny_model
+from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_trainers import CPU, Held, in_ranks, settings_of_training, tiny_model
 from torch import Tensor, nn
 
 from ttrain.cli.main import main

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doctor.test_doctor import ok, write_lines
-from support.doubles import Home, chats, make_shards, make_tokenizer, settings_of_training, stage_settings, write_shards
+from support.tiny_data import chats, make_shards, make_tokenizer, write_shards
+from support.tiny_stages import Home, stage_settings
+from support.tiny_trainers import settings_of_training
 
 from ttrain.config import Settings
 from ttrain.data.chat import encode_chat

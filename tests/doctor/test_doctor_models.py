@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from doctor.test_doctor import FP32, ROWS, language
-from support.doubles import CPU, in_ranks, settings_of_training, tiny_model
+from support.tiny_trainers import CPU, in_ranks, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Lora, Optim, Runtime

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import chats as plain_chats
-from support.doubles import make_tokenizer, tiny_model
 from support.evaluated_models import subject_of
+from support.tiny_data import chats as plain_chats
+from support.tiny_data import make_tokenizer
+from support.tiny_trainers import tiny_model
 from torch.nn import functional as F
 
 from ttrain.config.evaluate import ChatsTask

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import LINES, tiny_model
 from support.evaluated_models import subject_of
+from support.tiny_data import LINES
+from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask

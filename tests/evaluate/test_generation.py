@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import tiny_model
 from support.evaluated_models import subject_of
+from support.tiny_trainers import tiny_model
 
 from ttrain.config.evaluate import GenerationTask
 from ttrain.data.chat import prompt_ids

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.doubles import LINES
+from support.tiny_data import LINES
 from support.tiny_models import speaker, write_model
 
 from ttrain.config.evaluate import ChoicesTask, HarnessTask

@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import CPU, VOCAB, in_ranks, score_of, sequence, tiny_model
+from support.tiny_data import VOCAB
+from support.tiny_trainers import CPU, in_ranks, score_of, sequence, tiny_model
 from torch import nn
 from torch.nn import functional as F
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import documents, score_of, tiny_model
 from support.evaluated_models import subject_of
+from support.tiny_data import documents
+from support.tiny_trainers import score_of, tiny_model
 from torch import nn
 
 from ttrain.config.evaluate import TextTask

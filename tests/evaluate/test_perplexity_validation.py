@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import Home, run_here, score_of, stage_settings
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import score_of
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CPU, make_tokenizer, tiny_model
 from support.evaluated_models import subject_of
+from support.tiny_data import make_tokenizer
+from support.tiny_trainers import CPU, tiny_model
 
 from ttrain.config.evaluate import PairsTask
 from ttrain.data.chat import encode_chat

@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.doubles import CPU, Home, make_tokenizer, run_here, stage_settings
+from support.tiny_data import make_tokenizer
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import CPU
 
 from ttrain.config import Model, Settings
 from ttrain.data.encoder import Encoder

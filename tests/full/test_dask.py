@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.doubles import documents, make_tokenizer
 from support.pipeline_home import Cli
+from support.tiny_data import documents, make_tokenizer
 
 from ttrain.config import Reading, Runtime, Shards, ShardsConfig
 from ttrain.core.files import write_json

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.chat_models import SHORT, chat_with
-from support.doubles import flip_bit
+from support.comparing import flip_bit
 from support.tiny_models import reference, speaker, write_model
 
 from ttrain.cli import chat_screen

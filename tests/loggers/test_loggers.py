@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.doubles import NumberedRows, make_trainer, settings_of_training, tiny_model
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 
 from ttrain import loggers as trackers
 from ttrain.config import Optim, Settings, TaskConfig

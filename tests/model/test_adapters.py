@@ -13,21 +13,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.doubles import (
-    Held,
-    Home,
-    NumberedRows,
-    PlainSgd,
-    copies,
-    distance,
-    in_ranks,
-    make_trainer,
-    run_here,
-    same,
-    stage_settings,
-    tiny_model,
-)  # fmt: skip
+from support.comparing import copies, distance, same
 from support.tiny_adapters import CPU, SHAPES, disturb, logits, save_adapter, save_base, settings
+from support.tiny_data import NumberedRows
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import Held, PlainSgd, in_ranks, make_trainer, tiny_model  # fmt: skip
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.doubles import VOCAB, Home, copies, run_here, same, stage_settings, tiny_model
+from support.comparing import copies, same
 from support.tiny_adapters import save_base
+from support.tiny_data import VOCAB
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import tiny_model
 from transformers import AutoTokenizer
 
 from ttrain.config import Lora, LoraConfig, PretrainConfig, SftConfig

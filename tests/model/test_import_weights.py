@@ -474,7 +474,7 @@ def test_tinyseeks_words_become_a_tokenizer_with_the_same_ids(tmp_path: Path) ->
 
 
 def test_the_command_converts_and_brings_a_tokenizer_along(tmp_path: Path) -> None:
-    from support.doubles import make_tokenizer
+    from support.tiny_data import make_tokenizer
 
     from ttrain.cli.main import app
 

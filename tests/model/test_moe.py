@@ -8,18 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import (
-    CPU,
-    VOCAB,
-    NumberedRows,
-    copies,
-    distance,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, distance, same
+from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
+from support.tiny_trainers import CPU, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
 
 from ttrain.config import Optim

@@ -9,23 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    CPU,
-    PLAIN,
-    VOCAB,
-    Held,
-    NumberedRows,
-    Recorder,
-    copies,
-    distance,
-    in_ranks,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, distance, same
+from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import BIASED, blocks, padded_rows, spread_routers, tiny_moe
+from support.tiny_trainers import ALONE, CPU, PLAIN, Held, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
 
 from ttrain.config import Lora, Optim, Schedule

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.doubles import (
-    CPU,
-    VOCAB,
-    Home,
-    NumberedRows,
-    distance,
-    run_here,
-    same,
-    settings_of_training,
-    stage_settings,
-    tiny_model,
-)
+from support.comparing import distance, same
+from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import tiny_model
 from support.tiny_adapters import random_ids, save_base
+from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
 
 from ttrain.errors import UsageError

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModelForCausalLM
-from support.doubles import VOCAB, tiny_model
 from support.tiny_adapters import CPU, SHAPES, disturb, random_ids, save_adapter, save_base, settings
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 from torch import Tensor
 
 from ttrain.config import Settings

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, IDS, advised, builds, config_of, model_of, verdict
-from support.doubles import VOCAB, settings_of_training
+from support.tiny_data import VOCAB
+from support.tiny_trainers import settings_of_training
 from torch.nn import functional as F
 
 from ttrain.config import Model

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import ARCHITECTURES, IDS, advised, builds, config_of, model_of, verdict
-from support.doubles import VOCAB, tiny_model
 from support.tiny_adapters import save_base
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 
 from ttrain.config import Model
 from ttrain.errors import ArtifactError

@@ -359,7 +359,7 @@ def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore, given
 
 
 def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_new(tmp_path: Path) -> None:
-    from support.doubles import run_here
+    from support.tiny_stages import run_here
 
     from ttrain.config import HeldoutConfig, Runtime
     from ttrain.stages import heldout as stage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.doubles import planned
+from support.tiny_stages import planned
 from support.waiting import stopwatch
 
 from ttrain.config import Runtime, Settings

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import psutil
 import pytest
-from support.doubles import Watcher, stage_settings
+from support.tiny_stages import Watcher, stage_settings
 from support.waiting import wait_until
 
 from ttrain.core.signals import PARENT

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.doubles import Home, planned
+from support.tiny_stages import Home, planned
 
 from ttrain.config import Settings
 from ttrain.errors import NothingNew, StageFailed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
-from support.doubles import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import launch, processes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import Watcher
+from support.tiny_stages import Watcher
 
 from ttrain.cli.main import main
 from ttrain.config import Settings

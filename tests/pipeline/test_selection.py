@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.doubles import Home, stage_settings
 from support.planned_homes import House, running
+from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
 from ttrain.cli.options import stage_names

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.doubles import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, stage_settings
 from support.waiting import wait_until
 
 from ttrain.config.loading import load

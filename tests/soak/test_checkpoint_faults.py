@@ -28,7 +28,7 @@ SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
 
 
 def run_child(code: str, *arguments: object) -> str:
-    """What the code prints, run where the tests' doubles can be imported. Raises where it fails."""
+    """What the code prints, run where the tests' `support` can be imported. Raises where it fails."""
     environment = {"PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], env=environment, timeout=300, capture_output=True, text=True

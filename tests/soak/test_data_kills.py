@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.doubles import documents, make_tokenizer
+from support.tiny_data import documents, make_tokenizer
 
 from ttrain.core.hashing import sha256_file
 from ttrain.data.shards import ShardSet

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import Home, Watcher, run_here, stage_settings
+from support.tiny_stages import Home, Watcher, run_here, stage_settings
 
 from ttrain.config import EvaluateConfig
 from ttrain.pipeline import launch

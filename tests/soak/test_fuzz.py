@@ -25,8 +25,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.doubles import LINES, make_tokenizer
 from support.paths import TESTS
+from support.tiny_data import LINES, make_tokenizer
 
 from ttrain.config import Reading
 from ttrain.data import blocks, sharding

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doubles import Home, Watcher, curve, stage_settings
+from support.comparing import curve
 from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
+from support.tiny_stages import Home, Watcher, stage_settings
 from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.soak
 NODE = """
 import pickle, signal, sys
 from pathlib import Path
-from support.doubles import Watcher
+from support.tiny_stages import Watcher
 from ttrain.pipeline import launch
 from ttrain.stages import PRETRAIN
 from ttrain.store.artifacts import ArtifactStore

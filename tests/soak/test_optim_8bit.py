@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.doubles import copies, same
+from support.comparing import copies, same
 from torch import nn
 
 from ttrain.config import Optim

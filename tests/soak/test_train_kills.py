@@ -27,18 +27,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.doubles import (
-    ALONE,
-    CPU,
-    Home,
-    NumberedRows,
-    WatchedTask,
-    curve,
-    make_trainer,
-    settings_of_training,
-    stage_settings,
-    tiny_model,
-)
+from support.comparing import curve
+from support.tiny_data import NumberedRows
+from support.tiny_stages import Home, stage_settings
+from support.tiny_trainers import ALONE, CPU, WatchedTask, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.core.hashing import sha256_file

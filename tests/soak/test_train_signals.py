@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.doubles import curve
+from support.comparing import curve
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
 from support.waiting import wait_until

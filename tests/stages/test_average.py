@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.doubles import run_here
+from support.tiny_stages import run_here
 
 from ttrain.config import AverageConfig, ChosenBaseConfig, Nightly, Promotion, Runtime, Settings
 from ttrain.config.loading import load

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from support.doubles import curve, make_tokenizer, run_here
+from support.comparing import curve
+from support.tiny_data import make_tokenizer
+from support.tiny_stages import run_here
 
 from ttrain.config import TRAINING_CONFIGS, NewModelConfig, ReferenceConfig, Settings, ShardsConfig, flatten
 from ttrain.core.files import ProgressWriter

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support import shard_sets
-from support.doubles import CPU, Home, in_ranks, run_here, score_of, sequence, stage_settings, tiny_model
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import CPU, in_ranks, score_of, sequence, tiny_model
 from torch import nn
 
 from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig

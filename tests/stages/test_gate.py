@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chat_templates import CHATML, make
-from support.doubles import CPU, make_tokenizer, tiny_model
+from support.tiny_data import make_tokenizer
+from support.tiny_trainers import CPU, tiny_model
 
 from ttrain.cli import gate as cli_gate
 from ttrain.cli.main import main

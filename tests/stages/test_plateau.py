@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.doubles import (
-    Home,
-    same,
-    stage_settings,
-)
+from support.comparing import same
+from support.tiny_stages import Home, stage_settings
 
 from ttrain.config import PretrainConfig
 from ttrain.core.files import ProgressWriter

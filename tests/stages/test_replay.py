@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.doubles import Home, run_here, stage_settings
+from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Pretrain, ReplayConfig, ReplaySftConfig, Settings, SftConfig
 from ttrain.data.packing import MixedRows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from support.doubles import make_tokenizer, write_shards
+from support.tiny_data import make_tokenizer, write_shards
 
 from ttrain.config import Sft, Training
 from ttrain.core.files import read_json, write_json

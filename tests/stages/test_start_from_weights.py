@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chat_templates import CHATML, make
-from support.doubles import Home, make_tokenizer, run_here, same, stage_settings, tiny_model
+from support.comparing import same
+from support.tiny_data import make_tokenizer
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ttrain.config import EvaluateConfig, LoraConfig, Moe, MultiToken, PretrainConfig, Settings, SftConfig
@@ -268,7 +271,7 @@ def test_a_base_that_lies_elsewhere_now_does_not_keep_a_run_from_resuming(ready:
 
 def with_files(directory: Path, base: Path, texts: Sequence[Any] = ()) -> Settings:
     """Settings of an SFT from the model `base`, on chats in a file."""
-    from support.doubles import chats
+    from support.tiny_data import chats
 
     rows = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
     path = directory / "chats.jsonl"

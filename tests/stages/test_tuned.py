@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.doubles import Home, NumberedRows, distance, same, stage_settings
+from support.comparing import distance, same
+from support.tiny_data import NumberedRows
+from support.tiny_stages import Home, stage_settings
 
 from ttrain.core.machine import processor
 from ttrain.doctor import machine

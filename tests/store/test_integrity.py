@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.doubles import Home, Watcher, flip_bit, stage_settings
+from support.comparing import flip_bit
+from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.config import Settings
 from ttrain.core.hashing import DigestCache, sha256_file

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
-from support.doubles import VOCAB, tiny_model
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 
 from ttrain.config import Model
 from ttrain.model import registry, shape_check

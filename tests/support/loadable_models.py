@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.doubles import make_tokenizer
+from support.tiny_data import make_tokenizer
 
 from ttrain.config import Lora, Model
 from ttrain.model import adapters, factory

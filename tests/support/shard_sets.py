@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.doubles import documents
+from support.tiny_data import documents
 
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.doubles import Home, make_tokenizer, stage_settings
+from support.tiny_data import make_tokenizer
+from support.tiny_stages import Home, stage_settings
 
 from ttrain.data.encoder import Encoder
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.doubles import VOCAB
+from support.tiny_data import VOCAB
 from torch import Tensor
 
 from ttrain.config import Lora, Optim, Schedule

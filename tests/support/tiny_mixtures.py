@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.doubles import (
-    NumberedRows,
-    tiny_model,
-)
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import tiny_model
 from torch import nn
 
 from ttrain.data.packing import Batch

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.doubles import make_tokenizer, tiny_model
+from support.tiny_data import make_tokenizer
+from support.tiny_trainers import tiny_model
 from torch import nn
 
 from ttrain.inference.loading import LoadedModel, load

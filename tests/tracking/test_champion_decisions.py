@@ -16,7 +16,7 @@ from support.champion_sets import (
     everywhere,
     register,
 )
-from support.doubles import planned
+from support.tiny_stages import planned
 from support.tracked_stores import opened
 
 from ttrain import tracking

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.doubles import CPU
 from support.loadable_models import adapted, fresh
+from support.tiny_trainers import CPU
 
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate.baselines import greedy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.doubles import Home, planned, stage_settings
+from support.tiny_stages import Home, planned, stage_settings
 
 from ttrain.config import Settings
 from ttrain.errors import StageFailed, UsageError

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import VOCAB, distance, tiny_model
+from support.comparing import distance
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 

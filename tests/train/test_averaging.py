@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    NumberedRows,
-    copies,
-    distance,
-    in_ranks,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, distance, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Schedule

@@ -12,19 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    copies,
-    curve,
-    in_ranks,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, curve, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Schedule
 from ttrain.core.files import ProgressWriter

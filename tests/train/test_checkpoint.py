@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import FILES, checkpoints, is_snapshot, names, snapshot, steps, write
-from support.doubles import NumberedRows, make_trainer, settings_of_training, tiny_model
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError

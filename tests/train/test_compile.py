@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import NumberedRows, Recorder, make_trainer, same, settings_of_training, tiny_model
+from support.comparing import same
 from support.paths import ROOT, TESTS
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
 
 from ttrain.train.precision import set_deterministic
 from ttrain.train.trainer import Trainer, TrainerOptions

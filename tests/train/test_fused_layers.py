@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import VOCAB, bytes_kept, copies, distance, same, tiny_model
+from support.comparing import bytes_kept, copies, distance, same
+from support.tiny_data import VOCAB
+from support.tiny_trainers import tiny_model
 from torch import Tensor
 
 from ttrain.config import Lora

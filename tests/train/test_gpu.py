@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import NumberedRows, Recorder, copies, distance, make_trainer, same, settings_of_training, tiny_model
+from support.comparing import copies, distance, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Optim

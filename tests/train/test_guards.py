@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.doubles import NumberedRows, WatchedTask, make_trainer, settings_of_training, tiny_model
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import WatchedTask, make_trainer, settings_of_training, tiny_model
 
 from ttrain.data.loader import Loader, Order, ShuffledOrder
 from ttrain.data.packing import Batch

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.doubles import Home, Watcher, curve, logged_steps, stage_settings
+from support.comparing import curve, logged_steps
+from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.config import Settings
 from ttrain.core.hashing import sha256_file

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import copies, same, settings_of_training, tiny_model
+from support.comparing import copies, same
+from support.tiny_trainers import settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.errors import UsageError

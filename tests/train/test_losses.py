@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CPU, VOCAB, NumberedRows, bytes_kept, copies, distance, same, settings_of_training, tiny_model
+from support.comparing import bytes_kept, copies, distance, same
+from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

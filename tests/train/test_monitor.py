@@ -10,7 +10,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.doubles import CPU, NumberedRows, Recorder, make_trainer, settings_of_training, tiny_model
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import CPU, Recorder, make_trainer, settings_of_training, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.config import Lora

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.doubles import (
-    CPU,
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    distance,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import distance
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Night
 from ttrain.train.distributed import Ranks

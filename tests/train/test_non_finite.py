@@ -9,17 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    copies,
-    in_ranks,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.data.packing import Batch
 from ttrain.model import factory

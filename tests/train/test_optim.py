@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import ALONE, CPU, NumberedRows, copies, in_ranks, make_trainer, same, settings_of_training, tiny_model
+from support.comparing import copies, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, CPU, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim

@@ -11,24 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    CPU,
-    PLAIN,
-    Home,
-    NumberedRows,
-    Recorder,
-    chats,
-    copies,
-    documents,
-    in_ranks,
-    make_trainer,
-    run_here,
-    same,
-    settings_of_training,
-    stage_settings,
-    tiny_model,
-)
+from support.comparing import copies, same
+from support.tiny_data import NumberedRows, chats, documents
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import LoraConfig, MultiToken, SftConfig
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask

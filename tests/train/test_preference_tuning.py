@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import ALONE, CPU, VOCAB, copies, distance, in_ranks, make_trainer, same, tiny_model
+from support.comparing import copies, distance, same
+from support.tiny_data import VOCAB
 from support.tiny_mixtures import spread_routers, tiny_moe
+from support.tiny_trainers import ALONE, CPU, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 

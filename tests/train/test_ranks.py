@@ -10,22 +10,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.doubles import (
-    ALONE,
-    Home,
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    Watcher,
-    curve,
-    distance,
-    in_ranks,
-    logged_steps,
-    make_trainer,
-    settings_of_training,
-    stage_settings,
-    tiny_model,
-)
+from support.comparing import curve, distance, logged_steps
+from support.tiny_data import NumberedRows
+from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Training
 from ttrain.errors import Interrupted, RankLost

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import NumberedRows, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim, Schedule

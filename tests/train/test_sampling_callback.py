@@ -9,13 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.doubles import (
-    Home,
-    curve,
-    logged_steps,
-    stage_settings,
-    tiny_model,
-)
+from support.comparing import curve, logged_steps
+from support.tiny_stages import Home, stage_settings
+from support.tiny_trainers import tiny_model
 
 from ttrain.config import Runtime
 from ttrain.core.hashing import DigestCache, code_digests

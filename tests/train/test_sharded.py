@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    CPU,
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    copies,
-    distance,
-    in_ranks,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, distance, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim

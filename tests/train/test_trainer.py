@@ -12,21 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import (
-    CPU,
-    SPARSE,
-    VOCAB,
-    NumberedRows,
-    Recorder,
-    WatchedTask,
-    copies,
-    curve,
-    distance,
-    make_trainer,
-    same,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import copies, curve, distance, same
+from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_trainers import CPU, SPARSE, Recorder, WatchedTask, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Schedule
 from ttrain.data.packing import IGNORE, Batch

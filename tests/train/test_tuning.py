@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import ALONE, NumberedRows, copies, in_ranks, same, settings_of_training, tiny_model
+from support.comparing import copies, same
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, in_ranks, settings_of_training, tiny_model
 
 from ttrain.data.loader import ShuffledOrder
 from ttrain.store import tunings

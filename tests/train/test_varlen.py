@@ -11,16 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.doubles import (
-    ALONE,
-    NumberedRows,
-    Recorder,
-    distance,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.comparing import distance
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 

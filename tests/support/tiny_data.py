@@ -1,0 +1,132 @@
+"""Small data: documents, chats, a tokenizer, shards, rows without files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.files import write_json
+from ttrain.data import tokenizer
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
+from ttrain.data.packing import Array, Batch, Rows
+from ttrain.data.shards import Column, write_index, write_shard
+
+VOCAB = 61
+LINES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "A list is a sequence of items; a tuple is one that cannot change.",
+    "Return the number of elements in the container.",
+    "Grüße an 東京 und 🙂, said the byte to the character.",
+    "def add(a, b):\n    return a + b\n",
+    "Nothing is learnt where nothing is masked in.",
+)
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    """Texts of one to nine lines of the six-line corpus."""
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(LINES, size=generator.integers(1, 10))) for _ in range(count)]
+
+
+def chats(count: int, seed: int = 0) -> list[tuple[Message, ...]]:
+    """Questions with an answer each, from the same lines."""
+    generator = np.random.default_rng(seed)
+    pairs = [generator.choice(LINES, size=2) for _ in range(count)]
+    return [(Message("user", str(question)), Message("assistant", str(answer))) for question, answer in pairs]
+
+
+def make_tokenizer(directory: Path) -> Encoder:
+    """The smallest that trains: 256 bytes, the special tokens and a few merges."""
+    tokenizer.save(tokenizer.train(LINES, 300), directory)
+    return Encoder(directory)
+
+
+def write_shards(
+    directory: Path,
+    records: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    *,
+    kind: str,
+    vocab_size: int = VOCAB,
+    tokenizer: str = "t",
+    tokens_per_shard: int = 10**6,
+    groups: Sequence[int] = (),
+    weights: Sequence[float] = (),
+) -> dict[str, Any]:
+    """One set of shards with these (ids, live) records; a shard ends with the record that fills it. Returns the index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    start, size = 0, 0
+    for end, (ids, _) in enumerate(records, start=1):
+        size += len(ids)
+        if size < tokens_per_shard and end < len(records):
+            continue
+        some = records[start:end]
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in some)])
+        live = np.concatenate([np.asarray(mask, np.uint8) for _, mask in some]) if kind == "chats" else None
+        column = Column(np.concatenate([np.asarray(ids) for ids, _ in some]), offsets, live)
+        entry = write_shard(directory / f"{len(entries):016x}.arrow", column, vocab_size)
+        entries.append({**entry, "bytes": 2 * size, "group": groups[len(entries)] if groups else 0})
+        start, size = end, 0
+    more = {"weights": list(weights)} if weights else {}
+    return write_index(directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more)
+
+
+def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12) -> None:
+    """`train/` and `heldout/` of documents or chats, as the shards stage leaves them."""
+    for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
+        if kind == "documents":
+            texts = documents(count, seed)
+            rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(texts)]
+            records: list[dict[str, Any]] = [{"text": text} for text in texts]
+        else:
+            talks = chats(count, seed)
+            rows = [encode_chat(encoder, messages) for messages in talks]
+            records = [{"messages": [vars(message) for message in messages]} for messages in talks]
+        common = {"vocab_size": len(encoder), "tokenizer": encoder.digest, "tokens_per_shard": 4096}
+        index = write_shards(directory / part, rows, kind=kind, **common)
+        lines = [json.dumps(record) + "\n" for record in records]
+        first = 0
+        for shard in index["shards"]:
+            shard["records"] = shard["file"].replace(".arrow", ".jsonl")
+            (directory / part / shard["records"]).write_text("".join(lines[first : first + shard["rows"]]))
+            first += shard["rows"]
+        write_json(directory / part / "index.json", index)
+
+
+class NumberedRows(Rows):
+    """Row n is random tokens under the seed n, in two segments, some labels masked; `asked` notes what was read."""
+
+    pad_id = 0
+
+    def __init__(self, count: int, row_length: int = 16, live: Sequence[int] | None = None, vocab: int = VOCAB) -> None:
+        self.count, self.row_length, self.vocab = count, row_length, vocab
+        self._live = live  # live tokens of each row; None: about two thirds of them
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
+        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
+            self._fill(row, batch, at)
+
+    def _fill(self, row: int, batch: Batch, at: int) -> None:
+        self.asked.append(row)
+        generator = np.random.default_rng(row)
+        T = self.row_length
+        ids = generator.integers(9, self.vocab, T + 1)
+        border = int(generator.integers(1, T))
+        live = generator.random(T) < 2 / 3 if self._live is None else np.arange(T) < self._live[row]
+        batch.input_ids_BT[at] = ids[:-1]
+        batch.labels_BT[at] = np.where(live, ids[1:], -100)
+        batch.positions_BT[at] = np.concatenate([np.arange(border), np.arange(T - border)])
+        batch.segments_BT[at] = np.arange(T) >= border
+
+    def counts(self) -> dict[str, int | float]:
+        return {"rows": self.count}

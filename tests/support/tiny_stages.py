@@ -1,0 +1,131 @@
+"""Whole stages on small data: a store with their inputs, settings, an observer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.planned_homes import remember_modules
+from support.tiny_data import make_shards, make_tokenizer
+
+from ttrain.config import PretrainConfig, Runtime, Section, Settings
+from ttrain.core.files import ProgressWriter
+from ttrain.pipeline.processes import StageObserver
+from ttrain.pipeline.recipe import Planned
+from ttrain.stages import STAGES, Stage, pretrain
+from ttrain.stages.job import StageContext
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+
+@dataclass
+class Home:
+    """A store that holds a tokenizer, shards of documents and shards of chats."""
+
+    store: ArtifactStore
+    tokenizer: Artifact
+    documents: Artifact
+    chats: Artifact
+
+    @classmethod
+    def make(cls, root: Path) -> Home:
+        remember_modules(root)
+        store = ArtifactStore(root)
+        encoder = make_tokenizer(root / "a")
+        make_shards(root / "b", encoder, "documents", 60)
+        make_shards(root / "c", encoder, "chats", 60)
+        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
+        return cls(
+            store,
+            store.publish("tokenizer", "0" * 64, root / "a", manifest),
+            store.publish("shards-pretrain", "1" * 64, root / "b", manifest),
+            store.publish("shards-sft", "2" * 64, root / "c", manifest),
+        )
+
+    def pretrain_inputs(self) -> dict[str, Artifact]:
+        return {"tokenizer": self.tokenizer, "shards": self.documents}
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The inputs of the stage `pretrain`."""
+        return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
+
+    def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
+        """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
+        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+        return run_here(pretrain, config, output, {**self.paths, **(more or {})}, settings.runtime, **job)
+
+
+def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
+    """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
+    speed = {
+        "device": "cpu",
+        "threads": 1,
+        "rows_per_device": 4,
+        "log_every_steps": 1,
+        "checkpoint_every_steps": 4,
+        **runtime,
+    }
+    common = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
+    return Settings.model_validate({
+        "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},
+        "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
+        "sft": {"epochs": 1.0, **common},
+        "lora": {"epochs": 1.0, "rank": 2, **common},
+        "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
+        "runtime": {**speed, **runtime},
+    })  # fmt: skip
+
+
+def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
+    """Run a stage's module in this process; returns its figures.
+
+    The state of the random numbers is another every time, and must not matter.
+    """
+    torch.seed()
+    try:
+        return module.run(config, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job))
+    finally:
+        torch.set_num_threads(1)
+
+
+def planned(*names: str) -> list[Planned]:
+    """The plan of stages that are to run."""
+    return [Planned(STAGES[name], "run", ()) for name in names]
+
+
+@dataclass
+class Watcher(StageObserver):
+    """An observer of a launched stage; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
+
+    `impatient`: the stop was asked for twice.
+    """
+
+    act: Callable[[str], None] = lambda line: None
+    signum: int = 0
+    impatient: bool = False
+    lines: list[str] = field(default_factory=list)
+
+    def logged(self, stage: Stage, line: str) -> None:
+        self.lines.append(line)
+        self.act(line)
+
+    def waiting(self, stage: Stage, who: str) -> None:
+        self.lines.append(f"waiting for {who}")
+
+    def fetching(self, stage: Stage, line: str) -> None:
+        self.lines.append(line)
+
+    def stop_signal(self) -> int:
+        return self.signum
+
+    def at_once(self) -> bool:
+        return self.impatient
+
+    def stop(self) -> None:
+        """As SIGTERM to the launching process does."""
+        self.signum = signal.SIGTERM

@@ -1,0 +1,245 @@
+"""A two-layer model, trainers of it, ranks, and what watches a training."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.tiny_data import VOCAB
+from support.waiting import hanging
+from torch import Tensor, nn
+
+from ttrain.config import Model, Optim, Schedule, Training
+from ttrain.data.loader import Loader, ShuffledOrder
+from ttrain.data.packing import Batch, Rows
+from ttrain.evaluate import perplexity
+from ttrain.model import factory
+from ttrain.train import precision
+from ttrain.train.callbacks import Callback, LogRecord
+from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.distributed import Ranks
+from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.optim import Optimizers
+from ttrain.train.task import TrainingTask
+from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
+SPARSE, PLAIN = Cadence(log=3, checkpoint=10), TrainerOptions()
+
+
+def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
+    """Two layers, 16 wide, two heads."""
+    sizes = {"hidden_size": 16, "layers": 2, "heads": 2, "max_length": 128, **settings}
+    ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    return factory.build(Model(**sizes), vocab_size=vocab, ids=ids, stop_ids=[3, 8], seed=seed)
+
+
+def sequence(seed: int, length: int) -> perplexity.Tokens:
+    """Random ids, of which about 7 in 10 count; the first is context only."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(9, VOCAB, (length,), generator=generator).tolist()
+    return ids, [False, *(torch.rand(length - 1, generator=generator) < 0.7).tolist()]
+
+
+def score_of(
+    model: nn.Module, sequences: Sequence[perplexity.Tokens], length: int, stride: int, **more: Any
+) -> perplexity.Score:
+    """What all sequences together cost the model."""
+    found = perplexity.score_each(
+        model, sequences, length=length, stride=stride, device=CPU,
+        progress=lambda done, total: None, **more,
+    )  # fmt: skip
+    return perplexity.Score(sum(one.nats for one in found), sum(one.tokens for one in found))
+
+
+def settings_of_training(**changes: Any) -> Training:
+    """Twenty steps of six rows of sixteen tokens, in fp32."""
+    values: dict[str, Any] = {
+        "tokens": 20 * 96, "tokens_per_step": 96, "row_length": 16, "precision": "fp32",
+        "optim": Optim(lr=1e-2), "schedule": Schedule(warmup_steps=3), **changes,
+    }  # fmt: skip
+    return Training(**values)
+
+
+@dataclass
+class Held:
+    """The `Weights` of a model."""
+
+    model: nn.Module
+
+    def state(self) -> dict[str, Tensor]:
+        return factory.state(self.model)  # type: ignore[arg-type]
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        factory.load_state(self.model, weights)  # type: ignore[arg-type]
+
+
+class WatchedOptimizers(Optimizers):
+    """Keeps the gradients with which each step was made, by name, and the parameters after it."""
+
+    def __init__(self, inner: Optimizers) -> None:
+        super().__init__(inner.optimizers, inner.names)
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def step(self) -> None:
+        found = {self.names[p]: p.grad.clone() for p in self.parameters if p.grad is not None}  # type: ignore[index]
+        self.gradients.append(found)
+        super().step()
+
+
+class WatchedTask(TrainingTask):
+    """Language modelling whose optimizers are watched; `spoil(step) -> factor` multiplies the loss of a training step."""
+
+    def __init__(self, config: Training, model: nn.Module, spoil: Callable[[int], float] | None = None) -> None:
+        self.config, self._inner, self._spoil = config, LanguageModeling(config, model), spoil
+        self.optimizers: WatchedOptimizers | None = None
+        self.passes = 0
+
+    def build_model(self) -> nn.Module:
+        return self._inner.build_model()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizers:
+        self.optimizers = WatchedOptimizers(self._inner.build_optimizer(model))
+        return self.optimizers
+
+    def build_scheduler(self, steps: int) -> Callable[[int], float]:
+        return self._inner.build_scheduler(steps)
+
+    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self._inner.build_criterion()
+
+    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> Any:
+        loss = self._inner.train_step(model, batch, device)
+        self.passes += 1
+        if self._spoil is None:
+            return loss
+        return type(loss)(loss.total * self._spoil(self.passes), loss.count)
+
+    def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> Any:
+        return self._inner.validation_step(model, batch, device)
+
+    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+        self._inner.after_step(sums)
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        return self._inner.figures(sums)
+
+
+class PlainSgd(WatchedTask):
+    """Stochastic gradient descent, which unlike AdamW and Muon does not magnify rounding."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizers:
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizers = WatchedOptimizers(Optimizers([torch.optim.SGD(list(names), lr=0.1)], names))
+        return self.optimizers
+
+
+class Recorder(Callback):
+    """Notes every event in its order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.records: list[LogRecord] = []
+
+    def start(self, step: int, steps: int) -> None:
+        self.events.append(("start", step, steps))
+
+    def log(self, record: LogRecord) -> None:
+        self.records.append(record)
+        self.events.append(("validation" if "validation_loss" in record.metrics else "log", record.step))
+
+    def saved(self, step: int) -> None:
+        self.events.append(("saved", step))
+
+    def end(self, step: int) -> None:
+        self.events.append(("end", step))
+
+    def failed(self, error: BaseException) -> None:
+        self.events.append(("failed", type(error).__name__))
+
+    def figures(self, name: str) -> list[float]:
+        """Values of one metric, in their order."""
+        return [record.metrics[name] for record in self.records if name in record.metrics]
+
+
+class StopAfter:
+    """Asks for a stop in step number `steps` of this run, as a signal would."""
+
+    def __init__(self, steps: int, loader: Loader) -> None:
+        self.steps, self.loader = steps, loader
+        self.first: int | None = None  # the step at which the run begins, when it is asked for the first time
+
+    def __call__(self) -> bool:
+        if self.first is None:
+            self.first = self.loader.consumed
+        return self.loader.consumed - self.first >= self.steps
+
+
+def make_trainer(
+    config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
+    callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
+    stop_after: int | None = None, start: Snapshot | None = None, validation: Sequence[Batch] = (),
+    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: TrainerOptions = PLAIN, weights: Any = None,
+    **options: Any,
+) -> Trainer:  # fmt: skip
+    """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
+    assert config.tokens is not None
+    steps = -(-config.tokens // config.tokens_per_step)
+    order = ShuffledOrder(len(rows), config.rows_per_step, total_rows or steps * config.rows_per_step, config.seed)
+    checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
+    loader = Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world)
+    return Trainer(
+        task or LanguageModeling(config, model),
+        loader,
+        ranks=ranks, precision=precision.resolve_precision(config.precision, ranks.device), weights=weights or Held(model),
+        checkpoints=checkpoints, validation=validation, callbacks=callbacks, cadence=cadence, start=start,
+        stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, options=how, **options,
+    )  # fmt: skip
+
+
+def in_ranks(world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60) -> list[Any]:
+    """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
+
+    They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already; one thread
+    each, since OpenMP's threads do not survive it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
+
+    def begin(rank: int) -> None:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            found = work(Ranks(rank, world, CPU))
+            store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
+            dist.barrier()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=begin, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    late = hanging(processes, seconds)
+    for process in late:
+        process.kill()
+    for process in processes:
+        process.join()
+    assert not late, f"{len(late)} of {world} ranks hang"
+    assert [process.exitcode for process in processes] == [0] * world
+    return [pickle.loads(store.with_suffix(f".{rank}").read_bytes()) for rank in range(world)]
