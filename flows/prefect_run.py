@@ -19,14 +19,13 @@ from typing import Any, Final, NamedTuple, final
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import flow_runs, servers
+from ttrain.flows import flow_runs, history_database, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.servers import (
     AUTH_STRING,
     PORT,
     STOP_SECONDS,
     prefect_app,
-    set_damaged_history_aside,
     token_environment,
     token_of,
     uvicorn_command,
@@ -286,7 +285,7 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
         os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
         lock.release()
         return lambda: None
-    set_damaged_history_aside(home, HISTORY_CHECK_SECONDS)
+    history_database.set_damaged_aside(home, HISTORY_CHECK_SECONDS)
     # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
     port = servers.free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
@@ -324,7 +323,7 @@ class _TemporaryServer:
         try:
             servers.wait("prefect", self._port, self._process, self._log_file)
         except TTrainError:
-            if not set_damaged_history_aside(self._home):
+            if not history_database.set_damaged_aside(self._home):
                 raise
             servers.end(self._process)
             self._process = self._spawn()
@@ -348,6 +347,7 @@ class _TemporaryServer:
                 self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        history_database.prepare(self._home)
         command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         ephemeral |= servers.SLOTS_AHEAD

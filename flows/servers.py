@@ -32,8 +32,8 @@ from filelock import FileLock
 from ttrain import tracking
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
-from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TTrainError, UsageError
+from ttrain.flows import history_database
 from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded, hosts_of
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
@@ -44,7 +44,7 @@ PORT: Final = "TTRAIN_SERVER_PORT"
 HOME: Final = "TTRAIN_SERVER_HOME"
 AUTH_STRING: Final = "PREFECT_API_AUTH_STRING"
 HEALTH: Final = {"prefect": "/api/health", "mlflow": "/health"}
-START_SECONDS: Final = 180.0  # a fresh home takes 10 s on two idle cores, 6 of them for Prefect's migrations
+START_SECONDS: Final = 180.0  # they take 4 s on two idle cores, where Prefect has to migrate its database 10 s
 STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s
 
 # Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
@@ -131,23 +131,6 @@ def check_prefect_api_url(home: Path) -> None:
             f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says (401); set it to the server's "
             f"password, which for a server of another ttrain home is the text of servers/token there"
         )
-
-
-def set_damaged_history_aside(home: Path, seconds: float | None = None) -> bool:
-    """Set Prefect's database aside for a new one if it is damaged; returns whether it was. `seconds`: limit of the check.
-
-    It holds only the history of runs: schedules are files of the home, and `ttrain pipeline serve` deploys them anew.
-    """
-    database = home.resolve() / "prefect" / "prefect.db"
-    damage = damage_of(database, seconds)
-    if damage is None:
-        return False
-    aside = set_aside(database)
-    log.warning(
-        "Prefect's database %s is damaged (%s): it is kept as %s, and a new one begins without the history of runs",
-        database, damage, aside.name,
-    )  # fmt: skip
-    return True
 
 
 def served_app() -> Any:
@@ -250,7 +233,8 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     if name == "prefect":
-        set_damaged_history_aside(home)
+        history_database.set_damaged_aside(home)
+        history_database.prepare(home)
     command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}

@@ -23,7 +23,7 @@ from ttrain.cli.main import main
 from ttrain.core.files import read_json, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TrackingError, UsageError
-from ttrain.flows import prefect_run, servers
+from ttrain.flows import history_database, prefect_run
 from ttrain.pipeline.track_repair import repair
 from ttrain.tracking import TrackedRun
 
@@ -96,12 +96,12 @@ def test_a_damaged_history_of_prefect_gives_way_to_a_new_one(
         db.execute("CREATE TABLE flow_run (id INTEGER PRIMARY KEY, name TEXT)")
         db.executemany("INSERT INTO flow_run (name) VALUES (?)", [("a run" * 50,)] * 2000)
         db.commit()
-    assert not servers.set_damaged_history_aside(tmp_path) and database.exists()
+    assert not history_database.set_damaged_aside(tmp_path) and database.exists()
     damage(database)
-    assert servers.set_damaged_history_aside(tmp_path, prefect_run.HISTORY_CHECK_SECONDS)
+    assert history_database.set_damaged_aside(tmp_path, prefect_run.HISTORY_CHECK_SECONDS)
     [kept] = database.parent.glob("*.db")
     assert kept.name in caplog.text and "is damaged" in caplog.text and kept.name.startswith("prefect-damaged-")
-    assert not servers.set_damaged_history_aside(tmp_path)
+    assert not history_database.set_damaged_aside(tmp_path)
 
 
 def runs_of(home: Path) -> dict[str, dict[str, Any]]:
