@@ -60,7 +60,7 @@ def case_of(stage: str, root: Path) -> tuple[Any, Any, dict[str, Path]]:
         return replay, config, {"documents": shards(root / "new", 500, 60), "learnt-0000": shards(root / "old", 0, 90)}
     if stage == "heldout":
         inputs = {"earlier": shards(root / "old", 0, 5), "documents": shards(root / "new", 500, 5)}
-        return heldout, HeldoutConfig(), inputs
+        return heldout, HeldoutConfig.model_validate({"evaluate": {"max_bytes": 10**6}}), inputs
     models = {"night": model(root / "night", 1), "champion": model(root / "champion", 2)}
     if stage == "average":
         return average, AverageConfig.model_validate({"nightly": Nightly(average=0.25)}), models

@@ -239,6 +239,12 @@ class ReplayShare(PartOfSection):
     replay: float
 
 
+class ScoredText(PartOfSection):
+    """How much held-out text is scored."""
+
+    max_bytes: int
+
+
 class AverageShare(PartOfSection):
     """The share of the champion's weights in the average with a night's own."""
 
@@ -300,7 +306,7 @@ class EvaluateConfig(Section):
 
 
 class HeldoutConfig(Section):
-    """No settings: the set is defined by its inputs."""
+    evaluate: ScoredText
 
 
 class ReplayConfig(Section):

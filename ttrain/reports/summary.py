@@ -93,7 +93,8 @@ def key_figures(stage: str, result: Mapping[str, Any]) -> str:
         counts = f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows"
         return f"{counts}{left_out}{reused_text}{overlap_text}"
     if stage == "heldout":
-        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new"
+        unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
+        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
         kind, nights = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(nights, 'earlier night')}"

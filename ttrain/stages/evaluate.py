@@ -31,9 +31,9 @@ from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
-from ttrain.stages import BASE_OF
+from ttrain.stages import BASE_OF, heldout
 from ttrain.stages.job import StageContext
-from ttrain.stages.shards import heldout_records
+from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
 from ttrain.train.distributed import Ranks, share_cores
@@ -190,14 +190,9 @@ def _task_progress(job: StageContext, parts_done: int) -> Callable[[str, float, 
 
 
 def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    size = 0
-    for record in heldout_records(directory):
-        size += len(record["text"].encode("utf-8"))
-        if records and size > max_bytes:
-            break
-        records.append(record)
-    return records
+    """The documents that are scored: of a set of several nights all, since each brought its own share."""
+    documents = heldout_records(directory)
+    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
 
 
 def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:

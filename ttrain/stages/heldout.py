@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from ttrain.data import contamination, shards
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
 from ttrain.stages.job import StageContext
-from ttrain.stages.shards import heldout_records
+from ttrain.stages.shards import heldout_records, scored_documents
 
+NIGHT_SHARE = 10  # nights whose text has `evaluate.max_bytes` together
 RECORDS = "records.jsonl"
 NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest first: what identifies its records in scores
 
@@ -24,17 +24,22 @@ NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest fir
 def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     """Write each held-out text of both inputs once, ordered by its digest; returns the counts.
 
-    A night reads new documents alone, but a model must not forget the old ones. In this order the beginning, which is what
-    an evaluation of limited length scores, is an even sample of old and new. Text only: each model has its own tokenizer.
+    A night reads new documents alone, but a model must not forget the old ones. Each night brings a tenth of
+    `evaluate.max_bytes` at most, which stays as it is whatever comes later: figures of different nights are over the same
+    text. Text only: each model has its own tokenizer.
     """
-    earlier, new = (_by_digest(heldout_records(job.inputs[name])) for name in ("earlier", "documents"))
-    lines = [line for _, line in sorted({**earlier, **new}.items())]
+    earlier, new = (_by_name(heldout_records(job.inputs[name])) for name in ("earlier", "documents"))
+    documents, brought = {**new, **earlier}, [name for name in new if name not in earlier]
+    most = config.evaluate.max_bytes // NIGHT_SHARE
+    nights = []
+    for names in (*(read_nights(job.inputs["earlier"]) or [[*earlier]]), brought):
+        of_night = [documents[name] for name in sorted(names) if name in documents]
+        nights.append([record_name(document["text"]) for document in scored_documents(of_night, most)])
+    chosen = sorted(name for names in nights for name in names)
+    lines = [orjson.dumps(documents[name], option=orjson.OPT_SORT_KEYS) for name in chosen]
     directory = job.output / "heldout"
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
-    nights = read_nights(job.inputs["earlier"]) or [_names(earlier.values())]
-    recorded = {name for night in nights for name in night}
-    nights.append([name for name in _names(new.values()) if name not in recorded])
     write_json(job.output / NIGHTS, nights)
     inputs = [contamination.read_item_shares(job.inputs[name]) for name in ("earlier", "documents")]
     # A model of many nights has learnt from all of them.
@@ -42,7 +47,8 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer
     entry = {**none, "file": "", "records": RECORDS, "sha256": "", "group": 0}
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
-    return {"records": len(lines), "new": len(new.keys() - earlier.keys()), "nights": [len(night) for night in nights]}
+    counts = {"records": len(lines), "new": len(nights[-1]), "unscored": len(brought) - len(nights[-1])}
+    return {**counts, "nights": [len(night) for night in nights]}
 
 
 def read_nights(directory: Path) -> list[list[str]]:
@@ -59,14 +65,6 @@ def read_nights(directory: Path) -> list[list[str]]:
     return [[str(name) for name in night] for night in nights]
 
 
-def _names(lines: Iterable[bytes]) -> list[str]:
-    """What identifies records among the scores, sorted."""
-    return sorted(record_name(orjson.loads(line)["text"]) for line in lines)
-
-
-def _by_digest(records: Iterable[Mapping[str, Any]]) -> dict[bytes, bytes]:
-    """Lines by the digest of their text: other fields, such as the source, do not make it another record."""
-    return {
-        hashlib.sha256(orjson.dumps({"text": record["text"]})).digest(): orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
-        for record in records
-    }
+def _by_name(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Documents by what identifies them among the scores: other fields, such as the source, do not make another record."""
+    return {record_name(document["text"]): document for document in documents}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,14 @@ def heldout_records(directory: Path) -> list[dict[str, Any]]:
     heldout = directory / "heldout"
     names = [shard["records"] for shard in shards.ShardSet(heldout).index["shards"]]
     return [orjson.loads(line) for name in names for line in (heldout / name).read_bytes().split(b"\n") if line]
+
+
+def scored_documents(documents: Sequence[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
+    """Of held-out documents those from the beginning on that have this many bytes of text together.
+
+    One of more than half of that is left out, unless all are: it would stand for all the others.
+    """
+    sized = [(document, len(document["text"].encode("utf-8"))) for document in documents]
+    fitting = [(document, size) for document, size in sized if size <= max_bytes // 2] or sized[:1]
+    ends = accumulate(size for _, size in fitting)
+    return [document for n, ((document, _), end) in enumerate(zip(fitting, ends, strict=True)) if not n or end <= max_bytes]
