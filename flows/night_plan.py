@@ -14,7 +14,7 @@ from ttrain.evaluate import promotion
 from ttrain.flows.full import full
 from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly.inputs import NightInputs
+from ttrain.nightly.inputs import UNFROZEN_OF_NIGHTLY, NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
@@ -90,10 +90,10 @@ class NightWalk:
     def __call__(self, of: Stage, **stage_inputs: Any) -> Any:
         if self.inputs.kept_base and (of is PRETRAIN or of is EXISTING_MODEL):
             return self.inputs.kept_base
-        if of.name in self.inputs.replacements:
-            return self.inputs.replacements[of.name]
         if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
             return None
+        if of.name in self.inputs.replacements:
+            return self._noted(of, self.inputs.replacements[of.name])
         if of is SHARDS_PRETRAIN and self.settings.reading.near_duplicates:
             stage_inputs |= _learnt_before(self.inputs.learnt)
         if of is PRETRAIN:
@@ -104,7 +104,10 @@ class NightWalk:
             stage_inputs["replay"] = self._replay(REPLAY_SFT, stage_inputs["shards"], self.inputs.replayed_chats)
         if of.name in self.inputs.bases:
             stage_inputs["base"] = self.inputs.bases[of.name]
-        result = self.stage(of, **stage_inputs)
+        return self._noted(of, self.stage(of, **stage_inputs))
+
+    def _noted(self, of: Stage, result: Any) -> Any:
+        """The result of a stage; that of shards is known by its data set from now on."""
         if of.dataset and SHARDS.get(of.dataset) is of:
             self.shards[of.dataset] = result
         return result
@@ -184,8 +187,11 @@ def choose_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
 ) -> tuple[InputSnapshot | None, str]:
     """The inputs of a night, or None, and the reason: those of an unfinished night, else what is new."""
-    if night is not None:
-        return _resumed_inputs(settings, store, night)
+    return _new_inputs(settings, store, nights) if night is None else _resumed_inputs(settings, store, nights, night)
+
+
+def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tuple[InputSnapshot | None, str]:
+    """What is new, or None, and the reason."""
     watched, left_out = night_inputs.without_damaged(
         night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
     )
@@ -211,7 +217,7 @@ def choose_inputs(
     if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
         documents = night_inputs.learnt_documents(champion, nights.all(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
-    learns_new_chats = settings.nightly.chats == "new" and not settings.data.weights("sft")
+    learns_new_chats = chosen.has_new_chats_alone and not settings.data.weights("sft")
     chats = night_inputs.learnt_chats(champion, nights.all(), store) if learns_new_chats else ()
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
@@ -236,19 +242,34 @@ def current_champion(settings: Settings, store: ArtifactStore) -> Champion | Non
     return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})
 
 
-def _resumed_inputs(settings: Settings, store: ArtifactStore, night: NightRecord) -> tuple[InputSnapshot, str]:
-    """The inputs of an unfinished night, with its files as they are now; after a failure with the current settings."""
+def _resumed_inputs(
+    settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord
+) -> tuple[InputSnapshot, str]:
+    """The inputs of an unfinished night, with its files as they are now; after a failure with the current settings, which
+    may choose other inputs."""
     frozen = night.frozen
     current = night.as_it_is_now()
     ended = night.ended or {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
     if ended["outcome"] in (records.FAILED, records.REFUSED):
         if frozen.settings != (now := settings.model_dump(mode="json")):
-            average = _average(settings, frozen.champion, frozen.files)
-            frozen, reason = replace(frozen, settings=now, average=average), f"{reason}; with the current settings"
+            reason = f"{reason}; with the current settings"
+            if _choosing(frozen.settings) != _choosing(now):
+                chosen, why = _new_inputs(settings, store, nights)
+                if chosen is not None:
+                    return chosen, f"{reason}, by which its inputs are chosen anew: {why}"
+            frozen = replace(frozen, settings=now)
     elif night_inputs.settings_of(frozen, settings) != settings:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
-    if changed := night_inputs.changed_files(frozen, current_files):
+    changed, made = night_inputs.changed_files(frozen, current_files), {}
+    if changed:
+        made = night_inputs.made_shards(night, store)
         reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
-    return night_inputs.refreshed_snapshot(frozen, current_files), reason
+    return night_inputs.refreshed_snapshot(frozen, current_files, made), reason
+
+
+def _choosing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings by which the inputs of a night are chosen."""
+    sections = {name: dict(settings.get(name, {})) for name in ("data", "reading", "nightly")}
+    return {**sections, "nightly": {k: v for k, v in sections["nightly"].items() if k not in UNFROZEN_OF_NIGHTLY}}

@@ -182,7 +182,7 @@ def test_sft_and_lora_start_anew_from_the_models_of_the_night(store: ArtifactSto
 
 def test_sft_continues_the_champion_s_model_with_a_sample_of_learnt_chats(store: ArtifactStore, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, nightly={"sft_base": "champion", "chats": "new"})
-    found = inputs(store, settings, chats=("shards-sft/c", "shards-sft/gone"))
+    found = inputs(store, settings, chats=("shards-sft/c",))
     stages = stages_of(found)
     assert stages["sft"]["base"].key == "q" and stages["sft"]["replay"] == "replay-sft"
     assert stages["replay-sft"] == {"documents": "shards-sft", "learnt-0000": found.replayed_chats[0]}

@@ -331,7 +331,7 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
         night = known.begin(frozen(str(number)), None)
         night.note(heldout=f"heldout/h{number}", documents=f"shards-pretrain/s{number}")
         night.end_try("promoted", "", closed=True)
-    assert records.needed_keys(tmp_path) == {"h2", "s2"}
+    assert records.needed_keys(tmp_path) == {"h2", "s1", "s2"}, "version 1 may be promoted again"
     champion = Champion("2", {"sft": "q", "pretrain": "p"})
     known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)
     assert records.needed_keys(tmp_path) == {"h2", "s1", "s2", "q", "p"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ttrain.config import Settings
 from ttrain.errors import ArtifactError
-from ttrain.nightly.records import COMPLETED, Champion, NightRecord
+from ttrain.nightly.records import Champion, NightRecord
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -31,20 +31,20 @@ def earlier_heldout(
 ) -> EarlierHeldout:
     """The earlier held-out documents that both models are also evaluated on, if any.
 
-    Those of the last completed night, else those of the champion's base model. They are not used if the user names the
-    held-out documents, or has changed the held-out share: some may have been learnt since. Raises ArtifactError where those
-    of a night are gone: without them nothing would show what is forgotten.
+    Those of the last completed night for which the user named none, else those of the champion's base model. They are not
+    used if the user names the held-out documents, or has changed the held-out share: some may have been learnt since.
+    Raises ArtifactError where those of a night are gone: without them nothing would show what is forgotten.
     """
     if settings.data.pretrain_heldout:
         return EarlierHeldout()
     for night in nights:
-        if night.outcome in COMPLETED and (reference := night.data.get("heldout")):
+        if reference := night.heldout:
             reading = night.frozen.settings.get("reading", {})
             if (before := reading.get("heldout_fraction")) != (now := settings.reading.heldout_fraction):
                 note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
                 return EarlierHeldout(note=note)
-            find_heldout(store, str(reference), night.name)
-            return EarlierHeldout(str(reference), tuple(night.data.get("heldout_nights") or ()))
+            find_heldout(store, reference, night.name)
+            return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
     base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
     shards = base.manifest["inputs"].get("shards") if base else None
     found = store.find(shards["stage"], shards["key"]) if shards else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,9 +23,11 @@ from ttrain.nightly.heldout import find_heldout
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, Nights, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
+from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
+log = logging.getLogger("ttrain")
 DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
@@ -141,7 +145,7 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
         return None
     if read.issuperset(file["sha256"] for listed in files.values() for file in listed):
         return None
-    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0)
+    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0, shards={})
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,7 @@ class FileSelection:
 
     files: Mapping[str, list[dict[str, Any]]]
     new: tuple[str, ...] = field(default=())
+    has_new_chats_alone: bool = False  # or none: SFT reads no chat that the champion has learnt
 
 
 def select_files(
@@ -163,6 +168,7 @@ def select_files(
     new = tuple(file["location"] for files in watched.values() for file in files if file["sha256"] not in read)
     files = {name: list(entries) for name, entries in watched.items()}
     known_digests = learnt if settings.again else read
+    has_new_chats_alone = False
 
     def unknown(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [file for file in entries if file["sha256"] not in known_digests]
@@ -171,8 +177,9 @@ def select_files(
         files["pretrain"] = unknown(files["pretrain"])
     if has_champion and settings.chats == "new" and "sft" in files:
         new_chats = unknown(files["sft"])
-        files["sft"] = new_chats if new_chats or settings.sft_base == "champion" else files["sft"]
-    return FileSelection(files, new)
+        has_new_chats_alone = bool(new_chats) or settings.sft_base == "champion"
+        files["sft"] = new_chats if has_new_chats_alone else files["sft"]
+    return FileSelection(files, new, has_new_chats_alone)
 
 
 def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]) -> list[str]:
@@ -186,9 +193,11 @@ def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]
     ]
 
 
-def refreshed_snapshot(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]) -> InputSnapshot:
+def refreshed_snapshot(
+    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], made: Mapping[str, Artifact] = MappingProxyType({})
+) -> InputSnapshot:
     """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
-    missing ones removed."""
+    missing ones removed. `made`: by data set, shards of the files as they were, which are read instead of changed files."""
     files: dict[str, list[dict[str, Any]]] = {}
     for dataset, listed in frozen.files.items():
         by_digest = {file["sha256"]: file for file in reversed(now.get(dataset, ()))}
@@ -197,7 +206,28 @@ def refreshed_snapshot(frozen: InputSnapshot, now: Mapping[str, list[dict[str, A
             f if f in by_location.values() else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed
         ]
         files[dataset] = [file for file in entries if file]
-    return replace(frozen, files=files)
+    kept = {name: shards for name, shards in made.items() if _digests(files.get(name, ())) != _digests(frozen.files[name])}
+    references = {name: f"{shards.stage}/{shards.key}" for name, shards in kept.items()}
+    return replace(frozen, files={**files, **{name: frozen.files[name] for name in kept}}, shards=references)
+
+
+def made_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
+    """By data set, the shards that a try of the night has made of the files in its snapshot."""
+    found: dict[str, Artifact] = {}
+    for attempt in reversed(night.data["tries"]):
+        run = runs.read(store.root, attempt["run"]) if attempt.get("run") else None
+        keys = runs.keys_of(run) if run else {}
+        for dataset, files in night.frozen.files.items():
+            stage = SHARDS[dataset].name
+            artifact = store.find(stage, key) if files and (key := keys.get(stage)) else None
+            read = artifact.manifest["ingredients"].get("files", {}).get(TRAIN, ()) if artifact else ()
+            if artifact and _digests(read) == _digests(files):
+                found.setdefault(dataset, artifact)
+    return found
+
+
+def _digests(files: Iterable[Mapping[str, Any]]) -> list[str]:
+    return sorted(file["sha256"] for file in files)
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
@@ -237,12 +267,14 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
+    made = {SHARDS[dataset].name: reference for dataset, reference in frozen.shards.items()}
+    replacements |= dict(zip(made, _recorded_artifacts(store, made.values()), strict=True))
     bases = learning.chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
     learnt: tuple[Artifact, ...] = ()
     if "pretrain" not in replacements:
-        learnt = _find_references(store, frozen.documents)
+        learnt = _recorded_artifacts(store, frozen.documents)
         tree["nightly"]["replay"] = frozen.replay or tree["nightly"]["replay"]
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
@@ -260,7 +292,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         earlier_heldout=earlier,
         learnt=learnt,
         replayed=learnt if frozen.replay else (),
-        replayed_chats=_find_references(store, frozen.chats) if has_chats else (),
+        replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,
         champion_bases=learning.foreign_bases(artifacts, store),
@@ -312,7 +344,14 @@ def _learnt_shards(
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
         references = (f"{shards['stage']}/{shards['key']}",)
-    return tuple(reference for reference in dict.fromkeys(references) if _find_reference(store, reference))
+    listed = dict.fromkeys(references)
+    present = tuple(reference for reference in listed if _find_reference(store, reference))
+    if len(present) < len(listed):
+        log.warning(
+            "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
+            "near-duplicates of them are learnt again", len(listed) - len(present), len(listed), champion.version,
+        )  # fmt: skip
+    return present
 
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
@@ -340,9 +379,17 @@ def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
     return store.find(stage, key)
 
 
-def _find_references(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
-    """The artifacts of those references that are in the store."""
-    return tuple(filter(None, (_find_reference(store, reference) for reference in references)))
+def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
+    """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
+    found = {reference: _find_reference(store, reference) for reference in references}
+    lost = [reference for reference, artifact in found.items() if artifact is None]
+    if lost:
+        stage, _, key = lost[0].partition("/")
+        raise ArtifactError(
+            f"the unfinished night reads {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; restore "
+            f"it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+        )
+    return tuple(filter(None, found.values()))
 
 
 def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:

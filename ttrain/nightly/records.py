@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class InputSnapshot:
     replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
     average: float | None = None  # share of the champion's weights in the average with the night's own
+    # By data set "stage/key" of the shards of `files` that an earlier try made, where a file is not what it was any more.
+    shards: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
@@ -111,13 +113,24 @@ class NightRecord:
         champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
         lists: dict[str, Any] = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
         numbers: dict[str, Any] = {"replay": snapshot.get("replay", 0.0), "average": snapshot.get("average")}
-        return InputSnapshot(snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, **numbers)
+        return InputSnapshot(
+            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, **numbers,
+            shards=snapshot.get("shards", {}),
+        )  # fmt: skip
 
     @property
     def left_out(self) -> list[dict[str, Any]]:
         """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
         entries: list[dict[str, Any]] = self.data.get("left_out", [])
         return entries
+
+    @property
+    def heldout(self) -> str | None:
+        """Reference ("stage/key") of the held-out documents of this and all earlier nights, if it has decided; None where
+        the user named others, which say nothing of earlier nights."""
+        is_named = self.frozen.settings.get("data", {}).get("pretrain_heldout")
+        reference = None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
+        return str(reference) if reference else None
 
     @property
     def learnt_documents(self) -> tuple[str, ...]:
@@ -344,18 +357,17 @@ class Nights:
 
 def needed_keys(home: Path) -> set[str]:
     """Keys of the artifacts that nights will read: the champions of open nights, the newest held-out documents of each
-    pipeline, to which the next night's are added, and the documents that were learnt."""
+    pipeline, to which the next night's are added, and what was learnt, by any night: its set may be promoted later."""
     keys: set[str] = set()
     for directory in (home / "nightly").glob("*"):
-        for night in Nights(home, directory.name).all():
+        nights = Nights(home, directory.name).all()
+        keys.add(next((reference for night in nights if (reference := night.heldout)), "").partition("/")[2])
+        for night in nights:
             frozen = night.frozen
             keys |= {reference.partition("/")[2] for reference in (*night.learnt_documents, *night.learnt_chats)}
             if night.is_open:
                 keys |= set(frozen.champion.keys.values() if frozen.champion else ())
-                keys.add((frozen.heldout or "").partition("/")[2])
-            if night.outcome in COMPLETED and night.data.get("heldout"):
-                keys.add(night.data["heldout"].partition("/")[2])
-                break
+                keys |= {reference.partition("/")[2] for reference in (frozen.heldout or "", *frozen.shards.values())}
     return keys - {""}
 
 

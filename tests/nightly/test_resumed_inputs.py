@@ -1,0 +1,170 @@
+"""The inputs of a night that goes on: files that changed meanwhile, settings that were corrected, sets that are gone."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.night_files import artifact, completed, inbox, list_of
+
+from ttrain.config import Nightly, Settings
+from ttrain.errors import ArtifactError
+from ttrain.flows import night_plan
+from ttrain.nightly import heldout
+from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
+from ttrain.pipeline.recipe import Recipe
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import RunRecord
+
+
+def unfinished(known: Nights, listed: InputSnapshot, store: ArtifactStore, outcome: str, **keys: str) -> NightRecord:
+    """A night with this list whose try ended so, after its run had made the stages with these keys."""
+    night = known.begin(listed, None)
+    run = RunRecord(store.root, "nightly", [name.replace("_", "-") for name in keys], {})
+    for name, key in keys.items():
+        run.stage(name.replace("_", "-"), key=key)
+    night.note_try(run=run.run)
+    night.end_try(outcome, "the deadline was reached", closed=False)
+    return night
+
+
+def shards_of(store: ArtifactStore, listed: InputSnapshot, key: str) -> None:
+    """Shards of the list's documents."""
+    read = {"files": {"train": [{"sha256": file["sha256"]} for file in listed.files["pretrain"]]}}
+    artifact(store, "shards-pretrain", key, {"heldout/index.json": "{}", "train/index.json": "{}"}, ingredients=read)
+
+
+def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The inputs of each stage that a recipe calls."""
+    stages: dict[str, dict[str, Any]] = {}
+
+    def stage(of: Any, **inputs: Any) -> Any:
+        stages[of.name] = inputs
+        return of.name
+
+    recipe(stage, settings)
+    return stages
+
+
+@pytest.mark.parametrize("change", ["grew", "gone"])
+def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_file(
+    change: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    listed = list_of(settings, store, champion)
+    shards_of(store, listed, "made")
+    night = unfinished(known, listed, store, "unfinished", shards_pretrain="made")
+    file = tmp_path / "inbox/b.jsonl"
+    file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
+    for _ in range(2):  # and in the slot after the next one
+        frozen, reason = night_plan.choose_inputs(settings, store, known, night)
+        assert frozen is not None and frozen.files == listed.files and "changed or gone since it began: b.jsonl" in reason
+        assert frozen.shards == {"pretrain": "shards-pretrain/made"}
+        night.freeze(frozen)
+    inputs = night_inputs.inputs_of(night.frozen, settings, store)
+    stages = walked(night_plan.recipe_of(inputs), inputs.settings)
+    assert "shards-pretrain" not in stages and stages["pretrain"]["shards"].key == "made"
+    assert stages["evaluate"]["documents"].key == "made"
+
+
+@pytest.mark.parametrize("key", ["never-made", "of-other-files"])
+def test_a_night_without_shards_of_its_files_reads_a_file_as_it_is_now(
+    key: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    listed = list_of(settings, store, champion)
+    shards_of(store, replace(listed, files={"pretrain": listed.files["pretrain"][:1]}), "of-other-files")
+    night = unfinished(known, listed, store, "unfinished", shards_pretrain=key)
+    (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
+    frozen, _ = night_plan.choose_inputs(settings, store, known, night)
+    assert frozen is not None and frozen.shards == {} and len(frozen.files["pretrain"]) == 2
+    assert frozen.files["pretrain"] == list_of(settings, store).files["pretrain"]
+
+
+@pytest.mark.parametrize(
+    ("nightly", "files", "replay", "documents"),
+    [
+        ({"replay": 0.0}, ["new"], 0.0, True),
+        ({"replay": 0.3}, ["new"], 0.3, True),
+        ({"data": "all"}, ["new", "old"], 0.0, False),
+        ({"start_from": "scratch"}, ["new", "old"], 0.0, False),
+    ],
+)
+def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
+    nightly: Mapping[str, Any], files: list[str], replay: float, documents: bool,
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    settings = inbox(tmp_path, old="1")
+    completed(known, list_of(settings, store, champion), "promoted", "8")
+    known.all()[0].note(documents="shards-pretrain/s")
+    monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
+    settings = inbox(tmp_path, new="2")
+    first, _ = night_plan.choose_inputs(settings, store, known, None)
+    assert first is not None and first.replay == 0.05
+    night = unfinished(known, first, store, "failed")
+    corrected = settings.model_copy(update={"nightly": Nightly.model_validate(nightly)})
+    frozen, reason = night_plan.choose_inputs(corrected, store, known, night)
+    assert (
+        frozen is not None and "with the current settings, by which its inputs are chosen anew: 1 new: new.jsonl" in reason
+    )
+    assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
+    assert (frozen.replay, bool(frozen.documents)) == (replay, documents)
+    deadline = settings.model_copy(update={"nightly": Nightly(deadline="07:30")})
+    same, reason = night_plan.choose_inputs(deadline, store, known, night)
+    assert same is not None and "chosen anew" not in reason and replace(same, settings=first.settings) == first
+
+
+def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, caplog: pytest.LogCaptureFixture, known: Nights
+) -> None:
+    """Instead of going on with other rows; the next night does without, and says so."""
+    settings = inbox(tmp_path, a="1")
+    artifact(store, "shards-pretrain", "own", {"train/index.json": "{}"})
+    night = known.begin(InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",)), None)
+    night.note(version="8", documents="shards-pretrain/own")
+    night.end_try("promoted", "", closed=True)
+    listed = replace(list_of(settings, store, champion), documents=night.learnt_documents, replay=0.05)
+    assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
+    shutil.rmtree(store.path("shards-pretrain", "own"))
+    with pytest.raises(
+        ArtifactError, match=r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
+    ):
+        night_inputs.inputs_of(listed, settings, store)
+    with caplog.at_level(logging.WARNING, "ttrain"):
+        learnt = night_inputs.learnt_documents(Champion("8", champion.keys), known.all(), store)
+    assert learnt == ("shards-pretrain/s",) and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
+
+
+def test_where_sft_reads_all_chats_again_none_of_them_is_replayed(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = inbox(tmp_path, a="1").model_copy(update={"nightly": Nightly(chats="new")})
+    completed(known, list_of(settings, store, champion), "promoted", "8")
+    artifact(store, "shards-sft", "c", {"train/index.json": "{}"})
+    known.all()[0].note(chats="shards-sft/c")
+    monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
+    inbox(tmp_path, b="2")
+    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
+    assert frozen is not None and len(frozen.files["sft"]) == 1 and frozen.chats == ()
+    (tmp_path / "chats.jsonl").write_text("more", encoding="utf-8")
+    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
+    assert frozen is not None and len(frozen.files["sft"]) == 1 and frozen.chats == ("shards-sft/c",)
+
+
+def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nights(
+    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1")
+    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
+    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
+    for now, reference in ((settings, "heldout/h"), (own, "shards-pretrain/named")):
+        night = known.begin(InputSnapshot({}, now.model_dump(mode="json"), champion), None)
+        night.note(heldout=reference, heldout_nights=[night.name])
+        night.end_try("promoted", "", closed=True)
+    assert heldout.earlier_heldout(champion, known.all(), store, settings) == ("heldout/h", ("night-000001",), "")
