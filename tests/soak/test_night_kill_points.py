@@ -73,6 +73,7 @@ REACHED: dict[str, Callable[[Path], bool]] = {
     "the branch": trained_to(DECAY_BEGINS + 5),
     "replay": began("replay"),
     "the plateau": trained_to(5),
+    "the plateau and its file grew": trained_to(5),
     "average": began("average"),
     "between averaging and gate": stored("average"),
     "choosing": began("chosen-base"),
@@ -169,6 +170,9 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
         kill_at_call(cli, *CALLS[point])
     step = newest_step(cli.home)
     assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step
+    if point.endswith("grew"):
+        with (cli.data / "docs-night-1.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"text": "what came while the night was unfinished " * 9}) + "\n")
     cli(*NIGHT, *SETTINGS)
     assert outcome_of(cli) == never_killed
     assert [one["outcome"] for one in Nights(cli.home, NAME).all()[0].data["tries"]] == ["crashed", "promoted"]
