@@ -107,7 +107,8 @@ class Promotion(Section):
         0.03,
         ge=0,
         description="share of the champion's figure by which the challenger may be worse on the held-out text of an earlier "
-        "night or of a source, and of the best figure that a champion had on that of a night; empty: any share",
+        "night or of a source, or in the metric of another model, and of the best figure that a champion had on the text of "
+        "a night; empty: any share",
     )
     baseline: Literal["zlib", "xz", "order0", "order3"] | float | None = Field(
         "xz",

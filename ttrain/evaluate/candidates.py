@@ -1,8 +1,9 @@
-"""Candidates for champion: each judged on all held-out text and on that of every night and source, and the best of them."""
+"""Candidates for champion: each judged on all held-out text, on that of every night and source and by the metrics of its
+other models, and the best of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ OF_DOCUMENTS = frozenset(BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.
 
 @dataclass(frozen=True)
 class Judged:
-    """The decision about a candidate, with its figures on the text of each night and source."""
+    """The decision about a candidate, with its figures on the text of each night and source, and in other metrics."""
 
     decision: Decision
     texts: tuple[TextFigure, ...] = ()
@@ -37,20 +38,43 @@ def judge(
 
     `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
     `best`: the best figures of champions so far, by text.
-    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte.
+    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte;
+    the other models by their own metrics.
     Raises UsageError if an evaluation does not have the metric.
     """
     scores = challenger.scores(rules.metric)
-    texts: tuple[TextFigure, ...] = ()
+    texts, unknown = list[TextFigure](), ""
     metric = metric_of_texts(rules.metric)
     if metric in challenger.metrics:
-        ours, theirs = challenger.scores(metric), champion.scores(metric) if champion else None
+        ours = challenger.scores(metric)
+        theirs = champion.scores(metric) if champion and metric in champion.metrics else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
-        of_texts = rules.model_copy(update={"higher_is_better": False})
-        texts = tuple(forgetting.figures(ours, theirs, listed, of_texts, best))
+        texts += forgetting.figures(ours, theirs, listed, _directed(rules, higher_is_better=False), best)
+        has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
+        if champion and has_earlier and rules.forgetting is not None:
+            unknown = promotion.why_unknown(ours, theirs)
+    if champion:
+        texts += _of_other_models(challenger, champion, rules)
     baseline = promotion.baseline_of(challenger.metrics, scores, rules)
     of_champion = champion.scores(rules.metric) if champion else None
-    return Judged(promotion.decide(scores, of_champion, rules, baseline=baseline, texts=texts), texts)
+    decision = promotion.decide(scores, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
+    return Judged(decision, tuple(texts))
+
+
+def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promotion) -> Iterator[TextFigure]:
+    """The figures in the metric of each model that does not decide and has one that is not over documents."""
+    for row in TRAINING_STAGES.values():
+        if row.metric is None or (name := row.metric.of(row.model)) in OF_DOCUMENTS or name == rules.metric:
+            continue
+        if name in challenger.metrics and name in champion.metrics:
+            directed = _directed(rules, higher_is_better=row.metric.higher_is_better)
+            figure = forgetting.figure_of_metric(challenger.scores(name), champion.scores(name), directed)
+            yield from [figure] if figure else []
+
+
+def _directed(rules: Promotion, *, higher_is_better: bool) -> Promotion:
+    """The same rules for a metric of this direction."""
+    return rules.model_copy(update={"higher_is_better": higher_is_better})
 
 
 def metric_of_texts(metric: str) -> str:

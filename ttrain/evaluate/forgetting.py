@@ -1,4 +1,5 @@
-"""What a challenger lost: figures on the held-out text of each night and each source, with intervals. Pure functions."""
+"""What a challenger lost: figures on the held-out text of each night and source, and in the metrics of the models after the
+base, with intervals. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ EACH_BEST = "the best champion of each"  # of several texts
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Held-out records that are judged together: those of a night, of a source, of several nights or sources.
+    """Held-out records that are judged together: those of a night, of a source, of several nights or sources, of a metric.
 
     `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
     `members`: the texts that are judged as this one.
     """
 
-    kind: Literal["night", "source", "several"]
+    kind: Literal["night", "source", "several", "metric"]
     name: str
     rows: tuple[int, ...]
     new: bool = False
@@ -56,7 +57,7 @@ class BestFigure:
 
 @dataclass(frozen=True)
 class TextFigure:
-    """The figures of challenger and champion on one held-out text.
+    """The figures of challenger and champion on one held-out text, or in one metric.
 
     `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
     of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
@@ -89,7 +90,9 @@ class TextFigure:
 
     def describe(self) -> str:
         """The loss in a line, for a reason."""
-        assert self.champion is not None and self.difference is not None, "a text is lost against a champion"
+        assert self.champion is not None, "a text is lost against a champion"
+        if self.difference is None:
+            return f"{self.label}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
         interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
         return (
             f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
@@ -98,7 +101,9 @@ class TextFigure:
     @property
     def loss(self) -> float:
         """What is lost against the champion, as a share of its figure; below 0: a gain."""
-        return 0.0 if self.difference is None else -self.difference / (abs(self.champion or 0.0) or 1.0)
+        if self.difference is None:
+            return math.inf if self.lost else 0.0
+        return -self.difference / (abs(self.champion or 0.0) or 1.0)
 
     def _drift(self) -> str:
         """What was lost since the best champion."""
@@ -172,6 +177,23 @@ def figures(
     alone = [(text, is_judged(text)) for text in texts]
     merged = [(_merged(name, group), True) for name, group in together]
     return [_figure(challenger, champion, text, settings, best, judged=judged) for text, judged in alone + merged]
+
+
+def figure_of_metric(challenger: Scores, champion: Scores, settings: Promotion) -> TextFigure | None:
+    """The figures of both models in a metric, with all its records judged as one text; None where they cannot be compared.
+
+    A metric that is a finite number at the champion alone is lost, on however few records.
+    """
+    count, metric = len(challenger.records), challenger.metric
+    if not count or challenger.records != champion.records or not math.isfinite(champion.value):
+        return None
+    if not math.isfinite(challenger.value):
+        is_lost = settings.forgetting is not None
+        return TextFigure("metric", metric, count, challenger.value, None, champion.value, judged=is_lost, lost=is_lost)
+    if challenger.sizes != champion.sizes:
+        return None
+    text = HeldoutText("metric", metric, tuple(range(count)))
+    return _figure(challenger, champion, text, settings, {}, judged=True)
 
 
 def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[tuple[str, list[HeldoutText]]]:
@@ -286,7 +308,7 @@ def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     return f"it forgets {texts}{rest_note}; promotion.forgetting allows {bound:.1%}"
 
 
-HEADER = ("held-out text", "records", "challenger", "champion", "better by", "interval", "best champion", "")
+HEADER = ("held-out text or metric", "records", "challenger", "champion", "better by", "interval", "best champion", "")
 
 
 def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:

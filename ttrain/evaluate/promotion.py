@@ -141,18 +141,22 @@ def decide(
     *,
     baseline: Baseline | None = None,
     texts: Sequence[TextFigure] = (),
+    unknown: str = "",
 ) -> Decision:
     """Decide whether the challenger becomes champion.
 
     It does if it is better by more than the margin and has lost none of the texts; with enough records, only if the whole
     interval of the difference lies beyond the margin. The first challenger becomes champion if its metric is finite and it
-    beats the baseline.
+    beats the baseline. `unknown`: why what it forgets cannot be determined, which promotes nothing.
     """
     decision = _compared(challenger, champion, settings, baseline)
     lost = [figure for figure in texts if figure.lost]
     decision = replace(decision, lost=tuple(figure.label for figure in lost))
-    if not lost or not decision.promote:
+    if not decision.promote or not (lost or unknown):
         return decision
+    if not lost:
+        reason = f"what it forgets cannot be determined: {unknown}; else it would be promoted: {decision.reason}"
+        return replace(decision, promote=False, reason=reason)
     reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
     return replace(decision, promote=False, reason=reason)
 
@@ -219,6 +223,20 @@ def _first(baseline: Baseline | None) -> tuple[bool, str]:
         f"there is no champion yet, but {figures}; train longer or on more text, or set promotion.baseline, which is what a "
         f"first champion must beat"
     )
+
+
+def why_unknown(challenger: Scores, champion: Scores | None) -> str:
+    """Why what a challenger forgets cannot be determined from these scores; empty where it can.
+
+    A champion whose metric is not a finite number has nothing to lose.
+    """
+    if champion is None:
+        return f"the champion's evaluation does not have {challenger.metric}"
+    if not math.isfinite(challenger.value):
+        return f"the challenger's {challenger.metric} is {challenger.value}, the champion's is {champion.value:.5f}"
+    if not math.isfinite(champion.value) or (challenger.records == champion.records and challenger.sizes == champion.sizes):
+        return ""
+    return _incomparable_reason(challenger, champion)
 
 
 def _incomparable_reason(challenger: Scores, champion: Scores) -> str:

@@ -24,7 +24,8 @@ def render(name: str, nights: Sequence[NightHistory]) -> str:
     page.section("Challenger and champion", page.charts(_charts(nights)))
     page.section("What each night learnt and lost", _table(nights))
     page.section(
-        "Figures on the held-out text of each night and source, and their change against the champion", *_texts(nights)
+        "Figures on the held-out text of each night and source and by other metrics, with the change against the champion",
+        *_texts(nights),
     )
     return page.render(_head(name, nights))
 
@@ -121,9 +122,9 @@ def _texts(nights: Sequence[NightHistory]) -> list[Table]:
     The newest is the first: thirty nights are wider than a screen.
     """
     measured = [night for night in nights if night.texts]
-    names = sorted(dict.fromkeys((text.kind, text.name) for night in measured for text in night.texts), key=lambda n: n[0])
+    names = dict.fromkeys((text.kind, text.name) for night in measured for text in night.texts)
     rows = []
-    for kind, name in names:
+    for kind, name in sorted(names, key=lambda name: (name[0] == "metric", name[0])):  # metrics last
         cells: list[object] = [name]
         for night in measured:
             text = next((text for text in night.texts if (text.kind, text.name) == (kind, name)), None)
@@ -131,7 +132,7 @@ def _texts(nights: Sequence[NightHistory]) -> list[Table]:
             style = "number lost" if text and text.lost else "number"
             cells.append(Cell(ABSENT, "number") if text is None else Cell(_figure(text.challenger), style, change))
         rows.append(cells)
-    header = ("held-out text", *(night.night for night in measured))
+    header = ("held-out text or metric", *(night.night for night in measured))
     return [Table(header, rows, range(1, len(header)))] if rows else []
 
 

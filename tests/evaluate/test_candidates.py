@@ -1,0 +1,193 @@
+"""The gate over all models of a set: what one gains does not pay for what another lost, and what cannot be compared is not
+promoted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config import Promotion
+from ttrain.core.files import write_json
+from ttrain.evaluate import candidates
+from ttrain.evaluate.candidates import Judged
+from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import LN2, ScoreTable, TaskResult, mean, record_name
+from ttrain.flows import night_decision
+from ttrain.nightly import history_page
+from ttrain.nightly.history import of_record
+from ttrain.nightly.records import InputSnapshot, Nights
+
+COUNT = 40  # records of each night, and of each other part
+NIGHTS = ("old", "new")
+ACCURACY = "quiz/accuracy/base"
+
+
+def evaluated(
+    directory: Path, *, bits: Sequence[float] = (2.0, 2.0), sft: float | None = 1.5, dpo: float | None = 0.75,
+    lora: float | None = 1.0, quiz: float = 0.5, count: int = COUNT, records: str = "", tokens: int = 10,
+) -> Evaluation:  # fmt: skip
+    """An evaluation with these bits a byte on each night's documents, and these figures of the other models, on `count`
+    records whose names begin with `records` and of so many tokens."""
+    table, metrics = ScoreTable(), dict[str, float]()
+    names = [f"{records}{night} {number}" for night in NIGHTS for number in range(COUNT)]
+    table.part("documents", names, [100] * len(names))
+    scored = [(100 * cost * LN2, 10) for cost in bits for _ in range(COUNT)]
+    metrics["bits_per_byte"] = table.figure("bits_per_byte", "documents", "base", scored, per="bytes", factor=1 / LN2)
+    for metric, part, value in (("chat_loss_sft", "chats", sft), ("domain_loss_lora", "domain", lora)):
+        if value is not None:
+            table.part(part, [f"{records}{part} {number}" for number in range(count)])
+            nats = [(tokens * value * (0.9 if number % 2 else 1.1), tokens) for number in range(count)]
+            metrics[metric] = table.figure(metric, part, metric.rpartition("_")[2], nats, per="tokens")
+    if dpo is not None:
+        table.part("pairs", [f"{records}pair {number}" for number in range(count)])
+        right = [(float(number < dpo * count), 1) for number in range(count)]
+        name = "preference_accuracy/dpo"
+        metrics[name] = table.figure(name, "pairs", "dpo", right, per="tokens", higher_is_better=True)
+    answers = mean("accuracy", [float(number < quiz * 100) for number in range(100)])
+    table.outcome(TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,)))
+    metrics[ACCURACY] = quiz
+    table.write(directory)
+    write_json(directory / "evaluation.json", {"metrics": metrics})
+    return Evaluation.at(directory)
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Any:
+    """Judges a challenger with these figures against a champion with those."""
+
+    def judge(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
+        nights = {name: [record_name(f"{name} {number}") for number in range(COUNT)] for name in NIGHTS}
+        directories = [tmp_path / name for name in ("challenger", "champion")]
+        for directory in directories:
+            directory.mkdir(exist_ok=True)
+        theirs = evaluated(directories[1], **(champion or {}))
+        return candidates.judge(evaluated(directories[0], **challenger), theirs, Promotion(**rules), nights, "new")
+
+    return judge
+
+
+GAIN = {"bits": (1.95, 1.8)}  # that would be promoted by itself
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"sft": 9.0}, "chat_loss_sft"),
+        ({"dpo": 0.2}, "preference_accuracy/dpo"),
+        ({"lora": 1.1}, "domain_loss_lora"),
+        ({"sft": math.nan}, "chat_loss_sft"),
+        ({"lora": math.inf}, "domain_loss_lora"),
+    ],
+)
+def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
+    compared: Any, changes: dict[str, float], lost: str
+) -> None:
+    assert compared(GAIN).decision.promote
+    judged = compared({**GAIN, **changes})
+    assert not judged.decision.promote and judged.decision.lost == (lost,)
+    assert f"it forgets {lost}: " in judged.decision.reason and "promotion.forgetting allows 3.0%" in judged.decision.reason
+    of_metrics = {figure.label: figure for figure in judged.texts if figure.kind == "metric"}
+    assert set(of_metrics) == {"chat_loss_sft", "preference_accuracy/dpo", "domain_loss_lora"}
+    assert of_metrics[lost].lost and of_metrics[lost].records == COUNT
+    assert compared({**GAIN, **changes}, forgetting=None).decision.promote
+
+
+def test_a_reason_names_both_figures_of_a_metric(compared: Any) -> None:
+    assert "chat_loss_sft: 1.50000 became 9.00000, 500.0% worse" in compared({**GAIN, "sft": 9.0}).decision.reason
+    reason = compared({**GAIN, "sft": math.nan}).decision.reason
+    assert "chat_loss_sft: 1.50000 became nan, which is not a finite number;" in reason, reason
+    both = compared({**GAIN, "sft": math.nan, "lora": 1.1}).decision.reason
+    assert both.startswith("it forgets chat_loss_sft: ") and "; domain_loss_lora: " in both, "the worst first"
+
+
+@pytest.mark.parametrize(
+    ("challenger", "champion"),
+    [
+        ({"sft": 1.53, "lora": 1.02, "dpo": 0.75}, {}),  # within the bound
+        ({"sft": 1.0, "lora": 0.5, "dpo": 1.0}, {}),  # better, each in its direction
+        ({"dpo": 0.7}, {}),  # beyond the bound, but not all of the interval
+        ({"sft": 9.0, "lora": 9.0, "dpo": 0.0, "count": 4}, {"count": 4}),  # too few for an interval
+        ({"sft": 9.0}, {"sft": None}),  # the champion has none
+        ({"sft": None}, {}),
+        ({"sft": 9.0}, {"sft": math.nan}),
+        ({"sft": 9.0, "tokens": 11}, {}),  # of two tokenizers
+        ({"sft": 9.0, "lora": 9.0, "dpo": 0.0, "count": 41}, {}),  # not over the same records
+    ],
+)
+def test_what_cannot_be_compared_or_may_be_chance_loses_nothing(
+    compared: Any, challenger: dict[str, Any], champion: dict[str, Any]
+) -> None:
+    decision = compared({**GAIN, **challenger}, champion).decision
+    assert decision.promote and decision.lost == (), decision.reason
+
+
+def test_a_metric_that_is_no_number_is_lost_on_however_few_records(compared: Any) -> None:
+    judged = compared({**GAIN, "sft": math.nan, "count": 2}, {"count": 2})
+    assert judged.decision.lost == ("chat_loss_sft",)
+
+
+def test_the_metric_that_decides_is_not_judged_twice_and_the_others_are(compared: Any) -> None:
+    """As in a night without new documents, where the first model that differs decides."""
+    judged = compared({"sft": 1.2, "lora": 2.0}, metric="chat_loss_sft")
+    assert not judged.decision.promote and judged.decision.lost == ("domain_loss_lora",)
+    assert [figure.label for figure in judged.texts if figure.kind == "metric"] == [
+        "preference_accuracy/dpo",
+        "domain_loss_lora",
+    ]
+    judged = compared({"dpo": 1.0, "sft": 1.2}, metric="preference_accuracy/dpo", higher_is_better=True)
+    assert judged.decision.promote and [figure.lost for figure in judged.texts] == [False] * len(judged.texts)
+
+
+def test_lost_metrics_are_in_the_decision_the_history_and_its_page(compared: Any, tmp_path: Path) -> None:
+    judged = compared({**GAIN, "sft": math.nan, "dpo": 0.2})
+    table, figures = night_decision.tables(judged)
+    assert "chat_loss_sft, preference_accuracy/dpo" in table
+    lines = {line.split("|")[1].strip(): line for line in figures.splitlines()}
+    assert "| lost |" in lines["chat_loss_sft"] and "nan" in lines["chat_loss_sft"]
+    assert "| lost |" in lines["preference_accuracy/dpo"] and "lost" not in lines["domain_loss_lora"]
+    nights = Nights(tmp_path, "mine")
+    nights.directory.mkdir(parents=True)
+    record = nights.begin(InputSnapshot({}, {}), None)
+    texts = json.loads(json.dumps([figure.to_json() for figure in judged.texts], allow_nan=False))
+    record.note(decision=judged.decision.to_json(), texts=texts)
+    night = of_record(record)
+    assert night.lost == ("chat_loss_sft", "preference_accuracy/dpo")
+    by_name = {text.name: text for text in night.texts}
+    assert by_name["chat_loss_sft"].challenger is None and by_name["chat_loss_sft"].lost
+    assert by_name["preference_accuracy/dpo"].change == pytest.approx(0.55 / 0.75)
+    page = history_page.render("mine", [night])
+    cells = page[page.index("held-out text or metric") :]
+    assert cells.index(">old<") < cells.index(">chat_loss_sft<") < cells.index(">preference_accuracy/dpo<"), "texts first"
+    assert "+73.3%" in cells
+
+
+@pytest.mark.parametrize(
+    ("challenger", "champion", "why"),
+    [
+        ({"bits": (math.nan, 2.0)}, {}, "the challenger's bits_per_byte is nan, the champion's is 2.00000"),
+        ({"bits": (math.nan, 2.0)}, {"bits": (math.nan, 2.0)}, "bits_per_byte is nan, the champion's is nan"),
+        ({"records": "other "}, {}, "not evaluated on the same held-out records"),
+        ({}, {"records": "other "}, "not evaluated on the same held-out records"),
+    ],
+)
+def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
+    compared: Any, challenger: dict[str, Any], champion: dict[str, Any], why: str
+) -> None:
+    rules = {"metric": ACCURACY}
+    decision = compared({"quiz": 0.9, **challenger}, champion, **rules).decision
+    assert not decision.promote and decision.lost == () and decision.champion == 0.5
+    assert decision.reason.startswith("what it forgets cannot be determined: ") and why in decision.reason, decision.reason
+    assert "else it would be promoted: better by 0.40000" in decision.reason
+    assert compared({"quiz": 0.9, **challenger}, champion, forgetting=None, **rules).decision.promote
+    assert "what it forgets" not in compared({"quiz": 0.5, **challenger}, champion, **rules).decision.reason
+    assert compared({"quiz": 0.9}, **rules).decision.promote
+
+
+def test_a_champion_without_a_finite_figure_has_nothing_to_lose(compared: Any) -> None:
+    for rules in ({}, {"metric": ACCURACY}):
+        assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **rules).decision.promote
