@@ -52,10 +52,14 @@ def test_the_best_champion_on_a_text_is_found_with_what_was_lost_since(nights: N
 
 def test_texts_of_other_records_or_metrics_those_judged_together_and_sources_tell_nothing(nights: Nights) -> None:
     add(nights, "promoted", "10", "11", text("first", 2.5, 2.6, records=30), text("all", 1.0, 1.0, kind="several"),
-        text("english", 1.0, 1.0, kind="source"))  # fmt: skip
+        text("english", 1.0, 1.0, kind="source"), text("chat_loss_sft", 1.0, 1.0, kind="metric"))  # fmt: skip
     add(nights, "promoted", "11", "12", text("first", 0.1, 0.1), metric="bits_per_byte_sft")
     best = best_figures(nights.all(), BITS)
-    assert best["first"] == BestFigure(2.5, "version 10", 30, pytest.approx(0.01)) and {"all", "english"}.isdisjoint(best)
+    assert best["first"] == BestFigure(2.5, "version 10", 30, pytest.approx(0.01)) and {
+        "all",
+        "english",
+        "chat_loss_sft",
+    }.isdisjoint(best)
     assert best_figures(nights.all(), "bits_per_byte_sft") == {"first": BestFigure(0.1, "version 12", 40)}
 
 
