@@ -24,6 +24,7 @@ from ttrain.stages import (
     BASE_OF,
     CANDIDATES,
     CHOSEN_BASE,
+    EARLIER_HELDOUT,
     EVALUATE,
     EVALUATE_CANDIDATES,
     EVALUATE_CHAMPION,
@@ -94,8 +95,10 @@ class NightWalk:
             return None
         if of.name in self.inputs.replacements:
             return self._noted(of, self.inputs.replacements[of.name])
-        if of is SHARDS_PRETRAIN and self.settings.reading.near_duplicates:
-            stage_inputs |= _learnt_before(self.inputs.learnt)
+        if of is SHARDS_PRETRAIN:
+            stage_inputs[EARLIER_HELDOUT] = self.inputs.earlier_heldout
+            if self.settings.reading.near_duplicates:
+                stage_inputs |= _learnt_before(self.inputs.learnt)
         if of is PRETRAIN:
             return self._base(stage_inputs)
         if of is EVALUATE:
@@ -114,13 +117,16 @@ class NightWalk:
 
     def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
         """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
-        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed)
+        known = {}
+        if self.inputs.earlier_heldout:
+            known = {"tokenizer": stage_inputs["tokenizer"], EARLIER_HELDOUT: self.inputs.earlier_heldout}
+        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed, **known)
         night = self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
         return night if self.inputs.average is None else self._chosen_base(night)
 
-    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact]) -> Any:
+    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact], **known: Any) -> Any:
         """A sample of what was learnt before, if there is any."""
-        return self.stage(of, documents=shards, **_learnt_before(learnt)) if learnt else None
+        return self.stage(of, documents=shards, **_learnt_before(learnt), **known) if learnt else None
 
     def _chosen_base(self, night: Any) -> Any:
         """The better of the night's own weights and their average with the champion's."""
@@ -154,7 +160,7 @@ class NightWalk:
         if new is None or self.inputs.earlier_heldout is None:
             return self.inputs.earlier_heldout if new is None else new
         if HELDOUT.name not in self.shared:
-            self.shared[HELDOUT.name] = self.stage(HELDOUT, earlier=self.inputs.earlier_heldout, documents=new)
+            self.shared[HELDOUT.name] = self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: self.inputs.earlier_heldout})
         return self.shared[HELDOUT.name]
 
 

@@ -5,7 +5,7 @@
     ├── DataError               bad input data; carries `file:line` where there is one
     │   ├── CannotRead          a file that is gone, closed to us or changing, whose bytes may be good
     │   └── TooFewRows          a training has fewer rows than one of its steps takes
-    ├── NothingNew              all documents are near-duplicates of documents that were learnt before
+    ├── NothingNew              all documents are near-duplicates of learnt ones, or held out by earlier nights
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
     ├── TrackingError           MLflow cannot be queried for what only it knows

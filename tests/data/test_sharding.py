@@ -25,11 +25,11 @@ from ttrain.data import blocks
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
-from ttrain.data.records import TOO_LONG
+from ttrain.data.records import TOO_LONG, TextDocument, content_hash
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
-from ttrain.stages.shards import heldout_records, recipe_of
+from ttrain.stages.shards import heldout_hashes, heldout_records, recipe_of
 
 
 def texts_in(output: Path, tokenizer: Path, part: str = "train") -> list[str]:
@@ -145,6 +145,67 @@ def test_where_nothing_is_held_out_one_row_and_its_copies_are(tmp_path: Path, re
     assert len(train) == 22
     assert [record["text"] for record in heldout_records(tmp_path / "out")] == held
     assert built.tallies["train"].skipped == Counter({"stands in the held-out part": 1})
+
+
+FEW_HELD_OUT = Reading(heldout_fraction=1e-9)  # of so few rows none by its hash
+
+
+def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as their hashes are ordered: of the first ones, which are held out of a set without held-out rows."""
+    return sorted(rows, key=lambda row: content_hash(TextDocument(row["text"])))
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_the_one_row_that_was_held_out_is_not_learnt_where_another_one_is_the_lowest_later(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, deduplicate: bool
+) -> None:
+    lowest, held_before, *others = by_hash(rows_of(12))
+    reading = FEW_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
+    first = write_lines(tmp_path / "a.jsonl", [*others[:6], held_before, held_before])
+    build(tmp_path / "first", [first], recipe, reading)
+    assert heldout_records(tmp_path / "first") == [held_before]
+    second = write_lines(tmp_path / "b.jsonl", [lowest, *others[6:]])
+    known = heldout_hashes(tmp_path / "first")
+    built = build(tmp_path / "both", [first, second], recipe, reading, earlier_heldout=known)
+    assert texts_in(tmp_path / "both", tokenizer) == [row["text"] for row in others]
+    assert heldout_records(tmp_path / "both") == [lowest]
+    left_out = 1 if deduplicate else 2
+    expected = {"stands in the held-out part": left_out, **({"duplicate": 1} if deduplicate else {})}
+    assert built.tallies["train"].skipped == Counter(expected)
+    assert built.to_json()["of_earlier_heldout"] == left_out
+    assert built.tallies["train"].rows == 13
+    assert built.tallies["train"].kept == sum(part["rows"] for part in built.parts.values())
+
+
+def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
+    """By its hash, or as the lowest."""
+    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
+    for name, reading in (("lowest", FEW_HELD_OUT), ("hashed", Reading(heldout_fraction=0.1))):
+        build(tmp_path / name, [path], recipe, reading)
+        known = heldout_hashes(tmp_path / name)
+        built = build(tmp_path / f"{name} again", [path], recipe, reading, earlier_heldout=known)
+        assert len(known) == (1 if name == "lowest" else built.parts["heldout"]["rows"]) > 0
+        assert digests(tmp_path / f"{name} again") == digests(tmp_path / name)
+        assert not built.tallies["train"].skipped
+
+
+def test_the_last_row_that_may_be_learnt_is_not_held_out(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
+    lowest, held_before, other = by_hash(rows_of(3))
+    build(tmp_path / "first", [write_lines(tmp_path / "a.jsonl", [other, held_before])], recipe, FEW_HELD_OUT)
+    known, second = heldout_hashes(tmp_path / "first"), write_lines(tmp_path / "b.jsonl", [held_before, lowest])
+    build(tmp_path / "second", [second], recipe, FEW_HELD_OUT, earlier_heldout=known)
+    assert texts_in(tmp_path / "second", tokenizer) == [lowest["text"]]
+    assert heldout_records(tmp_path / "second") == [held_before]
+
+
+def test_a_set_made_without_an_earlier_held_out_one_does_not_speak_of_it(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path, empty = write_lines(tmp_path / "a.jsonl", rows_of(100)), np.zeros((0, 2), np.uint64)
+    alone = build(tmp_path / "1", [path], recipe, FEW_HELD_OUT)
+    beside_none = build(tmp_path / "2", [path], recipe, FEW_HELD_OUT, earlier_heldout=empty)
+    assert "of_earlier_heldout" not in alone.to_json() and beside_none.to_json()["of_earlier_heldout"] == 0
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])

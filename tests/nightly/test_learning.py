@@ -118,6 +118,19 @@ def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_messag
     assert found.settings.pretrain.schedule.warmup_steps is None and "plateau" not in stages_of(found)["pretrain"]
 
 
+def test_shards_and_replay_are_told_what_earlier_nights_hold_out(store: ArtifactStore, tmp_path: Path) -> None:
+    earlier = publish(store, "heldout", "h", "heldout/index.json")
+    settings, documents = settings_of(tmp_path), ("shards-pretrain/d",)
+    stages = stages_of(inputs(store, settings, heldout="heldout/h", documents=documents, replay=0.05))
+    for name in ("shards-pretrain", "replay", "heldout"):
+        assert stages[name]["earlier"].key == earlier.key
+    assert stages["replay"]["tokenizer"].key == "t"
+    assert "earlier" not in stages["shards-sft"] and "earlier" not in stages["shards-lora"]
+    alone = stages_of(inputs(store, settings, documents=documents, replay=0.05))
+    assert alone["shards-pretrain"].keys() == {"tokenizer", "learnt-0000"}
+    assert alone["replay"].keys() == {"documents", "learnt-0000"}
+
+
 def test_another_schedule_warms_up_again_and_says_nothing(store: ArtifactStore, tmp_path: Path) -> None:
     found = inputs(store, settings_of(tmp_path))
     assert found.plateau is None and found.note == ""

@@ -21,6 +21,7 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.progress_display import Display
 from ttrain.reports import summary
 from ttrain.stages import SHARDS_PRETRAIN
+from ttrain.stages.shards import heldout_records
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
 
@@ -63,6 +64,22 @@ def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_al
     assert (name, outcome) == ("shards-pretrain", "nothing-new") and figures.startswith(WHY)
     log = home.store.root.joinpath("runs", f"{night['run']}.log").read_text()
     assert log.count("near-duplicates, most of") == 2 and "ERROR" not in log, "the stage's own line, and its end"
+
+
+def test_documents_that_earlier_nights_hold_out_are_nothing_new_and_a_set_of_them_changes_the_key(tmp_path: Path) -> None:
+    home, out = Home.make(tmp_path / "home"), io.StringIO()
+    texts = [" ".join(f"{word}{number}" for word in range(40)) for number in range(40)]
+    earlier = sharded(home, texts, out).artifacts["shards-pretrain"]
+    [held_out] = heldout_records(earlier.path)
+    why = "data.pretrain: 1 of 1 rows are held out by earlier nights, and none is left to learn"
+    with pytest.raises(NothingNew, match=why):
+        sharded(home, [held_out["text"]], out, earlier=earlier)
+    more = [held_out["text"], *(f"{number}, {text[::-1]}" for number, text in enumerate(texts))]
+    alone, beside = (sharded(home, more, out, **of).artifacts["shards-pretrain"] for of in ({}, {"earlier": earlier}))
+    assert "of_earlier_heldout" not in alone.result and alone.key != beside.key
+    assert "earlier" not in alone.manifest["inputs"] and beside.manifest["inputs"]["earlier"]["key"] == earlier.key
+    lowest = [record["text"] for record in heldout_records(beside.path)]
+    assert beside.result["of_earlier_heldout"] == (held_out["text"] not in lowest)
 
 
 def test_a_status_leaves_out_the_stages_that_a_night_without_news_did_not_come_to() -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.shard_sets import build, write_lines
+from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Pretrain, ReplayConfig, ReplaySftConfig, Settings, SftConfig
+from ttrain.config import HeldoutConfig, Pretrain, Reading, ReplayConfig, ReplaySftConfig, Settings, SftConfig
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.stages import replay, rows, sft
+from ttrain.stages import heldout, replay, rows, sft
+from ttrain.stages.shards import heldout_records, recipe_of
 
 VOCAB = 300
 
@@ -147,6 +150,29 @@ def test_what_an_earlier_night_has_held_out_is_not_learnt_either(nights: dict[st
     nights["learnt-0001"] = write(tmp_path / "e", [documents(1000, 200)], documents(11, 1))
     _, found = run(nights, tmp_path / "out", 0.9)
     assert documents(11, 1)[0] not in found and documents(12, 1)[0] in found
+
+
+def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebody_promoted(tmp_path: Path) -> None:
+    """Trained on all files at once, where another row is the lowest; what nights hold out is a text, not tokens."""
+    encoder = make_tokenizer(tmp_path / "tokenizer")
+    reading = Reading(heldout_fraction=1e-9)
+    recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")
+    texts = [f"{number} the river, 日本 and a stone {number}" for number in range(40)]
+    files = [write_lines(tmp_path / f"{n}.jsonl", [{"text": text} for text in texts[n::4]]) for n in range(4)]
+    for name, read_files in {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}.items():
+        build(tmp_path / name, read_files, recipe, reading)
+    of_both: Any = SimpleNamespace(inputs={"earlier": tmp_path / "a", "documents": tmp_path / "b"}, output=tmp_path / "ab")
+    heldout.run(HeldoutConfig(), of_both)
+    held = {record["text"] for record in heldout_records(tmp_path / "ab")}
+    inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
+
+    def sampled(name: str, **more: Path) -> set[str]:
+        _, found = run({**inputs, **more}, tmp_path / name, 0.9)
+        return {encoder.decode(tokens) for tokens in found}
+
+    assert len(held) == 2 and (learnt := held & sampled("without")), "all files together hold out one row at most of them"
+    found = sampled("with", tokenizer=tmp_path / "tokenizer", earlier=tmp_path / "ab")
+    assert not found & held and found == sampled("without") - learnt
 
 
 def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:

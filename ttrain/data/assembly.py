@@ -50,6 +50,7 @@ class ShardSetResult:
     encoder: str
     contamination: dict[str, Any] | None = None
     near_duplicates: dict[str, Any] | None = None
+    of_earlier_heldout: int | None = None  # rows that would be learnt, if no earlier held-out set had them
 
     def to_json(self) -> dict[str, Any]:
         """The figures of the manifest."""
@@ -64,6 +65,7 @@ class ShardSetResult:
             "encoder": self.encoder,
             **({"contamination": self.contamination} if self.contamination else {}),
             **({"near_duplicates": self.near_duplicates} if self.near_duplicates else {}),
+            **({} if self.of_earlier_heldout is None else {"of_earlier_heldout": self.of_earlier_heldout}),
         }
 
 
@@ -76,10 +78,12 @@ def assemble(
     weights: Sequence[float],
     overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None = None,
     near: NearDuplicateSearch | None = None,
+    earlier_heldout: Table | None = None,
 ) -> ShardSetResult:
     """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures.
 
     `overlaps`: the overlap of each block's training part with evaluation items. `near`: what finds near-duplicates.
+    `earlier_heldout`: content hashes, two halves a row, of what sets made before hold out, which is not to be learnt.
     """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
@@ -87,9 +91,12 @@ def assemble(
     duplicates = _select_rows(built_blocks, figures, reading, recipe.kind)
     removed = _removed_overlaps(built_blocks, overlaps)
     near_figures = near.leave_out(figures, removed) if near else None
+    kept_back = _in_earlier_heldout(built_blocks, earlier_heldout, recipe.kind)
+    of_earlier_heldout = sum(int(flags.sum()) for flags in kept_back)
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
-        lowest = _hold_out_lowest_row(built_blocks, figures, recipe.kind)
+        lowest = _hold_out_lowest_row(built_blocks, figures, kept_back, recipe.kind)
+    _leave_out_kept_back(built_blocks, figures, kept_back)
     overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
@@ -113,20 +120,7 @@ def assemble(
         if near:
             near.keep_lowest(block, content_hash, entry)
     _copy_block_records(output, built_blocks)
-    extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
-    if recipe.kind != "documents":
-        extra_fields["template"] = recipe.template
-    parts = {
-        part_name: shards.write_index(
-            output / part_name,
-            kind=recipe.kind,
-            vocab_size=recipe.vocab_size,
-            tokenizer=recipe.tokenizer_digest,
-            shards=entries[part_name],
-            **extra_fields,
-        )
-        for part_name in PARTS
-    }
+    parts = {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS}
     _remove_stale_files(output, entries, built_blocks)
     _write_overlap_report(output, overlapping)
     if near:
@@ -144,6 +138,24 @@ def assemble(
         encoder=", ".join(sorted({block.manifest["encoder"] for block in built_blocks})),
         contamination={name: value for name, value in overlapping.items() if name != "items"} if overlapping else None,
         near_duplicates=near_figures,
+        of_earlier_heldout=None if earlier_heldout is None else of_earlier_heldout,
+    )
+
+
+def _write_index(
+    directory: Path, entries: list[dict[str, Any]], recipe: BlockRecipe, weights: Sequence[float]
+) -> dict[str, Any]:
+    """Write the index of a part, which makes it a set of shards."""
+    extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
+    if recipe.kind != "documents":
+        extra_fields["template"] = recipe.template
+    return shards.write_index(
+        directory,
+        kind=recipe.kind,
+        vocab_size=recipe.vocab_size,
+        tokenizer=recipe.tokenizer_digest,
+        shards=entries,
+        **extra_fields,
     )
 
 
@@ -215,16 +227,41 @@ def is_first(table: Table) -> Flags:
     return flags
 
 
+def _in_earlier_heldout(built_blocks: list[BuiltBlock], earlier_heldout: Table | None, kind: str) -> list[Flags]:
+    """For each block, a flag per row: whether it is to be learnt, although an earlier held-out set has its content."""
+    if earlier_heldout is None:
+        return [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
+    keys = _split_keys(earlier_heldout, kind)
+    return [block.selected & ~block.is_heldout & np.isin(_split_keys(block.rows, kind), keys) for block in built_blocks]
+
+
+def _leave_out_kept_back(
+    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kept_back: Sequence[Flags]
+) -> None:
+    """Leave the rows of an earlier held-out set out of the training part and count them."""
+    for block, flags in zip(built_blocks, kept_back, strict=True):
+        figures[block.role, block.file].leave_out(HELD_OUT, int((flags & block.selected).sum()))
+        block.selected &= ~flags
+
+
 def _hold_out_lowest_row(
-    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kind: str
+    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kept_back: Sequence[Flags], kind: str
 ) -> tuple[BuiltBlock, bytes] | None:
     """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
 
     This lets a small set be evaluated too. Returns the first block with the row, and its hash. Other pairs of the same
-    prompt leave the training part with it.
+    prompt leave the training part with it. The last row that may be learnt stays: then it is one of those `kept_back`, which
+    are not learnt anyway.
     """
-    selected_rows = [block.rows[block.selected] for block in built_blocks]
-    if any((block.is_heldout & block.selected).any() for block in built_blocks) or sum(map(len, selected_rows)) < 2:
+    if any((block.is_heldout & block.selected).any() for block in built_blocks):
+        return None
+    learnable = [block.selected & ~flags for block, flags in zip(built_blocks, kept_back, strict=True)]
+    can_spare_one = sum(int(flags.sum()) for flags in learnable) > 1
+    selected_rows = [
+        block.rows[block.selected if can_spare_one else block.selected & flags]
+        for block, flags in zip(built_blocks, kept_back, strict=True)
+    ]
+    if not any(map(len, selected_rows)):
         return None
     lowest_rows = [
         (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)

@@ -23,7 +23,7 @@ from ttrain.core.files import read_json, read_object, write_json
 from ttrain.data import blocks, contamination, locations, near_duplicate_sets, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, Pool
+from ttrain.data.built_blocks import BuiltBlock, DataFile, Pool, Table
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.encoder import EncoderDiffers
 from ttrain.data.near_duplicate_sets import EarlierSet
@@ -44,12 +44,13 @@ def build(
     weights: Sequence[float] = (),
     against: OverlapCheck | None = None,
     earlier: Sequence[EarlierSet] = (),
+    earlier_heldout: Table | None = None,
     progress: Callable[[int, int], None] = lambda rows, block_count: None,
 ) -> ShardSetResult:
     """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, if given, "heldout".
 
     `against` has the evaluation items that training documents are checked against, `earlier` the sets of shards whose
-    documents count as near-duplicates' originals.
+    documents count as near-duplicates' originals, `earlier_heldout` the content hashes of rows that are not to be learnt.
     Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError for a file that cannot
     be read.
     """
@@ -59,7 +60,7 @@ def build(
     if reading.near_duplicates and recipe.kind == "documents":
         rule = SimilarityRule(reading.near_duplicates)
         near = near_duplicate_sets.search(output, files, built_blocks, recipe, rule, earlier, pool)
-    return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near)
+    return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near, earlier_heldout)
 
 
 def make_all(

@@ -44,12 +44,19 @@ class Stage:
         return self.uses_ranks or self.uses_model
 
 
+EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
+
+
 def _shards(dataset: str, kind: str) -> Stage:
     return Stage(
         name=f"shards-{dataset}",
         module="ttrain.stages.shards",
         config=config.ShardsConfig if kind == "documents" else config.ChatShardsConfig,
-        inputs={"tokenizer": (), "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl")},
+        inputs={
+            "tokenizer": (),
+            "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl"),
+            **({EARLIER_HELDOUT: ("heldout",)} if dataset == "pretrain" else {}),  # and, in a night, what was learnt before
+        },
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
         about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
@@ -147,7 +154,8 @@ REPLAY = Stage(
     "replay",
     "ttrain.stages.replay",
     config.ReplayConfig,
-    {"documents": ()},  # and those of each earlier night, by names that begin with LEARNT_BEFORE
+    # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside what is held out.
+    {"documents": (), "tokenizer": (), EARLIER_HELDOUT: ("heldout",)},
     about="Sample documents that the champion has learnt before",
 )
 REPLAY_SFT = replace(
@@ -157,7 +165,7 @@ HELDOUT = Stage(
     "heldout",
     "ttrain.stages.heldout",
     config.HeldoutConfig,
-    {"earlier": ("heldout",), "documents": ("heldout",)},
+    {EARLIER_HELDOUT: ("heldout",), "documents": ("heldout",)},
     about="Collect the held-out documents of all nights",
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")

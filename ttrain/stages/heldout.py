@@ -13,6 +13,7 @@ from ttrain.core.files import read_json, write_json
 from ttrain.data import contamination, shards
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
+from ttrain.stages import EARLIER_HELDOUT
 from ttrain.stages.job import StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 
@@ -28,11 +29,11 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     `evaluate.max_bytes` at most, which stays as it is whatever comes later: figures of different nights are over the same
     text. Text only: each model has its own tokenizer.
     """
-    earlier, new = (_by_name(heldout_records(job.inputs[name])) for name in ("earlier", "documents"))
+    earlier, new = (_by_name(heldout_records(job.inputs[name])) for name in (EARLIER_HELDOUT, "documents"))
     documents, brought = {**new, **earlier}, [name for name in new if name not in earlier]
     most = config.evaluate.max_bytes // NIGHT_SHARE
     nights = []
-    for names in (*(read_nights(job.inputs["earlier"]) or [[*earlier]]), brought):
+    for names in (*(read_nights(job.inputs[EARLIER_HELDOUT]) or [[*earlier]]), brought):
         of_night = [documents[name] for name in sorted(names) if name in documents]
         nights.append([record_name(document["text"]) for document in scored_documents(of_night, most)])
     chosen = sorted(name for names in nights for name in names)
@@ -41,7 +42,7 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
-    inputs = [contamination.read_item_shares(job.inputs[name]) for name in ("earlier", "documents")]
+    inputs = [contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")]
     # A model of many nights has learnt from all of them.
     contamination.write_item_shares(job.output, {**inputs[0], **inputs[1]})
     none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer

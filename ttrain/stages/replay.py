@@ -17,11 +17,13 @@ import numpy as np
 from ttrain.config import ReplayConfig, ReplaySftConfig
 from ttrain.config.settings import Budget
 from ttrain.core.hashing import digest_of
+from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.loader import permute
 from ttrain.data.record_rows import document_windows
 from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
-from ttrain.stages import LEARNT_BEFORE, SHARE
+from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.stages.job import StageContext
+from ttrain.stages.shards import heldout_documents
 
 STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
@@ -34,7 +36,8 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
 
     It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
     them: of long documents few would make up a sample. Where regions are masked, documents stay whole. A record that the
-    held-out part of tonight or of one of these nights has is left out.
+    held-out part of tonight or of one of these nights has is left out, and one of the earlier held-out set: a champion that
+    somebody promoted may have learnt what nights hold out.
     """
     training: Budget = config.sft if isinstance(config, ReplaySftConfig) else config.pretrain
     row_length = None
@@ -48,6 +51,7 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, 
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
+    held_out.update(_digests_of_earlier(job))
     directory = job.output / "train"
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
@@ -129,6 +133,14 @@ def _digests(shards: ShardSet) -> Iterator[bytes]:
     """The digest of each record."""
     for column in shards.columns():
         yield from (_digest(column, record) for record in range(len(column)))
+
+
+def _digests_of_earlier(job: StageContext) -> Iterator[bytes]:
+    """The digest of each document that earlier nights hold out, as text, in the tokens of tonight's tokenizer."""
+    if EARLIER_HELDOUT in job.inputs:
+        encoder = encoder_of(str(job.inputs["tokenizer"]), fast=True)
+        for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
+            yield _digest(encode_records(encoder, "documents", [document]), 0)
 
 
 def _digest(column: Column, record: int) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from ttrain.config import Reading, ShardsConfig
@@ -16,13 +17,13 @@ from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import contamination, locations, records, sharding, shards
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile, Pool
+from ttrain.data.built_blocks import DataFile, Pool, Table
 from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Processes
 from ttrain.errors import DataError, NothingNew
-from ttrain.stages import LEARNT_BEFORE
+from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE
 from ttrain.stages.job import StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
@@ -59,6 +60,7 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
             for name in sorted(job.inputs)
             if name.startswith(LEARNT_BEFORE)
         ],
+        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
         progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
     )
 
@@ -125,6 +127,11 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
             f"{name}: {near['dropped']} of {built.tallies['train'].rows} rows are near-duplicates, most of documents that "
             f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
         )
+    if built.of_earlier_heldout and not built.parts["train"]["rows"]:
+        raise NothingNew(
+            f"{name}: {built.of_earlier_heldout} of {built.tallies['train'].rows} rows are held out by earlier nights, and "
+            f"none is left to learn"
+        )
     expected_fields = records.expected_fields(kind, reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
@@ -136,9 +143,25 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
 
 def heldout_records(directory: Path) -> list[dict[str, Any]]:
     """The held-out records of a set of shards, as text."""
+    return list(_heldout_records(directory))
+
+
+def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
+    """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
+    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
+
+
+def heldout_hashes(directory: Path) -> Table:
+    """The content hashes of the same documents, two halves a row."""
+    hashes = b"".join(map(records.content_hash, heldout_documents(directory)))
+    return np.frombuffer(hashes, ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def _heldout_records(directory: Path) -> Iterator[dict[str, Any]]:
     heldout = directory / "heldout"
-    names = [shard["records"] for shard in shards.ShardSet(heldout).index["shards"]]
-    return [orjson.loads(line) for name in names for line in (heldout / name).read_bytes().split(b"\n") if line]
+    for shard in shards.ShardSet(heldout).index["shards"]:
+        with (heldout / shard["records"]).open("rb") as lines:
+            yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
 def scored_documents(documents: Sequence[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
