@@ -188,6 +188,39 @@ def check(settings: Settings) -> None:
             f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
         )
 
+    _check_orders(settings)
+
+
+def _check_orders(settings: Settings) -> None:
+    """Raise UsageError for an order of rows that the sample of learnt documents or chats rules out.
+
+    The first night, which has nothing to sample, would learn with it, and each later one be refused by its training.
+    """
+    nightly = settings.nightly
+    replays = {
+        "pretrain": (_continues_on_new(settings), "documents", "nightly.replay=0"),
+        "sft": (_learns_new_chats(settings), "chats", "nightly.replay=0, or nightly.chats=all"),
+    }
+    for section, (replay, what, cure) in replays.items():
+        order = getattr(settings, section).order
+        if nightly.replay > 0 and replay and section in settings.trainings and order != "shuffled":
+            raise UsageError(
+                f"{section}.order is {order}, but nightly.replay is {nightly.replay:g}: a night mixes new {what} with a "
+                f"sample of learnt ones, and mixed rows are read in the order shuffled; set {section}.order=shuffled, or "
+                f"{cure}"
+            )
+
+
+def _continues_on_new(settings: Settings) -> bool:
+    """Whether pretraining continues the champion on new documents alone; weighted sources are all read again."""
+    continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
+    return continues and not settings.data.weights("pretrain")
+
+
+def _learns_new_chats(settings: Settings) -> bool:
+    """The same of the chats of SFT."""
+    return settings.nightly.chats == "new" and not settings.data.weights("sft")
+
 
 def choose_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
@@ -217,14 +250,13 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
         return None, nothing
     earlier = heldout.earlier_heldout(champion, nights.all(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
-    continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
     documents: tuple[str, ...] = ()
     replay = 0.0
-    if continues and not settings.data.weights("pretrain"):  # else the night reads them all again
+    if _continues_on_new(settings):
         documents = night_inputs.learnt_documents(champion, nights.all(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
-    learns_new_chats = chosen.has_new_chats_alone and not settings.data.weights("sft")
-    chats = night_inputs.learnt_chats(champion, nights.all(), store) if learns_new_chats else ()
+    replays_chats = chosen.has_new_chats_alone and _learns_new_chats(settings)
+    chats = night_inputs.learnt_chats(champion, nights.all(), store) if replays_chats else ()
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
         heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),

@@ -99,9 +99,12 @@ def order_of(config: Training, rows: Rows) -> Order:
     size, (_, total) = config.rows_per_step, steps_of(config, rows.epoch)
     if isinstance(rows, MixedRows):
         if config.order != "shuffled":
+            mixed, cure = ("by weight", "leave the weights out")
+            if rows.is_exact:  # by `with_replay`
+                mixed, cure = "with a sample of what was learnt before", "nightly.replay=0"
             raise UsageError(
-                f"{config.section}.order is {config.order}, but the data is mixed by weight; "
-                f"set {config.section}.order=shuffled, or leave the weights out"
+                f"{config.section}.order is {config.order}, but the data is mixed {mixed}; "
+                f"set {config.section}.order=shuffled, or {cure}"
             )
         draws = DRAWS_PER_CYCLE
         if rows.is_exact:
