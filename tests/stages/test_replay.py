@@ -163,7 +163,7 @@ def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebod
     for name, read_files in {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}.items():
         build(tmp_path / name, read_files, recipe, reading)
     of_both: Any = SimpleNamespace(inputs={"earlier": tmp_path / "a", "documents": tmp_path / "b"}, output=tmp_path / "ab")
-    heldout.run(HeldoutConfig(), of_both)
+    heldout.run(HeldoutConfig.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
     held = {record["text"] for record in heldout_records(tmp_path / "ab")}
     inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
 
