@@ -117,16 +117,16 @@ class NightWalk:
 
     def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
         """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
-        known = {}
+        heldout_inputs = {}
         if self.inputs.earlier_heldout:
-            known = {"tokenizer": stage_inputs["tokenizer"], EARLIER_HELDOUT: self.inputs.earlier_heldout}
-        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed, **known)
+            heldout_inputs = {"tokenizer": stage_inputs["tokenizer"], EARLIER_HELDOUT: self.inputs.earlier_heldout}
+        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed, **heldout_inputs)
         night = self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
         return night if self.inputs.average is None else self._chosen_base(night)
 
-    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact], **known: Any) -> Any:
+    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact], **inputs: Any) -> Any:
         """A sample of what was learnt before, if there is any."""
-        return self.stage(of, documents=shards, **_learnt_before(learnt), **known) if learnt else None
+        return self.stage(of, documents=shards, **_learnt_before(learnt), **inputs) if learnt else None
 
     def _chosen_base(self, night: Any) -> Any:
         """The better of the night's own weights and their average with the champion's."""
@@ -187,7 +187,6 @@ def check(settings: Settings) -> None:
             f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
             f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
         )
-
     _check_orders(settings)
 
 
@@ -300,11 +299,11 @@ def _resumed_inputs(
     elif night_inputs.settings_of(frozen, settings) != settings:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
-    changed, made = night_inputs.changed_files(frozen, current_files), {}
+    changed, shards = night_inputs.changed_files(frozen, current_files), {}
     if changed:
-        made = night_inputs.made_shards(night, store)
+        shards = night_inputs.built_shards(night, store)
         reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
-    return night_inputs.refreshed_snapshot(frozen, current_files, made), reason
+    return night_inputs.refreshed_snapshot(frozen, current_files, shards), reason
 
 
 def _choosing(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,8 @@ def set_aside(database: Path) -> Path:
 
 def revision_of_schema(schema: str) -> str:
     """The revision of Alembic that the text of a schema ends at."""
-    found = re.search(r"""INSERT INTO "alembic_version" VALUES\('(\w+)'\)""", schema)
-    return found[1] if found else ""
+    insertion = re.search(r"""INSERT INTO "alembic_version" VALUES\('(\w+)'\)""", schema)
+    return insertion[1] if insertion else ""
 
 
 def create(database: Path, fill: str | Callable[[Path], None]) -> None:

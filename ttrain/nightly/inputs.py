@@ -194,10 +194,10 @@ def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]
 
 
 def refreshed_snapshot(
-    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], made: Mapping[str, Artifact] = MappingProxyType({})
+    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], built: Mapping[str, Artifact] = MappingProxyType({})
 ) -> InputSnapshot:
     """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
-    missing ones removed. `made`: by data set, shards of the files as they were, which are read instead of changed files."""
+    missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
     files: dict[str, list[dict[str, Any]]] = {}
     for dataset, listed in frozen.files.items():
         by_digest = {file["sha256"]: file for file in reversed(now.get(dataset, ()))}
@@ -206,14 +206,14 @@ def refreshed_snapshot(
             f if f in by_location.values() else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed
         ]
         files[dataset] = [file for file in entries if file]
-    kept = {name: shards for name, shards in made.items() if _digests(files.get(name, ())) != _digests(frozen.files[name])}
-    references = {name: f"{shards.stage}/{shards.key}" for name, shards in kept.items()}
-    return replace(frozen, files={**files, **{name: frozen.files[name] for name in kept}}, shards=references)
+    changed = {name for name in built if _digests(files.get(name, ())) != _digests(frozen.files[name])}
+    references = {name: f"{built[name].stage}/{built[name].key}" for name in changed}
+    return replace(frozen, files={**files, **{name: frozen.files[name] for name in changed}}, shards=references)
 
 
-def made_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
+def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
     """By data set, the shards that a try of the night has made of the files in its snapshot."""
-    found: dict[str, Artifact] = {}
+    shards_by_dataset: dict[str, Artifact] = {}
     for attempt in reversed(night.data["tries"]):
         run = runs.read(store.root, attempt["run"]) if attempt.get("run") else None
         keys = runs.keys_of(run) if run else {}
@@ -222,8 +222,8 @@ def made_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]
             artifact = store.find(stage, key) if files and (key := keys.get(stage)) else None
             read = artifact.manifest["ingredients"].get("files", {}).get(TRAIN, ()) if artifact else ()
             if artifact and _digests(read) == _digests(files):
-                found.setdefault(dataset, artifact)
-    return found
+                shards_by_dataset.setdefault(dataset, artifact)
+    return shards_by_dataset
 
 
 def _digests(files: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -267,8 +267,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
-    made = {SHARDS[dataset].name: reference for dataset, reference in frozen.shards.items()}
-    replacements |= dict(zip(made, _recorded_artifacts(store, made.values()), strict=True))
+    stages = [SHARDS[dataset].name for dataset in frozen.shards]
+    replacements |= dict(zip(stages, _recorded_artifacts(store, frozen.shards.values()), strict=True))
     bases = learning.chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
@@ -381,15 +381,15 @@ def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
     """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
-    found = {reference: _find_reference(store, reference) for reference in references}
-    lost = [reference for reference, artifact in found.items() if artifact is None]
+    artifacts = {reference: _find_reference(store, reference) for reference in references}
+    lost = [reference for reference, artifact in artifacts.items() if artifact is None]
     if lost:
         stage, _, key = lost[0].partition("/")
         raise ArtifactError(
             f"the unfinished night reads {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; restore "
             f"it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
         )
-    return tuple(filter(None, found.values()))
+    return tuple(filter(None, artifacts.values()))
 
 
 def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:
