@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+import sqlite3
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +28,7 @@ def prepare(home: Path) -> None:
     """Create the database from the shipped schema, where a server of this home is about to make one by its own migrations.
 
     These take 6 s of the 10 s in which a server of a fresh home starts. A server of a newer Prefect goes on from the
-    schema's revision; one that does not know it makes its own. Call it with the lock of starting servers.
+    schema's revision; one that does not know it makes its own.
     """
     database = database_of(home)
     is_elsewhere = any(name.startswith(ELSEWHERE) for name in os.environ)
@@ -36,8 +38,9 @@ def prepare(home: Path) -> None:
     package = importlib.util.find_spec("prefect")
     assert package is not None and package.origin is not None, "a requirement of ttrain"
     if any((Path(package.origin).parent / MIGRATIONS).glob(f"*_{revision_of_schema(schema)}_*.py")):
-        private_directory(database.parent, closes_files=False)
-        create(database, schema)
+        with contextlib.suppress(OSError, sqlite3.Error):  # then the server tries, and says what is wrong
+            private_directory(database.parent, closes_files=False)
+            create(database, schema)
 
 
 def set_damaged_aside(home: Path, seconds: float | None = None) -> bool:

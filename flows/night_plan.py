@@ -157,10 +157,11 @@ class NightWalk:
 
     def _documents(self, new: Any) -> Any:
         """The held-out documents of this and all earlier nights."""
-        if new is None or self.inputs.earlier_heldout is None:
-            return self.inputs.earlier_heldout if new is None else new
+        earlier = self.inputs.earlier_heldout if self.inputs.measures_earlier else None
+        if new is None or earlier is None:
+            return earlier if new is None else new
         if HELDOUT.name not in self.shared:
-            self.shared[HELDOUT.name] = self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: self.inputs.earlier_heldout})
+            self.shared[HELDOUT.name] = self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: earlier})
         return self.shared[HELDOUT.name]
 
 
@@ -295,13 +296,14 @@ def _resumed_inputs(
                 chosen, why = _new_inputs(settings, store, nights)
                 if chosen is not None:
                     return chosen, f"{reason}, by which its inputs are chosen anew: {why}"
-            frozen = replace(frozen, settings=now)
+            average = _average(settings, frozen.champion, frozen.files)
+            frozen = replace(frozen, settings=now, average=average)
     elif night_inputs.settings_of(frozen, settings) != settings:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
     changed, shards = night_inputs.changed_files(frozen, current_files), {}
     if changed:
-        shards = night_inputs.built_shards(night, store)
+        shards = night_inputs.built_shards(night, store) if frozen.settings == night.frozen.settings else {}
         reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
     return night_inputs.refreshed_snapshot(frozen, current_files, shards), reason
 

@@ -150,7 +150,7 @@ class NightRun:
             chats=f"{chat_shards.stage}/{chat_shards.key}" if chat_shards else None,
             learnt=history.learnt_of(execution.artifacts, chat_shards),
         )
-        reason = "; ".join(filter(None, (decision.reason, night_inputs.describe_left_out(night.left_out))))
+        reason = "; ".join(filter(None, (decision.reason, night_inputs.describe_left_out(night.unread))))
         night.end_try(decision.word, reason, closed=True, event=decision.word)
         self.say_outcome(f"{decision.word}: {reason}")
         _send_pending(self.settings, night)

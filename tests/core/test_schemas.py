@@ -95,6 +95,20 @@ def test_prefect_s_database_is_made_of_the_schema_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_other_database")
+def test_a_database_that_another_process_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = history_database.database_of(tmp_path)
+    link = os.link
+
+    def late(source: Path, target: Path) -> None:
+        target.write_bytes(b"the other's")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    history_database.prepare(tmp_path)
+    assert path.read_bytes() == b"the other's" and len(list(path.parent.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("no_other_database")
 @pytest.mark.parametrize("case", ["a revision that is not known", "another database", "another home of Prefect"])
 def test_prefect_makes_its_own_database_in(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: dict[str, Callable[[], Any]] = {

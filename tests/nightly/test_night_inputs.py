@@ -225,8 +225,12 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
     assert "reading.heldout_fraction was 0.02 and is 0.01: nothing is measured" in chosen(less).note
-    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
-    assert chosen(own).reference is None
+    (tmp_path / "x.jsonl").write_text("x", encoding="utf-8")
+    named = settings.data.model_copy(update={"pretrain_heldout": (str(tmp_path / "x.jsonl"),)})
+    own = settings.model_copy(update={"data": named})
+    assert chosen(own) == ("heldout/h", (), ""), "they are not learnt, nor measured"
+    shutil.rmtree(store.path("heldout", "h"))
+    assert night_inputs.inputs_of(replace(list_of(own, store), heldout="heldout/h"), own, store).earlier_heldout is None
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
@@ -406,22 +410,34 @@ def test_what_is_measured_of_a_night_is_bounded_and_stays_the_same_in_all_later_
 
     last = held_out(tmp_path / "0", [f"before {n:03}" for n in range(100)])
     for night in range(1, 31):
-        texts = [*(f"night {night:02} {n:03}" for n in range(100)), "x" * 300]
-        documents = held_out(tmp_path / f"new-{night}", texts)
+        documents = held_out(tmp_path / f"new-{night}", [f"night {night:02} {n:03}" for n in range(100)])
         figures = held_out_set(tmp_path / str(night), last, documents, max_bytes=5000)
         before, nights = stage.read_nights(last), stage.read_nights(tmp_path / str(night))
         assert nights[: len(before)] == before
-        assert (figures["nights"][-1], figures["unscored"], len(nights)) == (41, 60, night + 1), "500 bytes of 12 each"
+        assert (figures["nights"][-1], figures["unscored"], len(nights)) == (41, 59, night + 1), "500 bytes of 12 each"
         last = tmp_path / str(night)
     scored = evaluate._documents(last, 5000)
     assert len(scored) == sum(figures["nights"]) > 30 * 41, "of each night all that it brought"
+    everything = held_out(tmp_path / "all", [f"night {night:02} {n:03}" for night in range(32) for n in range(100)])
+    again = held_out_set(tmp_path / "again", last, everything, max_bytes=5000)
+    assert (again["nights"][-1], again["unscored"]) == (41, 159), "what is beyond a night's share is not another night's"
 
 
-def test_a_document_that_stands_for_all_others_is_not_scored_unless_there_is_no_other() -> None:
+def test_a_set_of_an_earlier_build_is_measured_within_the_limit_too(tmp_path: Path) -> None:
+    from ttrain.stages import evaluate
+
+    texts = [f"night {n // 100} {n:04}" for n in range(300)]
+    old = held_out(tmp_path / "old", texts)
+    write_json(old / "heldout/nights.json", [list(map(record_name, texts[n : n + 100])) for n in (0, 100, 200)])
+    scored = [record["text"] for record in evaluate._documents(old, 5000)]
+    assert [sum(text.startswith(f"night {night}") for text in scored) for night in range(3)] == [41, 41, 41]
+
+
+def test_a_document_that_does_not_fit_keeps_no_others_from_being_scored() -> None:
     from ttrain.stages.shards import scored_documents
 
     def sizes(*bytes_each: int, most: int = 100) -> list[int]:
-        return [len(found["text"]) for found in scored_documents([{"text": "x" * size} for size in bytes_each], most)]
+        return [len(document["text"]) for document in scored_documents([{"text": "x" * n} for n in bytes_each], most)]
 
-    assert sizes(10, 10, 90, 30, 40) == [10, 10, 30, 40] and sizes(10, 51, 50, 41, 40) == [10, 50]
-    assert sizes(300, 200) == [300] and sizes() == []
+    assert sizes(10, 10, 90, 30, 40) == [10, 10, 30, 40] and sizes(10, 51, 50, 41, 20) == [10, 51]
+    assert sizes(60, 60, 60, 1) == [60] and sizes(300, 200, 250) == [200] and sizes() == []

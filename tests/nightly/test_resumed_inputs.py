@@ -18,6 +18,7 @@ from ttrain.flows import night_plan
 from ttrain.nightly import heldout
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
+from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Recipe
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunRecord
@@ -37,7 +38,9 @@ def unfinished(known: Nights, listed: InputSnapshot, store: ArtifactStore, outco
 def shards_of(store: ArtifactStore, listed: InputSnapshot, key: str) -> None:
     """Shards of the list's documents."""
     read = {"files": {"train": [{"sha256": file["sha256"]} for file in listed.files["pretrain"]]}}
-    artifact(store, "shards-pretrain", key, {"heldout/index.json": "{}", "train/index.json": "{}"}, ingredients=read)
+    of = {"tokenizer": {"stage": "tokenizer", "key": "t", "content": ""}}
+    files = {"heldout/index.json": "{}", "train/index.json": "{}"}
+    artifact(store, "shards-pretrain", key, files, ingredients=read, inputs=of)
 
 
 def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
@@ -71,6 +74,74 @@ def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_f
     stages = walked(night_plan.recipe_of(inputs), inputs.settings)
     assert "shards-pretrain" not in stages and stages["pretrain"]["shards"].key == "made"
     assert stages["evaluate"]["documents"].key == "made"
+
+
+@pytest.mark.parametrize("change", ["grew", "gone"])
+def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
+    change: str, tmp_path: Path, store: ArtifactStore, known: Nights
+) -> None:
+    """Which is made of the same files."""
+    settings = inbox(tmp_path, a="1", b="2")
+    artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
+    listed = list_of(settings, store)
+    shards_of(store, listed, "made")
+    night = unfinished(known, listed, store, "unfinished", tokenizer="t", shards_pretrain="made")
+    file = tmp_path / "inbox/b.jsonl"
+    file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
+    planned = night_plan.choose_inputs(settings, store, known, night)[0]
+    assert planned is not None
+    inputs = night_inputs.inputs_of(planned, settings, store)
+    stages = {row.stage.name: row for row in plan(night_plan.recipe_of(inputs), inputs.settings, store)}
+    assert {"tokenizer", "shards-pretrain"}.isdisjoint(stages) and stages["pretrain"].state == "run"
+    assert inputs.replacements["tokenizer"].key == "t" and inputs.replacements["shards-pretrain"].key == "made"
+
+
+@pytest.mark.parametrize("correction", ["reading", "shards"])
+def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
+    correction: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    listed = list_of(settings, store)
+    shards_of(store, listed, "made")
+    night = unfinished(known, listed, store, "failed", shards_pretrain="made")
+    change = {"reading": {"text_field": "body"}, "shards": {"overlap_bytes": 200}}[correction]
+    corrected = Settings.model_validate({**settings.model_dump(), correction: change})
+    (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
+    frozen, _ = night_plan.choose_inputs(corrected, store, known, night)
+    assert frozen is not None and frozen.shards == {}
+    night.begin_try(None)
+    night.freeze(frozen)
+    assert len(night.tries) == 1
+    night.end_try("unfinished", "", closed=False)
+    (tmp_path / "inbox/b.jsonl").write_text("2", encoding="utf-8")  # as it was when the shards were made
+    night.freeze(replace(frozen, files=listed.files))
+    (tmp_path / "inbox/b.jsonl").unlink()
+    frozen, _ = night_plan.choose_inputs(corrected, store, known, night)
+    assert frozen is not None and frozen.shards == {} and len(frozen.files["pretrain"]) == 1
+
+
+def test_what_the_settings_name_no_more_after_a_failure_is_not_learnt(
+    tmp_path: Path, store: ArtifactStore, known: Nights
+) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    listed = list_of(settings, store)
+    shards_of(store, listed, "made")
+    night = unfinished(known, listed, store, "failed", shards_pretrain="made")
+    alone = {**settings.model_dump()["data"], "pretrain": str(tmp_path / "inbox/a.jsonl")}
+    frozen, _ = night_plan.choose_inputs(settings.model_validate({"data": alone}), store, known, night)
+    assert frozen is not None and frozen.shards == {}
+    assert [Path(file["location"]).name for file in frozen.files["pretrain"]] == ["a.jsonl"]
+
+
+def test_a_damaged_file_of_one_data_set_leaves_the_shards_of_another(tmp_path: Path, store: ArtifactStore) -> None:
+    settings = inbox(tmp_path, a="1")
+    listed = list_of(settings, store, Champion("8", {}))
+    more = {"location": str(tmp_path / "bad.jsonl"), "sha256": "bad"}
+    chats = {**listed.files, "sft": [*listed.files["sft"], more]}
+    frozen = replace(listed, files=chats, shards={"pretrain": "shards-pretrain/made"})
+    smaller = night_inputs.smaller_snapshot(frozen, [more["location"]], set())
+    assert smaller is not None and smaller.files["sft"] == listed.files["sft"]
+    assert smaller.shards == {"pretrain": "shards-pretrain/made"}
 
 
 @pytest.mark.parametrize("key", ["never-made", "of-other-files"])

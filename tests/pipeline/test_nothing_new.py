@@ -74,6 +74,8 @@ def test_documents_that_earlier_nights_hold_out_are_nothing_new_and_a_set_of_the
     why = "data.pretrain: 1 of 1 rows are held out by earlier nights, and none is left to learn"
     with pytest.raises(NothingNew, match=why):
         sharded(home, [held_out["text"]], out, earlier=earlier)
+    with pytest.raises(StageFailed, match=r"9 of 10 rows are bad"):  # a broken file is no known one
+        sharded(home, [held_out["text"], *[None] * 9], out, earlier=earlier)  # type: ignore[list-item]
     more = [held_out["text"], *(f"{number}, {text[::-1]}" for number, text in enumerate(texts))]
     alone, beside = (sharded(home, more, out, **of).artifacts["shards-pretrain"] for of in ({}, {"earlier": earlier}))
     assert "of_earlier_heldout" not in alone.result and alone.key != beside.key

@@ -40,7 +40,9 @@ class Evaluate(Section):
 
     row_length: int = Field(256, ge=8, description="tokens that the model sees at once")
     stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
-    max_bytes: int = Field(1_000_000, ge=1000, description="held-out text that is scored, in UTF-8 bytes")
+    max_bytes: int = Field(
+        1_000_000, ge=1000, description="held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it"
+    )
     max_chats: int = Field(500, ge=1, description="held-out chats that are scored")
     new_tokens: int = Field(48, ge=0, description="length of a sample; 0: no samples")
     documents: tuple[str, ...] = Field(("Return the", "The first argument"), description="beginnings that samples continue")

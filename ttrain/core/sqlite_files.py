@@ -60,15 +60,25 @@ def revision_of_schema(schema: str) -> str:
 def create(database: Path, fill: str | Callable[[Path], None]) -> None:
     """Create a database in a temporary file and rename it: a kill meanwhile leaves no unusable file.
 
-    `fill` is its schema, or fills the temporary file.
+    `fill` is its schema, or fills the temporary file. A database that another process has made meanwhile stays.
     """
-    temporary = database.with_name(f"{database.name}.part")
+    temporary = database.with_name(f"{database.name}.{os.getpid()}.part")
     temporary.unlink(missing_ok=True)
-    if callable(fill):
-        fill(temporary)
-    else:
-        with contextlib.closing(sqlite3.connect(temporary)) as db:
-            db.executescript(f"{HASTY}\n{fill}")
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(database)
+    try:
+        if callable(fill):
+            fill(temporary)
+        else:
+            with contextlib.closing(sqlite3.connect(temporary)) as db:
+                db.executescript(f"{HASTY}\n{fill}")
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        if database.exists() and not database.stat().st_size:  # opened, and never written
+            database.unlink(missing_ok=True)
+        try:
+            os.link(temporary, database)
+        except FileExistsError:
+            return
+        except OSError:  # no second names on this disk
+            temporary.replace(database)
+    finally:
+        temporary.unlink(missing_ok=True)

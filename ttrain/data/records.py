@@ -323,22 +323,28 @@ class Tally:
         return {**counts, "first_rejected": self.first_rejected} if self.first_rejected else counts
 
     def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
-        """Raise DataError if no row was kept, or more than the share `limit` of the rows is bad.
+        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept."""
+        self.check_bad(setting, limit, expected_fields, prefix)
+        if not self.kept:
+            skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {self._looked_for(expected_fields)}")
+
+    def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
+        """Raise DataError if more than the share `limit` of the rows is bad.
 
         `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too many are at fault.
         """
-        keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
-        looked_for = f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
         bad = self.rejected.total()
         if bad > limit * self.rows:
             raise DataError(
                 f"{setting}: {bad} of {self.rows} rows are bad, more than {prefix}rejected_fraction={limit}; "
-                f"the first is {self.first_rejected[0]}. {looked_for}",
+                f"the first is {self.first_rejected[0]}. {self._looked_for(expected_fields)}",
                 [location for location, count in self.bad_rows.items() if count > limit * self.rows],
             )
-        if not self.kept:
-            skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {looked_for}")
+
+    def _looked_for(self, expected_fields: str) -> str:
+        keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
+        return f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
 
 
 class BadRows:

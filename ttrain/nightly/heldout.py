@@ -32,23 +32,25 @@ def earlier_heldout(
     """The earlier held-out documents that both models are also evaluated on, if any.
 
     Those of the last completed night for which the user named none, else those of the champion's base model. They are not
-    used if the user names the held-out documents, or has changed the held-out share: some may have been learnt since.
+    used if the user has changed the held-out share: some may have been learnt since. Where the user names the held-out
+    documents, nothing is measured on them, but they are not learnt, either: later nights may use them again.
     Raises ArtifactError where those of a night are gone: without them nothing would show what is forgotten.
     """
-    if settings.data.pretrain_heldout:
-        return EarlierHeldout()
+    is_named = bool(settings.data.pretrain_heldout)
     for night in nights:
         if reference := night.heldout:
             reading = night.frozen.settings.get("reading", {})
             if (before := reading.get("heldout_fraction")) != (now := settings.reading.heldout_fraction):
                 note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
                 return EarlierHeldout(note=note)
+            if is_named:
+                return EarlierHeldout(reference)
             find_heldout(store, reference, night.name)
             return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
     base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
     shards = base.manifest["inputs"].get("shards") if base else None
     found = store.find(shards["stage"], shards["key"]) if shards else None
-    return EarlierHeldout(f"{found.stage}/{found.key}", (BEFORE,)) if found else EarlierHeldout()
+    return EarlierHeldout(f"{found.stage}/{found.key}", () if is_named else (BEFORE,)) if found else EarlierHeldout()
 
 
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:

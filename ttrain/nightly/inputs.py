@@ -39,7 +39,8 @@ class NightInputs:
     """Settings and artifacts for the stages of a night.
 
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
-    that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights.
+    that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights, which
+    are not learnt, and measured if `measures_earlier`.
     `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
     learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: by
     stage, models that it starts from instead of tonight's. `champion_bases`: those of the champion's adapters that belong to
@@ -50,6 +51,7 @@ class NightInputs:
     champion: Mapping[str, Artifact] = field(default_factory=dict)
     replacements: Mapping[str, Artifact] = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
+    measures_earlier: bool = True
     learnt: tuple[Artifact, ...] = ()
     replayed: tuple[Artifact, ...] = ()
     average: float | None = None  # share of the champion's base model in the average with the night's own
@@ -145,7 +147,8 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
         return None
     if read.issuperset(file["sha256"] for listed in files.values() for file in listed):
         return None
-    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0, shards={})
+    shards = {name: reference for name, reference in frozen.shards.items() if files[name] == frozen.files[name]}
+    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ def refreshed_snapshot(
 def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
     """By data set, the shards that a try of the night has made of the files in its snapshot."""
     shards_by_dataset: dict[str, Artifact] = {}
-    for attempt in reversed(night.data["tries"]):
+    for attempt in night.tries:
         run = runs.read(store.root, attempt["run"]) if attempt.get("run") else None
         keys = runs.keys_of(run) if run else {}
         for dataset, files in night.frozen.files.items():
@@ -267,8 +270,10 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
-    stages = [SHARDS[dataset].name for dataset in frozen.shards]
-    replacements |= dict(zip(stages, _recorded_artifacts(store, frozen.shards.values()), strict=True))
+    for artifact in _recorded_artifacts(store, frozen.shards.values()):
+        replacements[artifact.stage] = artifact
+        if "tokenizer" not in replacements:  # without a champion one is made of the same files
+            replacements["tokenizer"] = _recorded_artifacts(store, [_reference(artifact.manifest["inputs"]["tokenizer"])])[0]
     bases = learning.chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
@@ -284,12 +289,17 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         champion[TRAINING_STAGES[BASES[0]].model] = base
     average = frozen.average if base and "pretrain" not in replacements else None
     tree["nightly"]["average"] = average
-    earlier = find_heldout(store, frozen.heldout, "an unfinished night") if frozen.heldout else None
+    earlier, is_named = None, bool(user.data.pretrain_heldout)
+    if frozen.heldout:
+        earlier = _find_reference(store, frozen.heldout)
+        if not is_named:
+            earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
         settings=Settings.model_validate(tree),
         champion=champion,
         replacements=replacements,
         earlier_heldout=earlier,
+        measures_earlier=not is_named,
         learnt=learnt,
         replayed=learnt if frozen.replay else (),
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
@@ -343,7 +353,7 @@ def _learnt_shards(
     references = recorded(its_night) if its_night else ()
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
-        references = (f"{shards['stage']}/{shards['key']}",)
+        references = (_reference(shards),)
     listed = dict.fromkeys(references)
     present = tuple(reference for reference in listed if _find_reference(store, reference))
     if len(present) < len(listed):
@@ -371,6 +381,11 @@ def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
 def _champion_models(champion: Champion | None, store: ArtifactStore) -> list[Artifact]:
     keys = champion.keys if champion else {}
     return [artifact for stage in TRAININGS if stage in keys and (artifact := store.find(stage, keys[stage]))]
+
+
+def _reference(recorded: Mapping[str, Any]) -> str:
+    """The "stage/key" reference of an artifact that a manifest records as an input."""
+    return f"{recorded['stage']}/{recorded['key']}"
 
 
 def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:

@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,12 @@ class NightRecord:
         return entries
 
     @property
+    def unread(self) -> list[dict[str, Any]]:
+        """Those of them that are not among the inputs again, chosen anew by other settings."""
+        digests = self.digests()
+        return [file for file in self.left_out if file["sha256"] not in digests]
+
+    @property
     def heldout(self) -> str | None:
         """Reference ("stage/key") of the held-out documents of this and all earlier nights, if it has decided; None where
         the user named others, which say nothing of earlier nights."""
@@ -195,8 +201,19 @@ class NightRecord:
         })  # fmt: skip
 
     def freeze(self, frozen: InputSnapshot) -> None:
-        """Replace the night's inputs, after some of them were changed or removed."""
+        """Replace the night's inputs, after some of them were changed or removed.
+
+        What earlier tries have made is of these inputs no more, unless files alone changed.
+        """
+        none: dict[str, Any] = {"files": {}, "shards": {}}
+        if replace(frozen, **none) != replace(self.frozen, **none):
+            self.data["first_try"] = len(self.data["tries"]) - 1
         self.note(frozen=frozen.to_json())
+
+    @property
+    def tries(self) -> list[Mapping[str, Any]]:
+        """The tries with the present inputs, the newest first, which may have made some of their stages."""
+        return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
 
     def leave_out(self, files: Iterable[Mapping[str, Any]], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""

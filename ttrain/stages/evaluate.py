@@ -190,9 +190,10 @@ def _task_progress(job: StageContext, parts_done: int) -> Callable[[str, float, 
 
 
 def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The documents that are scored: of a set of several nights all, since each brought its own share."""
-    documents = heldout_records(directory)
-    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
+    """The documents that are scored: of a set of several nights a share of each."""
+    if not heldout.read_nights(directory):
+        return scored_documents(heldout_records(directory), max_bytes)
+    return [document for of_night in heldout.scored_by_night(directory, max_bytes) for document in of_night]
 
 
 def _document(encoder: Encoder, ids: Sequence[int]) -> tuple[list[int], list[bool]]:

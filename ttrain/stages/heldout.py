@@ -19,6 +19,7 @@ from ttrain.stages.shards import heldout_records, scored_documents
 
 NIGHT_SHARE = 10  # nights whose text has `evaluate.max_bytes` together
 RECORDS = "records.jsonl"
+UNSCORED = Path("heldout", "unscored.json")  # names of records beyond the share of the night that brought them
 NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest first: what identifies its records in scores
 
 
@@ -29,19 +30,20 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     `evaluate.max_bytes` at most, which stays as it is whatever comes later: figures of different nights are over the same
     text. Text only: each model has its own tokenizer.
     """
-    earlier, new = (_by_name(heldout_records(job.inputs[name])) for name in (EARLIER_HELDOUT, "documents"))
-    documents, brought = {**new, **earlier}, [name for name in new if name not in earlier]
-    most = config.evaluate.max_bytes // NIGHT_SHARE
-    nights = []
-    for names in (*(read_nights(job.inputs[EARLIER_HELDOUT]) or [[*earlier]]), brought):
-        of_night = [documents[name] for name in sorted(names) if name in documents]
-        nights.append([record_name(document["text"]) for document in scored_documents(of_night, most)])
-    chosen = sorted(name for names in nights for name in names)
-    lines = [orjson.dumps(documents[name], option=orjson.OPT_SORT_KEYS) for name in chosen]
+    earlier, documents = job.inputs[EARLIER_HELDOUT], _by_name(heldout_records(job.inputs["documents"]))
+    unscored = set(_read(earlier / UNSCORED) if (earlier / UNSCORED).exists() else ())
+    of_nights = scored_by_night(earlier, config.evaluate.max_bytes)
+    passed = {*unscored, *_by_name(heldout_records(earlier))}
+    brought = [document for name, document in sorted(documents.items()) if name not in passed]
+    of_nights.append(scored_documents(brought, config.evaluate.max_bytes // NIGHT_SHARE))
+    nights = [[record_name(document["text"]) for document in of_night] for of_night in of_nights]
+    by_name = _by_name(document for of_night in of_nights for document in of_night)
+    lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]
     directory = job.output / "heldout"
     directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
+    write_json(job.output / UNSCORED, sorted({*passed, *documents} - by_name.keys()))
     inputs = [contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")]
     # A model of many nights has learnt from all of them.
     contamination.write_item_shares(job.output, {**inputs[0], **inputs[1]})
@@ -52,6 +54,18 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     return {**counts, "nights": [len(night) for night in nights]}
 
 
+def scored_by_night(directory: Path, max_bytes: int) -> list[list[dict[str, Any]]]:
+    """The documents of a set that are scored, by the night that brought them: of each a tenth of `max_bytes` at most.
+
+    The same choice again from what was chosen; a set of an earlier build has all documents.
+    """
+    documents = _by_name(heldout_records(directory))
+    return [
+        scored_documents((documents[name] for name in sorted(names) if name in documents), max_bytes // NIGHT_SHARE)
+        for names in read_nights(directory) or [[*documents]]
+    ]
+
+
 def read_nights(directory: Path) -> list[list[str]]:
     """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone.
 
@@ -60,10 +74,17 @@ def read_nights(directory: Path) -> list[list[str]]:
     path = directory / NIGHTS
     if not path.exists():
         return []
-    nights = read_json(path)
-    if not isinstance(nights, list) or not all(isinstance(night, list) for night in nights):
+    nights = _read(path)
+    if not all(isinstance(night, list) for night in nights):
         raise ArtifactError(f"{path} is damaged: it is not a list of lists; restore it from a copy of the home")
     return [[str(name) for name in night] for night in nights]
+
+
+def _read(path: Path) -> list[Any]:
+    names = read_json(path)
+    if not isinstance(names, list):
+        raise ArtifactError(f"{path} is damaged: it is not a list; restore it from a copy of the home")
+    return names
 
 
 def _by_name(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,9 @@ def _code() -> str:
 
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
-    """Raise DataError where too many rows are bad, or none is left."""
-    near = built.near_duplicates
+    """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
+    expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates
+    built.tallies["train"].check_bad(name, reading.rejected_fraction, expected_fields)
     if near and near["of_earlier_sets"] and not built.parts["train"]["rows"]:
         raise NothingNew(
             f"{name}: {near['dropped']} of {built.tallies['train'].rows} rows are near-duplicates, most of documents that "
@@ -132,7 +132,6 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
             f"{name}: {built.of_earlier_heldout} of {built.tallies['train'].rows} rows are held out by earlier nights, and "
             f"none is left to learn"
         )
-    expected_fields = records.expected_fields(kind, reading.text_field)
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
             tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)
@@ -164,12 +163,18 @@ def _heldout_records(directory: Path) -> Iterator[dict[str, Any]]:
             yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
-def scored_documents(documents: Sequence[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
+def scored_documents(documents: Iterable[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
     """Of held-out documents those from the beginning on that have this many bytes of text together.
 
-    One of more than half of that is left out, unless all are: it would stand for all the others.
+    One that does not fit is passed over while less than half is taken; where none fits, the shortest is taken.
     """
-    sized = [(document, len(document["text"].encode("utf-8"))) for document in documents]
-    fitting = [(document, size) for document, size in sized if size <= max_bytes // 2] or sized[:1]
-    ends = accumulate(size for _, size in fitting)
-    return [document for n, ((document, _), end) in enumerate(zip(fitting, ends, strict=True)) if not n or end <= max_bytes]
+    scored: list[dict[str, Any]] = []
+    total = 0
+    sized = [(len(document["text"].encode("utf-8")), document) for document in documents]
+    for size, document in sized:
+        if total + size <= max_bytes:
+            scored.append(document)
+            total += size
+        elif total >= max_bytes // 2:
+            break
+    return scored or [document for _, document in sorted(sized, key=lambda one: one[0])[:1]]
