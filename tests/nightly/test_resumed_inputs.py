@@ -186,6 +186,9 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     )
     assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
     assert (frozen.replay, bool(frozen.documents)) == (replay, documents)
+    night.begin_try(None)
+    night.end_try("crashed", "its process was killed", closed=False)
+    assert night_plan.choose_inputs(corrected, store, known, night)[0] == frozen, "killed while it chose"
     deadline = settings.model_copy(update={"nightly": Nightly(deadline="07:30")})
     same, reason = night_plan.choose_inputs(deadline, store, known, night)
     assert same is not None and "chosen anew" not in reason and replace(same, settings=first.settings) == first

@@ -158,8 +158,9 @@ class NightRecord:
 
     @property
     def ended(self) -> Mapping[str, Any] | None:
-        """The last try that came to an end; None where none did."""
-        return next((attempt for attempt in reversed(self.data["tries"]) if attempt["outcome"] != "running"), None)
+        """The last try that came to an end, but for those killed before their run began; None where none did."""
+        tries = (one for one in reversed(self.data["tries"]) if one["outcome"] != "crashed" or one.get("run"))
+        return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
 
     @property
     def failures(self) -> int:
