@@ -1,4 +1,4 @@
-"""The shipped schemas of MLflow's and Prefect's databases; run as a program, this file writes the installed ones'."""
+"""The shipped schemas of MLflow's and Prefect's databases; `python tests/core/test_schemas.py` writes them anew."""
 
 from __future__ import annotations
 

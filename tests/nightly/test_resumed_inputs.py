@@ -43,6 +43,16 @@ def shards_of(store: ArtifactStore, listed: InputSnapshot, key: str) -> None:
     artifact(store, "shards-pretrain", key, files, ingredients=read, inputs=of)
 
 
+def night_with_shards(
+    root: Path, store: ArtifactStore, known: Nights, outcome: str, champion: Champion | None = None, **keys: str
+) -> tuple[Settings, InputSnapshot, NightRecord]:
+    """A night over two files whose try ended so after it had made their shards."""
+    settings = inbox(root, a="1", b="2")
+    listed = list_of(settings, store, champion)
+    shards_of(store, listed, "made")
+    return settings, listed, unfinished(known, listed, store, outcome, **keys, shards_pretrain="made")
+
+
 def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
     """The inputs of each stage that a recipe calls."""
     stages: dict[str, dict[str, Any]] = {}
@@ -59,10 +69,7 @@ def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
 def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_file(
     change: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
-    settings = inbox(tmp_path, a="1", b="2")
-    listed = list_of(settings, store, champion)
-    shards_of(store, listed, "made")
-    night = unfinished(known, listed, store, "unfinished", shards_pretrain="made")
+    settings, listed, night = night_with_shards(tmp_path, store, known, "unfinished", champion)
     file = tmp_path / "inbox/b.jsonl"
     file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
     for _ in range(2):  # and in the slot after the next one
@@ -81,11 +88,8 @@ def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
     change: str, tmp_path: Path, store: ArtifactStore, known: Nights
 ) -> None:
     """Which is made of the same files."""
-    settings = inbox(tmp_path, a="1", b="2")
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
-    listed = list_of(settings, store)
-    shards_of(store, listed, "made")
-    night = unfinished(known, listed, store, "unfinished", tokenizer="t", shards_pretrain="made")
+    settings, _, night = night_with_shards(tmp_path, store, known, "unfinished", tokenizer="t")
     file = tmp_path / "inbox/b.jsonl"
     file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
     planned = night_plan.choose_inputs(settings, store, known, night)[0]
@@ -100,10 +104,7 @@ def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
 def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
     correction: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
-    settings = inbox(tmp_path, a="1", b="2")
-    listed = list_of(settings, store)
-    shards_of(store, listed, "made")
-    night = unfinished(known, listed, store, "failed", shards_pretrain="made")
+    settings, listed, night = night_with_shards(tmp_path, store, known, "failed")
     change = {"reading": {"text_field": "body"}, "shards": {"overlap_bytes": 200}}[correction]
     corrected = Settings.model_validate({**settings.model_dump(), correction: change})
     (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
@@ -111,7 +112,7 @@ def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
     assert frozen is not None and frozen.shards == {}
     night.begin_try(None)
     night.freeze(frozen)
-    assert len(night.tries) == 1
+    assert len(night.tries_with_inputs) == 1
     night.end_try("unfinished", "", closed=False)
     (tmp_path / "inbox/b.jsonl").write_text("2", encoding="utf-8")  # as it was when the shards were made
     night.freeze(replace(frozen, files=listed.files))
@@ -123,10 +124,7 @@ def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
 def test_what_the_settings_name_no_more_after_a_failure_is_not_learnt(
     tmp_path: Path, store: ArtifactStore, known: Nights
 ) -> None:
-    settings = inbox(tmp_path, a="1", b="2")
-    listed = list_of(settings, store)
-    shards_of(store, listed, "made")
-    night = unfinished(known, listed, store, "failed", shards_pretrain="made")
+    settings, _, night = night_with_shards(tmp_path, store, known, "failed")
     alone = {**settings.model_dump()["data"], "pretrain": str(tmp_path / "inbox/a.jsonl")}
     frozen, _ = night_plan.choose_inputs(settings.model_validate({"data": alone}), store, known, night)
     assert frozen is not None and frozen.shards == {}

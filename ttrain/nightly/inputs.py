@@ -217,7 +217,7 @@ def refreshed_snapshot(
 def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
     """By data set, the shards that a try of the night has made of the files in its snapshot."""
     shards_by_dataset: dict[str, Artifact] = {}
-    for attempt in night.tries:
+    for attempt in night.tries_with_inputs:
         run = runs.read(store.root, attempt["run"]) if attempt.get("run") else None
         keys = runs.keys_of(run) if run else {}
         for dataset, files in night.frozen.files.items():

@@ -126,7 +126,7 @@ class NightRecord:
 
     @property
     def unread(self) -> list[dict[str, Any]]:
-        """Those of them that are not among the inputs again, chosen anew by other settings."""
+        """Those of `left_out` that the night does not read after all, by other settings."""
         digests = self.digests()
         return [file for file in self.left_out if file["sha256"] not in digests]
 
@@ -212,7 +212,7 @@ class NightRecord:
         self.note(frozen=frozen.to_json())
 
     @property
-    def tries(self) -> list[Mapping[str, Any]]:
+    def tries_with_inputs(self) -> list[Mapping[str, Any]]:
         """The tries with the present inputs, the newest first, which may have made some of their stages."""
         return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
 

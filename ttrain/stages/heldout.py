@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest fir
 
 
 def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
-    """Write each held-out text of both inputs once, ordered by its digest; returns the counts.
+    """Write the held-out texts of both inputs that are scored, each once, ordered by their digests; returns the counts.
 
     A night reads new documents alone, but a model must not forget the old ones. Each night brings a tenth of
     `evaluate.max_bytes` at most, which stays as it is whatever comes later: figures of different nights are over the same
     text. Text only: each model has its own tokenizer.
     """
-    earlier, documents = job.inputs[EARLIER_HELDOUT], _by_name(heldout_records(job.inputs["documents"]))
+    earlier = job.inputs[EARLIER_HELDOUT]
+    earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
     unscored = set(_read(earlier / UNSCORED) if (earlier / UNSCORED).exists() else ())
-    of_nights = scored_by_night(earlier, config.evaluate.max_bytes)
-    passed = {*unscored, *_by_name(heldout_records(earlier))}
+    of_nights = _scored(earlier_documents, read_nights(earlier), config.evaluate.max_bytes)
+    passed = {*unscored, *earlier_documents}
     brought = [document for name, document in sorted(documents.items()) if name not in passed]
     of_nights.append(scored_documents(brought, config.evaluate.max_bytes // NIGHT_SHARE))
     nights = [[record_name(document["text"]) for document in of_night] for of_night in of_nights]
@@ -59,10 +60,15 @@ def scored_by_night(directory: Path, max_bytes: int) -> list[list[dict[str, Any]
 
     The same choice again from what was chosen; a set of an earlier build has all documents.
     """
-    documents = _by_name(heldout_records(directory))
+    return _scored(_by_name(heldout_records(directory)), read_nights(directory), max_bytes)
+
+
+def _scored(
+    documents: Mapping[str, dict[str, Any]], nights: Sequence[Sequence[str]], max_bytes: int
+) -> list[list[dict[str, Any]]]:
     return [
         scored_documents((documents[name] for name in sorted(names) if name in documents), max_bytes // NIGHT_SHARE)
-        for names in read_nights(directory) or [[*documents]]
+        for names in nights or [[*documents]]
     ]
 
 
