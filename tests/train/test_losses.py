@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from support.comparing import bytes_kept, copies, distance, same
 from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_mixtures import tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,18 +19,18 @@ from ttrain.data.packing import IGNORE
 from ttrain.model import adapters
 from ttrain.train import attention, language_modeling, losses
 from ttrain.train.attention import segment_mask
-from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling, NextTokenLoss
+from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 
 N, D, V = 24, 8, 50
 
 
-def inputs(dtype: torch.dtype = torch.float32, vocab: int = V, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [2, N/2, D], a head [vocab, D], labels of which about a third are IGNORE."""
+def inputs(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [2, N/2, D], a head [V, D], labels of which about a third are IGNORE."""
     generator = torch.Generator().manual_seed(0)
     hidden = scale * torch.randn(2, N // 2, D, generator=generator, dtype=torch.float64)
-    weight = torch.randn(vocab, D, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, vocab, (2, N // 2), generator=generator)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (2, N // 2), generator=generator)
     labels = labels.masked_fill(torch.rand(2, N // 2, generator=generator) < 1 / 3, IGNORE)
     assert 0 < int((labels == IGNORE).sum()) < N
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
@@ -53,7 +53,7 @@ def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Te
     return found
 
 
-@pytest.mark.parametrize("chunk", [1, 7, N, 1000])
+@pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(dtype: torch.dtype, chunk: int) -> None:
     hidden, weight, labels = inputs(dtype)
@@ -67,22 +67,15 @@ def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(dtype: torch
 def test_where_all_positions_are_computed_those_without_a_target_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose counts are waited for; a hidden state without a target may even be no number."""
     hidden, weight, labels = inputs()
-    with torch.no_grad():
-        hidden[labels == IGNORE] = torch.nan
-    gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
-    monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
-    masked = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
-    assert bool(torch.isfinite(gathered["loss"]))
-    assert distance({"loss": gathered["loss"]}, {"loss": masked["loss"]}) < 1e-6
     live = labels != IGNORE
-    assert distance({"0": gathered["0"][live]}, {"0": masked["0"][live]}) < 1e-6
-
-
-def test_masked_and_gathered_gradients_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = inputs()
-    gathered = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+    expected = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
     monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
-    assert distance(gathered, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)) < 1e-6
+    assert distance(expected, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)) < 1e-6
+    with torch.no_grad():
+        hidden[~live] = torch.nan
+    found = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    assert distance({"0": expected["0"][live]}, {"0": found["0"][live]}) < 1e-6
 
 
 def test_a_target_of_no_probability_in_fp32_has_its_loss_and_gradient() -> None:
@@ -140,15 +133,18 @@ def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() 
 
 
 @pytest.mark.parametrize(
-    ("scale", "compiled"), [*product([None, 1.0, losses.FP16_GRADIENT_SCALE], [False]), (None, True), (1.0, True)]
+    ("scale", "compiled"), [(None, False), (1.0, False), (losses.FP16_GRADIENT_SCALE, False), (1.0, True)]
 )
 def test_what_a_compiler_gets_scores_as_the_other_does(scale: float | None, compiled: bool) -> None:
+    """Compiled to one graph that writes its input; without inductor, which on a CPU makes other kernels than on a GPU."""
     generator = torch.Generator().manual_seed(0)
     logits = 30 * torch.randn(40, 3 * V, generator=generator)
     labels = torch.randint(3 * V, (40,), generator=generator)
     labels[::5] = IGNORE
     ours, theirs = logits.clone(), logits.clone()
-    score = torch.compile(losses.fused_score, dynamic=False) if compiled else losses.fused_score
+    score: Any = losses.fused_score
+    if compiled:
+        score = torch.compile(score, dynamic=False, backend="aot_eager", fullgraph=True)
     expected = losses._score(theirs, labels, torch.float32, scale)
     assert float(score(ours, labels, torch.float32, scale)) == pytest.approx(float(expected), rel=1e-6)
     assert torch.equal(ours, logits) if scale is None else distance({"slopes": ours}, {"slopes": theirs}) < 1e-6
@@ -171,9 +167,8 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize(("chunk", "most"), [(5, 5 * V), (None, N * V)])
 def test_no_more_logits_than_those_of_a_chunk_are_in_memory(chunk: int | None, most: int) -> None:
-    hidden, weight, labels = inputs()
     with Seen() as seen:
-        results(linear_token_loss_sum(hidden, weight, labels, chunk), hidden, weight)
+        linear_token_loss_sum(*inputs(), chunk)
     assert 0 < seen.largest <= most
 
 
@@ -218,18 +213,14 @@ def gradients(model: Any, chunk: int | None, *, precision: torch.dtype | None = 
     return {"loss": loss.detach(), **found}
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {}, "untied": {"tie_embeddings": False}, "qwen3": {"kind": "qwen3", "kv_heads": 1},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("options", "adapted"), [({}, False), ({"tie_embeddings": False}, False), ({"kind": "qwen3", "kv_heads": 1}, True)]
+)
 def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
-    kind: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})  # which rounds otherwise than torch's
-    model = tiny_model(**MODELS[kind])
+    model = tiny_model(**options)
     if adapted:
         model = adapters.attach(model, Lora(rank=3))
         for name, parameter in model.named_parameters():
@@ -242,8 +233,7 @@ def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("adapted", "precision"), [(False, None), (True, torch.bfloat16)], ids=["fp32", "lora, bf16"])
 def test_gradient_checkpointing_changes_no_bit_with_dropout_either(adapted: bool, precision: torch.dtype | None) -> None:
     def found(**options: Any) -> tuple[dict[str, Tensor], int]:
         model = tiny_model(dropout=0.3, layers=4)
@@ -259,33 +249,12 @@ def test_gradient_checkpointing_changes_no_bit_with_dropout_either(adapted: bool
     assert little < 0.5 * much
 
 
-def tiny_foreign(architecture: str, **settings: Any) -> Any:
-    """A model of transformers that is none of ours, in two layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 3,
-        "pad_token_id": 0, **settings,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+DENSE, SPARSE = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe", "ernie4_5_moe", "glm4_moe")
 
 
-PLAIN: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("llama", "mistral", "qwen2", "qwen3")},
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
-
-
-@pytest.mark.parametrize("architecture", PLAIN)
-def test_heads_that_are_a_product_and_nothing_more(architecture: str) -> None:
-    model = tiny_foreign(architecture, **PLAIN[architecture])
-    assert type(model).__name__ in PLAIN_HEADS
+@pytest.mark.parametrize("kind", [*DENSE, *SPARSE])
+def test_heads_that_are_a_product_and_nothing_more(kind: str) -> None:
+    model = tiny_model(kind=kind) if kind in DENSE else tiny_moe(kind)
     ids = torch.randint(9, VOCAB, (2, 16))
     with torch.no_grad():
         hidden = model.get_decoder()(input_ids=ids).last_hidden_state
@@ -297,11 +266,11 @@ def test_heads_that_are_a_product_and_nothing_more(architecture: str) -> None:
 def test_all_plain_heads_are_tested() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    assert {*PLAIN_HEADS} == {CAUSAL[architecture] for architecture in PLAIN}
+    assert {*PLAIN_HEADS} == {CAUSAL[kind] for kind in (*DENSE, *SPARSE)}
 
 
 def test_a_head_that_does_more_takes_the_plain_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_foreign("granite", logits_scaling=4.0)
+    model = tiny_model(kind="granite", fields={"logits_scaling": 4.0})
     batch = NumberedRows(3).batch(range(3))
     language_modeling.warn_unchunked_logits.cache_clear()
     with caplog.at_level(logging.WARNING, "ttrain"):
@@ -309,14 +278,9 @@ def test_a_head_that_does_more_takes_the_plain_way_and_says_so(caplog: pytest.Lo
             task = LanguageModeling(settings_of_training(), model, chunk_tokens=7)
     assert caplog.text.count("the output head of GraniteForCausalLM may do more") == 1, "however many are made"
     loss = task.validation_step(task.build_model().eval(), batch, CPU).total
-    ids, labels, positions, segments = (
-        torch.from_numpy(array) for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
-    )
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": segment_mask(segments)}
+    ids, positions, segments, labels = language_modeling._arrays(batch, CPU)
     with torch.no_grad():
-        logits = model.eval()(**inputs).logits
-        hidden = model.get_decoder()(**inputs).last_hidden_state
-    assert torch.allclose(4 * logits, hidden @ model.lm_head.weight.T), "this head divides by four"
+        logits = model.eval()(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
     assert float(loss) == pytest.approx(float(token_loss_sum(logits, labels)), rel=1e-6)
 
 
@@ -325,24 +289,3 @@ def test_an_adapter_on_the_output_head_is_in_the_loss() -> None:
     found = gradients(model, 10)
     moved = [name for name in found if "lm_head" in name and "lora_B" in name]
     assert len(moved) == 1 and float(found[moved[0]].abs().max()) > 0
-
-
-def test_a_compiled_model_has_the_same_gradients_however_many_labels_are_live() -> None:
-    """By the tracer alone, which is what could go wrong: the loss is called between the compiled parts."""
-    model = tiny_model(layers=1)
-    module = NextTokenLoss(model, token_loss_sum)
-    compiled = torch.compile(module, backend="eager", dynamic=False)
-    for live in (16, 3):
-        batch = NumberedRows(2, live=[live] * 2).batch([0, 1])
-        arrays = [
-            torch.from_numpy(array) for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
-        ]
-        found = []
-        for called in (module, compiled):
-            loss, _, _ = called(*arrays)
-            loss.backward()
-            found.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
-            model.zero_grad()
-        assert distance(*found) < 1e-6
-    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
-    torch._dynamo.reset()
