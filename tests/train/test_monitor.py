@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import CPU, Recorder, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import CPU, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.config import Lora
 from ttrain.model import adapters
 from ttrain.train import monitor
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import (
-    PERFORMANCE,
-    TERA,
-    PerformanceMonitor,
-    datasheet_flops,
-    flops_per_token,
-    measured_flops,
-    peak_memory,
-    trimmed_mean,
-)
+from ttrain.train.monitor import PERFORMANCE, TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
 from ttrain.train.trainer import Cadence
 
 
@@ -67,22 +58,17 @@ def test_rates_are_means_over_the_time_since_the_last_log() -> None:
     assert {*figures} == {*PERFORMANCE}
 
 
-def test_without_a_peak_there_is_no_mfu() -> None:
+def test_without_a_known_peak_there_is_no_mfu() -> None:
     run = Run(10)
     assert "mfu" not in run.monitor.figures(run.step(1.0))
-    monitor = PerformanceMonitor(1, device=CPU, steps_per_epoch=1)
-    monitor.start(0, 1)
-    assert "mfu" not in monitor.figures(run.step(1.0))
 
 
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param([1.0] * 200, id="even"),
         pytest.param([60.0, *[1.0] * 199], id="the first step compiles"),
         pytest.param([*[1.0] * 50, 300.0, *[1.0] * 149], id="one stall"),
         pytest.param([0.5, 4.0] * 100, id="steps of two kinds"),
-        pytest.param([1.0 + (step * 7 % 11) / 10 for step in range(200)], id="uneven"),
     ],
 )
 def test_the_eta_at_half_is_within_20_percent_of_what_is_left(seconds: Sequence[float]) -> None:
@@ -106,13 +92,6 @@ def test_the_eta_follows_a_change_of_pace() -> None:
     assert run.monitor.figures(record)["eta_seconds"] == pytest.approx(500 * 3.0, rel=0.01)
 
 
-def test_the_trimmed_mean_leaves_out_a_twentieth_at_either_end() -> None:
-    assert trimmed_mean(deque([1.0])) == 1.0
-    assert trimmed_mean(deque([1.0, 3.0])) == 2.0
-    assert trimmed_mean(deque([100.0, 2.0, 0.0])) == 2.0
-    assert trimmed_mean(deque([-1e9, *[1.0, 2.0] * 19, 1e9])) == 1.5
-
-
 def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took() -> None:
     recorder = Recorder()
     monitor = PerformanceMonitor(96, device=CPU, steps_per_epoch=52 / 6)
@@ -129,13 +108,19 @@ def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took
     assert recorder.figures("eta_seconds")[-1] == 0
 
 
-def test_the_peak_memory_of_a_process_counts_what_it_has_freed() -> None:
-    before = peak_memory(CPU)
-    block = np.ones(before // 2, np.uint8)
-    held = psutil.Process().memory_info().rss
-    del block
-    assert held - (1 << 20) < peak_memory(CPU) <= held + before, "the kernel counts in batches"
-    assert peak_memory(CPU) >= before
+def test_the_peak_memory_of_a_process_counts_what_it_has_freed(tmp_path: Path) -> None:
+    """In a fork, whose peak begins with what it holds."""
+
+    def peaks() -> tuple[int, int, int]:
+        before = peak_memory(CPU)
+        block = np.ones(1 << 27, np.uint8)
+        held = psutil.Process().memory_info().rss
+        del block
+        return before, held, peak_memory(CPU)
+
+    ((before, held, peak),) = in_ranks(1, tmp_path, lambda ranks: peaks())
+    assert before + (1 << 26) < held
+    assert held - (1 << 20) < peak <= held + (1 << 24), "the kernel counts in batches"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -156,8 +141,7 @@ def counted(model: torch.nn.Module, T: int) -> float:
     return counter.get_total_flops() / (2 * T)
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("T", [16, 96])
+@pytest.mark.parametrize(("tie_embeddings", "T"), [(True, 16), (False, 96)])
 def test_flops_per_token_are_those_that_torch_counts(tie_embeddings: bool, T: int) -> None:
     model = tiny_model(hidden_size=64, heads=4, kv_heads=2, tie_embeddings=tie_embeddings)
     assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=0.02)
@@ -181,22 +165,13 @@ def test_flops_per_token_of_any_other_module_are_six_a_weight() -> None:
     ("name", "bf16", "fp32"),
     [
         ("NVIDIA A100-SXM4-80GB", 312, 19.5),
-        ("NVIDIA A100 80GB PCIe", 312, 19.5),
         ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
         ("NVIDIA H100 PCIe", 756, 51.2),
-        ("NVIDIA H200", 989.4, 66.9),
-        ("NVIDIA GH200 480GB", 989.4, 66.9),
-        ("NVIDIA L4", 121, 30.3),
         ("NVIDIA L40S", 362, 91.6),
-        ("NVIDIA A10", 125, 31.2),
-        ("NVIDIA GeForce RTX 3090", 71, 35.6),
-        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
         ("Tesla T4", None, 8.1),
         ("NVIDIA H100 NVL", None, None),
         ("NVIDIA A10G", None, None),
-        ("NVIDIA L40", None, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 4090 D", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),
     ],
 )
@@ -212,19 +187,11 @@ def test_the_table_orders_precisions_as_chips_do() -> None:
         assert tflops["fp16"] >= tflops.get("tf32", 0) >= (tflops["fp32"] if "tf32" in tflops else 0), chip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_peak_is_measured_at_once_and_draws_no_random_number(dtype: torch.dtype) -> None:
+def test_a_peak_is_measured_at_once_and_draws_no_random_number() -> None:
     state, began = torch.get_rng_state(), time.process_time()
-    found = measured_flops(dtype, CPU)
+    found = monitor.measured_flops(torch.float32, CPU)
     assert time.process_time() - began < 1.5, "0.3 s where the machine is idle"
     assert torch.equal(torch.get_rng_state(), state)
-    size = 768
-    factor = torch.full((size, size), 1 / size, dtype=dtype)
-    seconds = min(_timed(factor) for _ in range(5))
-    assert 0.1 * 2 * size**3 / seconds < found < 5e13
-
-
-def _timed(factor: torch.Tensor) -> float:
-    began = time.perf_counter()
-    torch.mm(factor, factor)
-    return time.perf_counter() - began
+    factor = torch.full((768, 768), 1 / 768)
+    seconds = min(monitor._seconds_of_product(factor) for _ in range(3))
+    assert 0.1 * 2 * 768**3 / seconds < found < 5e13
