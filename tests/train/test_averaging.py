@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_tra
 from torch import Tensor
 
 from ttrain.config import Schedule
+from ttrain.train.averaging import MovingAverage
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
@@ -21,11 +23,13 @@ from ttrain.train.training_options import Cadence
 
 SHARE = 0.4
 AVERAGED = Schedule(kind="constant", warmup_steps=1, average=SHARE)
-CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (20, 6))
+CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (8, 3))
+PLAIN = settings_of_training(schedule=Schedule(kind="constant", warmup_steps=1), tokens=8 * 96)
 ROWS = NumberedRows(60)
+VALIDATION = [ROWS.batch([0, 1])]
 
 
-def trainer_of(directory: Path | None = None, **options: Any) -> Trainer:
+def trainer_of(directory: Path, **options: Any) -> Trainer:
     return make_trainer(CONFIG, tiny_model(), ROWS, directory=directory, **options)
 
 
@@ -33,9 +37,14 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return copies(trainer.weights.state())
 
 
-@pytest.fixture
-def newest(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """The weights after each step, as the optimizer left them."""
+def saved(trainer: Trainer) -> Snapshot:
+    found = trainer.checkpoints.newest() if trainer.checkpoints else None
+    assert found
+    return found
+
+
+def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
+    """The result, and the weights after each step, as the optimizer left them."""
     found: list[dict[str, Tensor]] = []
     step = Optimizers.step
 
@@ -43,58 +52,59 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
         step(optimizers)
         found.append({optimizers.names[p]: p.detach().double().clone() for p in optimizers.parameters})
 
-    monkeypatch.setattr(Optimizers, "step", watch)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizers, "step", watch)
+        return trainer.fit(), found
 
 
-def test_the_model_is_the_average_over_all_steps_with_few_first_ones(newest: list[dict[str, Tensor]]) -> None:
-    trainer = trainer_of()
-    trainer.fit()
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Any, list[dict[str, Tensor]]]:
+    """A training that is validated after each step, what it returned, and its weights."""
+    trainer = trainer_of(tmp_path_factory.mktemp("averaged"), validation=VALIDATION, cadence=Cadence(validate=1))
+    return trainer, *fit(trainer)
+
+
+def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few_first_ones(averaged: Any) -> None:
+    trainer, result, newest = averaged
     expected = newest[0]
     for number, tensors in enumerate(newest):
-        kept = min(0.5 ** (1 / round(SHARE * trainer.steps)), (1 + number) / (10 + number))
+        kept = (1 + number) / (10 + number)
         expected = {name: kept * expected[name] + (1 - kept) * tensors[name] for name in expected}
     found = {trainer.optimizers.names[p]: p.detach() for p in trainer.optimizers.parameters}
     assert distance(expected, found) < 1e-6 < 1e-3 < distance(newest[-1], found)
+    assert result.validation_loss == trainer.validate(VALIDATION)
+    snapshot = saved(trainer)
+    assert same(dict(snapshot.weights), weights(trainer))
+    names = trainer.optimizers.names.values()
+    assert {name for name in snapshot.optimizer if name.startswith("iterate|")} == {f"iterate|{name}" for name in names}
+    assert {int(value) for name, value in snapshot.optimizer.items() if name.startswith("averaged|")} == {trainer.steps}
 
 
-def test_the_average_moves_no_weight_that_the_optimizer_sees(newest: list[dict[str, Tensor]]) -> None:
-    trainer_of(validation=[ROWS.batch([0, 1])], cadence=Cadence(validate=1)).fit()
-    averaged = list(newest)
-    newest.clear()
-    plain = settings_of_training(schedule=AVERAGED.model_copy(update={"average": None}))
-    make_trainer(plain, tiny_model(), ROWS).fit()
-    assert all(same(first, second) for first, second in zip(averaged, newest, strict=True))
+def test_a_half_life_is_a_share_of_the_steps() -> None:
+    weight = torch.zeros(1)
+    average = MovingAverage({weight: "w"}, 0.5, 8)
+    average._count = 1000  # first steps count more
+    average.update()
+    weight += 1
+    for _ in range(4):
+        average.update()
+    average.end()
+    assert float(weight) == pytest.approx(0.5)
 
 
-def test_a_validation_measures_the_average() -> None:
-    batches = [ROWS.batch([0, 1])]
-    trainer = trainer_of(validation=batches)
-    measured = trainer.fit().validation_loss
-    assert measured == trainer.validate(batches)
+def test_the_average_moves_no_weight_that_the_optimizer_sees(averaged: Any) -> None:
+    _, plain = fit(make_trainer(PLAIN, tiny_model(), ROWS))
+    assert all(same(first, second) for first, second in zip(averaged[2], plain, strict=True))
 
 
-def test_a_training_that_was_stopped_ends_in_the_same_bits(tmp_path: Path) -> None:
-    whole = trainer_of(tmp_path / "whole")
-    whole.fit()
-    first = trainer_of(tmp_path / "parts", stop_after=3)
-    assert 0 < first.fit().step < whole.steps
-    second = trainer_of(tmp_path / "parts")
+def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_path: Path) -> None:
+    whole = averaged[0]
+    assert 0 < trainer_of(tmp_path, stop_after=3).fit().step < whole.steps
+    second = trainer_of(tmp_path)
     assert second.first > 0
     second.fit()
     assert same(weights(whole), weights(second))
-    ends = [trainer.checkpoints.newest() for trainer in (whole, second) if trainer.checkpoints]
-    assert same(ends[0].weights, ends[1].weights) and same(ends[0].optimizer, ends[1].optimizer)  # type: ignore[union-attr]
-
-
-def test_a_checkpoint_is_the_average_and_holds_what_the_optimizer_moves(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.fit()
-    saved = trainer.checkpoints.newest() if trainer.checkpoints else None
-    assert saved and same(dict(saved.weights), weights(trainer))
-    names = trainer.optimizers.names.values()
-    assert {name for name in saved.optimizer if name.startswith("iterate|")} == {f"iterate|{name}" for name in names}
-    assert {int(value) for name, value in saved.optimizer.items() if name.startswith("averaged|")} == {trainer.steps}
+    assert same(saved(whole).weights, saved(second).weights) and same(saved(whole).optimizer, saved(second).optimizer)
 
 
 def ended() -> tuple[Snapshot, int]:
@@ -120,19 +130,16 @@ def continued(
 
 
 def test_two_ranks_continue_an_average_as_one_does(tmp_path: Path) -> None:
+    importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
     before = ended()
     sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, TrainerOptions(parallel="fsdp")))[0]
     assert distance(continued(*before), sharded) < 1e-4
 
 
-def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(tmp_path: Path) -> None:
-    before = trainer_of(tmp_path)
-    before.fit()
-    saved = before.checkpoints.newest() if before.checkpoints else None
-    assert saved
-    plain = settings_of_training(schedule=AVERAGED.model_copy(update={"average": None}))
-    trainer = make_trainer(plain, tiny_model(seed=3), ROWS, plateau=Snapshot(0, saved.weights, saved.optimizer, {}))
-    assert same(weights(trainer), dict(saved.weights))
+def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(averaged: Any) -> None:
+    before = saved(averaged[0])
+    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=Snapshot(0, before.weights, before.optimizer, {}))
+    assert same(weights(trainer), dict(before.weights))
     assert not any("iterate" in name for name in trainer.optimizers.state())
     trainer.fit()
     assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
