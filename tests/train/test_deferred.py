@@ -21,16 +21,16 @@ from ttrain.train.losses import NonFinite
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 DEFERRED = TrainerOptions(defer=True)
-EVERY_FIVE = Cadence(log=5, checkpoint=10)
+EVERY_FIVE = Cadence(log=5, checkpoint=5)
 
 
 def trainer_of(
     how: TrainerOptions, directory: Path | None = None, *, ranks: Ranks = ALONE, kind: Any = "muon", spoilt: Any = (),
     cadence: Cadence = EVERY_FIVE, **changes: Any,
 ) -> tuple[Trainer, Recorder]:  # fmt: skip
-    """Twenty steps of two micro-batches on one rank; the loss of the passes in `spoilt` is infinite."""
-    config = settings_of_training(optim=Optim(kind=kind, lr=1e-2), **changes)
-    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
+    """Ten steps of two micro-batches on one rank; the loss of the passes in `spoilt` is infinite."""
+    config = settings_of_training(**{"tokens": 10 * 96, "optim": Optim(kind=kind, lr=1e-2), **changes})
+    model, recorder, rows = tiny_model(layers=1), Recorder(), NumberedRows(13)
     task = WatchedTask(config, model, lambda passes: math.inf if passes in spoilt else 1.0)
     trainer = make_trainer(
         config, model, rows, rows_per_device=3, how=how, task=task, callbacks=[recorder], cadence=cadence, ranks=ranks,
@@ -81,7 +81,7 @@ def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypat
     monkeypatch.setattr(Reads, "count", 0)
     counts = {}
     for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
-        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=5, checkpoint=100), tokens=10 * 96)
+        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=5, checkpoint=100))
         step, counts[name] = trainer._train_step, []
 
         def counted(*given: Any, step: Any = step, name: str = name) -> Any:
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
 
 
 def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
-    """Step 8 of 20, which is read with step 10."""
+    """Step 8, which is read with step 10."""
     errors, snapshots = [], list[Snapshot]()
     for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
         trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
@@ -128,15 +128,13 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
 
 
 def test_two_ranks_that_defer_train_as_one_that_reads(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> list[float]:
-        torch.set_num_threads(1)
-        trainer, recorder = trainer_of(DEFERRED, ranks=ranks, kind="adamw", tokens=8 * 96)
+    def logged(how: TrainerOptions, ranks: Ranks = ALONE) -> list[float]:
+        trainer, recorder = trainer_of(how, ranks=ranks, kind="adamw")
         trainer.fit()
         return recorder.figures("loss")
 
-    alone, recorder = trainer_of(TrainerOptions(), kind="adamw", tokens=8 * 96)
-    alone.fit()
-    assert in_ranks(2, tmp_path, work)[0] == pytest.approx(recorder.figures("loss"), rel=1e-5)
+    found = in_ranks(2, tmp_path, lambda ranks: logged(DEFERRED, ranks))
+    assert found[0] == pytest.approx(logged(TrainerOptions()), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])
