@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.comparing import distance
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Optim
@@ -39,22 +39,14 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 
-def fit(
-    ranks: Ranks,
-    how: TrainerOptions,
-    *,
-    rows_per_device: int = 1,
-    directory: Path | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Train a model with dropout, 13 rows, 7 a step; the last step has 5."""
-    changes = options.pop("changes", {})
-    config = settings_of_training(tokens=70 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9), **changes)
-    model = tiny_model(seed=1 + ranks.rank, dropout=0.1)  # ranks begin with different weights: rank 0's count
+def fit(ranks: Ranks, how: TrainerOptions, *, directory: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train a model with dropout, 13 rows, 7 a step, one a micro-batch; the sixth and last step has 5."""
+    config = settings_of_training(tokens=42 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9))
+    model = tiny_model(seed=1 + ranks.rank, layers=1, dropout=0.1)  # ranks begin with different weights: rank 0's count
     task = WatchedTask(config, model)
     recorder, consumed = Recorder(), Consumed()
     trainer = make_trainer(
-        config, model, NumberedRows(13, live=LIVE), rows_per_device=rows_per_device, total_rows=68, ranks=ranks, how=how,
+        config, model, NumberedRows(13, live=LIVE), rows_per_device=1, total_rows=40, ranks=ranks, how=how,
         task=task, callbacks=[recorder, consumed], cadence=Cadence(log=1, checkpoint=100), directory=directory, **options,
     )  # fmt: skip
     result = trainer.fit()
@@ -67,35 +59,12 @@ def fit(
     }  # fmt: skip
 
 
-def test_with_a_tree_one_and_four_ranks_give_the_same_bits(tmp_path: Path) -> None:
-    """Seven micro-batches a step: ranks have one or two of them, and in the last step one has none of five."""
-    alone = fit(ALONE, TREE)
-    assert alone["step"] == 10
-    ranks = in_ranks(4, tmp_path, lambda ranks: fit(ranks, TREE))
-    for found in ranks:
-        assert digest(found["weights"]) == digest(alone["weights"])
-        assert digest(found["state"]) == digest(alone["state"])
-        assert [digest(g) for g in found["gradients"]] == [digest(g) for g in alone["gradients"]]
-    assert ranks[0]["losses"] == alone["losses"]
-
-
-def test_without_a_tree_the_order_of_sums_shows_in_the_last_bits(tmp_path: Path) -> None:
-    """What makes the test above say something."""
-    found = in_ranks(2, tmp_path, lambda ranks: fit(ranks, FAST))[0]
-    assert digest(found["gradients"][0]) != digest(fit(ALONE, FAST)["gradients"][0])
-
-
-def test_three_ranks_cannot_share_a_tree() -> None:
-    with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.devices is 3.*runtime\.devices=2"):
-        fit(Ranks(0, 3, torch.device("cpu")), TREE)
-
-
-def test_four_then_two_then_one_then_three_ranks_are_one_run(tmp_path: Path) -> None:
-    """Every row once an epoch, the same global batches, and to the bit as long as the ranks share a tree."""
+def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
+    """Every row once an epoch, the same global batches, and to the bit as long as the ranks share a tree: of seven
+    micro-batches a step, four ranks have one or two, and in the last step one has none of five."""
     straight = fit(ALONE, TREE)
-    place = tmp_path / "checkpoints"
-    seen: dict[int, list[int]] = {}
-    for world, stop in ((4, 3), (2, 2), (1, 2)):
+    place, seen = tmp_path / "four", dict[int, list[int]]()
+    for world, stop in ((2, 2), (1, 1)):
 
         def part(ranks: Ranks, stop: int = stop) -> dict[str, Any]:
             return fit(ranks, TREE, directory=place, stop_after=stop)
@@ -103,36 +72,53 @@ def test_four_then_two_then_one_then_three_ranks_are_one_run(tmp_path: Path) -> 
         found = part(ALONE) if world == 1 else in_ranks(world, tmp_path / "stores", part)[0]
         assert found["first"] == len(seen)
         seen |= found["rows"]
-    assert found["step"] == 7
-    assert [digest(g) for g in found["gradients"]] == [digest(g) for g in straight["gradients"][5:7]]
-    last = in_ranks(3, tmp_path / "stores", lambda ranks: fit(ranks, FAST, directory=place))[0]
-    assert (last["first"], last["step"]) == (7, 10)
-    seen |= last["rows"]
-    assert distance(straight["gradients"][7], last["gradients"][0]) < 1e-6, "the weights are equal, so are the gradients"
-    assert seen == straight["rows"]
-    consumed = np.concatenate([seen[step] for step in sorted(seen)])
-    for epoch in range(5):
+    assert found["step"] == 3
+    shutil.copytree(place, tmp_path / "three")
+
+    four = in_ranks(4, tmp_path / "stores", lambda ranks: fit(ranks, TREE, directory=place))
+    for rank in four:
+        assert digest(rank["weights"]) == digest(straight["weights"]) and digest(rank["state"]) == digest(straight["state"])
+        assert [digest(g) for g in rank["gradients"]] == [digest(g) for g in straight["gradients"][3:]]
+    assert (four[0]["first"], four[0]["step"], four[0]["losses"]) == (3, 6, straight["losses"][3:])
+    assert seen | four[0]["rows"] == straight["rows"]
+    consumed = np.concatenate([straight["rows"][step] for step in sorted(straight["rows"])])
+    for epoch in range(3):
         assert sorted(consumed[epoch * 13 : epoch * 13 + 13]) == list(range(13))
-    assert last["losses"] == pytest.approx(straight["losses"][7:], rel=1e-5)
+
+    three = in_ranks(3, tmp_path / "stores", lambda ranks: fit(ranks, FAST, directory=tmp_path / "three"))[0]
+    assert (three["first"], three["step"], three["rows"]) == (3, 6, four[0]["rows"])
+    assert distance(straight["gradients"][3], three["gradients"][0]) < 1e-6, "the weights are equal, so are the gradients"
+    assert three["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+
+
+def test_without_a_tree_the_order_of_sums_shows_in_the_last_bits(tmp_path: Path) -> None:
+    """What makes the test above say something."""
+    found = in_ranks(2, tmp_path, lambda ranks: fit(ranks, FAST, stop_after=1))[0]
+    assert digest(found["gradients"][0]) != digest(fit(ALONE, FAST, stop_after=1)["gradients"][0])
+
+
+def test_three_ranks_cannot_share_a_tree() -> None:
+    with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.devices is 3.*runtime\.devices=2"):
+        fit(Ranks(0, 3, CPU), TREE)
 
 
 def test_another_global_batch_is_refused_unless_allowed(tmp_path: Path) -> None:
     def run(tokens_per_step: int, **options: Any) -> dict[str, Any]:
-        config = settings_of_training(tokens=12 * 96, tokens_per_step=tokens_per_step)
+        config = settings_of_training(tokens=6 * 96, tokens_per_step=tokens_per_step)
         consumed = Consumed()
         trainer = make_trainer(
-            config, tiny_model(), NumberedRows(72), directory=tmp_path, callbacks=[consumed], total_rows=72,
+            config, tiny_model(layers=1), NumberedRows(36), directory=tmp_path, callbacks=[consumed], total_rows=36,
             identity={"tokens_per_step": tokens_per_step, "optim.lr": 1e-2}, **options,
         )  # fmt: skip
         result = trainer.fit()
         return {"rows": consumed.steps, "first": result.resumed_from_step, "steps": result.step}
 
-    before = run(96, stop_after=5)
+    before = run(96, stop_after=3)
     with pytest.raises(UsageError, match=r"tokens_per_step: 96 → 192.*allow the change of tokens_per_step"):
         run(192)
-    with pytest.raises(UsageError, match="has consumed 30 rows, which is not a multiple of the 12 rows"):
+    with pytest.raises(UsageError, match="has consumed 18 rows, which is not a multiple of the 12 rows"):
         run(192, allow=frozenset({"tokens_per_step"}))
     after = run(48, allow=frozenset({"tokens_per_step"}))
-    assert (after["first"], after["steps"]) == (10, 24)
+    assert (after["first"], after["steps"]) == (6, 12)
     rows = [row for step in (before["rows"], after["rows"]) for number in sorted(step) for row in step[number]]
-    assert sorted(rows) == list(range(72)), "no row is lost or repeated"
+    assert sorted(rows) == list(range(36)), "no row is lost or repeated"
