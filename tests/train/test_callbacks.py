@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,12 @@ from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, ProgressBar, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
+from ttrain.train.guards import GuardLog, LossSpike
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Cadence, Trainer
 
 BATCH = NumberedRows(2).batch([0, 1])
-
-
-HOOKS = (
-    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
-    "stop_reason", "epoch_end", "end",
-)  # fmt: skip
 
 
 class Everything(Callback):
@@ -54,7 +49,10 @@ def noting(hook: str, answer: Any) -> Any:
     return note
 
 
-for hook in ({*HOOKS} - {"stop_reason"}) | {"failed"}:
+for hook in (
+    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
+    "epoch_end", "end", "failed",
+):  # fmt: skip
     setattr(Everything, hook, noting(hook, {} if hook in ("figures", "validation_figures", "state") else None))
 
 
@@ -98,89 +96,36 @@ def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_continues_within_an_epoch_is_told_of_that_epoch(tmp_path: Path) -> None:
-    config, watcher = settings_of_training(tokens=6 * 96), Everything()
-    for stop_after, callbacks in ((4, []), (None, [watcher])):
-        make_trainer(
-            config, tiny_model(), NumberedRows(18), directory=tmp_path, stop_after=stop_after, callbacks=callbacks,
-            cadence=Cadence(log=6, checkpoint=6),
-        ).fit()  # fmt: skip
-    assert watcher.events[:4] == ["start 4", "epoch_start 1", "step_start 5", "step_end 5"]
-    assert watcher.events[-2:] == ["epoch_end 1", "end 6"]
-
-
-def test_epochs_that_end_within_a_step_are_told_with_that_step() -> None:
+def test_epochs_that_end_within_a_step_are_told_with_that_step_also_where_a_run_continues_within_one(tmp_path: Path) -> None:
     """Rows 0-8, 9-17 and 18-23 in steps of six: the first epoch ends in step 2, the second with step 3."""
-    config, watcher = settings_of_training(tokens=4 * 96), Everything()
-    make_trainer(config, tiny_model(), NumberedRows(9), callbacks=[watcher], cadence=Cadence(log=9)).fit()
-    told = [event for event in watcher.events if event.startswith(("epoch", "step_end"))]
+    config, told = settings_of_training(tokens=4 * 96), []
+    for stop_after in (2, None):
+        watcher = Everything()
+        make_trainer(
+            config, tiny_model(), NumberedRows(9), directory=tmp_path, callbacks=[watcher], stop_after=stop_after
+        ).fit()
+        told.append([event for event in watcher.events if event.startswith(("start", "epoch", "step_end"))])
     assert told == [
-        "epoch_start 0", "step_end 1", "epoch_start 1", "step_end 2", "epoch_end 0", "step_end 3", "epoch_end 1",
-        "epoch_start 2", "step_end 4", "epoch_end 2",
-    ]  # fmt: skip
+        ["start 0", "epoch_start 0", "step_end 1", "epoch_start 1", "step_end 2", "epoch_end 0"],
+        ["start 2", "epoch_start 1", "step_end 3", "epoch_end 1", "epoch_start 2", "step_end 4", "epoch_end 2"],
+    ]
 
 
-def test_failed_is_the_last_call_for_all_and_the_error_rises_unchanged_though_one_fails_at_it() -> None:
-    class Fails(Callback):
-        def failed(self, error: BaseException) -> None:
-            raise ZeroDivisionError
-
-    def spoil(passes: int) -> float:
-        if passes == 2:
-            raise MemoryError("no more")
-        return 1.0
-
-    config, model, watcher = settings_of_training(), tiny_model(), Everything()
-    trainer = make_trainer(
-        config, model, NumberedRows(52), rows_per_device=6, callbacks=[Fails(), watcher],
-        task=WatchedTask(config, model, spoil),
-    )  # fmt: skip
-    with pytest.raises(MemoryError, match="no more"):
-        trainer.fit()
-    assert watcher.events == [
-        "start 0", "epoch_start 0", "step_start 1", "step_end 1", "step_start 2", "failed MemoryError",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_callback_that_raises_in_any_hook_is_named_and_all_hear_of_it(tmp_path: Path, hook: str) -> None:
-    class Breaks(Callback):
-        pass
+@pytest.mark.parametrize("hook", ["start", "step_end", "validation_figures", "state", "stop_reason", "end"])
+def test_a_callback_that_raises_is_named_and_all_hear_of_it_last_though_one_fails_at_that(tmp_path: Path, hook: str) -> None:
+    """Before, within and after the loop, in each way of calling."""
 
     def broken(self: Callback, *arguments: Any) -> None:
         raise ZeroDivisionError("by itself")
 
-    setattr(Breaks, hook, broken)
-    watcher = Everything()
-    config = settings_of_training(tokens=3 * 96)
+    breaks, watcher = type("Breaks", (Callback,), {hook: broken, "failed": broken}), Everything()
     trainer = make_trainer(
-        config, tiny_model(), NumberedRows(18), directory=tmp_path, callbacks=[watcher, Breaks()], validation=[BATCH],
-        cadence=Cadence(log=1, checkpoint=1, validate=1),
+        settings_of_training(tokens=96), tiny_model(), NumberedRows(18), directory=tmp_path,
+        callbacks=[breaks(), watcher], validation=[BATCH], cadence=Cadence(log=1, checkpoint=1, validate=1),
     )  # fmt: skip
     with pytest.raises(TTrainError, match=rf"the callback Breaks\.{hook} raised ZeroDivisionError\('by itself'\)"):
         trainer.fit()
-    assert watcher.events[-1] == "failed TTrainError"
-
-
-def test_the_state_of_a_callback_is_found_by_its_name_whatever_stands_around_it(tmp_path: Path) -> None:
-    class Counts(Callback):
-        seen = 0
-
-        def step_end(self, record: StepRecord) -> None:
-            self.seen += 1
-
-        def state(self) -> dict[str, Any]:
-            return {"seen": self.seen}
-
-        def load_state(self, state: Mapping[str, Any]) -> None:
-            self.seen = state["seen"]
-
-    config, first, second = settings_of_training(), Counts(), Counts()
-    for callbacks, stop_after in (([Recorder(), first], 7), ([second, EarlyStopping(3)], None)):
-        make_trainer(
-            config, tiny_model(), NumberedRows(52), directory=tmp_path, callbacks=callbacks, stop_after=stop_after
-        ).fit()
-    assert (first.seen, second.seen) == (7, 20)
+    assert watcher.events[-1] == "failed TTrainError" and "end 1" not in watcher.events
 
 
 # --- early stopping -----------------------------------------------------------------------------------------------------
@@ -231,12 +176,16 @@ def trained(
     directory: Path, losses: Sequence[float], *, steps: int = 12, ranks: Ranks = ALONE, stop_after: int | None = None,
     done: int = 0,
 ) -> tuple[Any, Trainer]:  # fmt: skip
-    """A run of `steps` steps that is validated after every one, with a patience of 2; `done` validations came before."""
+    """A run of `steps` steps that is validated after every one, with a patience of 2; `done` validations came before.
+
+    In a run that continues, another callback with a state stands before the one that stops it: each finds its own by name.
+    """
     config, model = settings_of_training(tokens=steps * 96, schedule=Schedule(kind="constant")), tiny_model()
+    callbacks = [EarlyStopping(2), LossSpike(GuardLog(directory / "guards.jsonl"))]
     trainer = make_trainer(
         config, model, NumberedRows(52), directory=directory, ranks=ranks, validation=[BATCH] * ranks.world,
-        callbacks=[EarlyStopping(2)], cadence=Cadence(log=3, checkpoint=100, validate=1), stop_after=stop_after,
-        task=Scripted(config, model, losses=losses[done:]), keep=9,
+        callbacks=callbacks[::-1] if done else callbacks, cadence=Cadence(log=3, checkpoint=100, validate=1),
+        stop_after=stop_after, task=Scripted(config, model, losses=losses[done:]), keep=9,
     )  # fmt: skip
     return trainer.fit(), trainer
 
@@ -258,23 +207,16 @@ def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path) -> None:
         assert not same(weights, last.weights)
 
 
-def test_early_stopping_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    stop_after = 4
-    straight, whole = trained(tmp_path / "straight", PLATEAU)
-    trained(tmp_path / "parts", PLATEAU, stop_after=stop_after)
-    result, trainer = trained(tmp_path / "parts", PLATEAU, done=stop_after)
-    assert result.resumed_from_step == stop_after
-    assert (result.step, result.stop_reason) == (straight.step, straight.stop_reason) == (5, STOPPED)
-    assert same(trainer.weights.state(), whole.weights.state())
-
-
 @pytest.mark.parametrize("steps", [5, 12])
-def test_a_run_that_stopped_early_stays_so_when_it_is_run_again(tmp_path: Path, steps: int) -> None:
-    """Also where the stop fell on the last step."""
-    result, trainer = trained(tmp_path, PLATEAU, steps=steps)
-    again, second = trained(tmp_path, PLATEAU, steps=steps, done=5)
-    assert (again.step, again.stop_reason) == (result.step, result.stop_reason) == (5, STOPPED)
-    assert same(second.weights.state(), trainer.weights.state())
+def test_a_run_that_stops_early_does_so_after_a_stop_and_stays_so_when_it_is_run_again(tmp_path: Path, steps: int) -> None:
+    """Also where the early stop falls on the last step."""
+    result, trainer = trained(tmp_path / "straight", PLATEAU, steps=steps)
+    assert (result.step, result.stop_reason) == (5, STOPPED)
+    trained(tmp_path / "parts", PLATEAU, steps=steps, stop_after=4)
+    for directory, done in ((tmp_path / "parts", 4), (tmp_path / "straight", 5)):
+        again, other = trained(directory, PLATEAU, steps=steps, done=done)
+        assert (again.step, again.stop_reason, again.resumed_from_step) == (5, STOPPED, done)
+        assert same(other.weights.state(), trainer.weights.state())
 
 
 # --- files and lines ----------------------------------------------------------------------------------------------------
@@ -299,23 +241,13 @@ def test_a_finished_run_that_is_run_again_keeps_its_last_validation(tmp_path: Pa
     for _ in range(2):
         make_trainer(
             config, tiny_model(), NumberedRows(52), directory=tmp_path / "checkpoints", validation=[BATCH],
-            callbacks=[MetricsFile(tmp_path / "metrics.jsonl")],
+            callbacks=[MetricsFile(tmp_path / "metrics.jsonl"), Perplexity()],
         ).fit()  # fmt: skip
         curves.append(curve(tmp_path / "metrics.jsonl"))
-    assert "validation_loss" in curves[0][-1]["metrics"]
-    assert curves[0] == curves[1]
-
-
-def test_perplexity_is_the_exponential_of_the_logged_validation_loss() -> None:
-    recorder = Recorder()
-    make_trainer(
-        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[recorder, Perplexity()],
-        validation=[BATCH], cadence=Cadence(log=2, validate=3),
-    ).fit()  # fmt: skip
-    losses = recorder.figures("validation_loss")
-    assert len(losses) == 2
-    assert recorder.figures("perplexity") == [math.exp(loss) for loss in losses]
+    last = curves[0][-1]["metrics"]
+    assert last["perplexity"] == math.exp(last["validation_loss"])
     assert Perplexity().validation_figures(800.0) == {"perplexity": math.inf}
+    assert curves[0] == curves[1]
 
 
 def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path) -> None:
