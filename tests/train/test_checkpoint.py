@@ -35,31 +35,24 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def change_a_byte(path: Path, place: int, bits: int) -> None:
+def change_a_digit(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[place] ^= bits
+    data[next((at for at, byte in enumerate(data) if chr(byte).isdigit()), 0)] ^= 1
     path.write_bytes(data)
-
-
-def first_digit(path: Path) -> int:
-    return next((at for at, byte in enumerate(path.read_bytes()) if chr(byte).isdigit()), 0)
 
 
 Damage = Callable[[Path, Path], object]  # of the file of step 8; the second path is the same file of step 4
 DAMAGES: dict[str, Damage] = {
     "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path, other: path.write_bytes(b""),
-    "zeros": lambda path, other: zero(path),
     "lost": lambda path, other: path.unlink(),
-    "a flipped bit": lambda path, other: change_a_byte(path, path.stat().st_size // 2, 4),
-    "another digit": lambda path, other: change_a_byte(path, first_digit(path), 1),  # JSON that still parses
+    "another digit": lambda path, other: change_a_digit(path),  # JSON that still parses
     "the other's": lambda path, other: shutil.copyfile(other, path),
     "a directory": lambda path, other: (path.unlink(), path.mkdir()),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Damage
 ) -> None:
@@ -91,38 +84,39 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen(tmp_path: Path, name: str) ->
     assert is_snapshot(checkpoint.read(path.parent), 4)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, 4)
-    (tmp_path / "step-00000004").rename(tmp_path / "step-00000009")
+def test_a_state_that_is_of_another_step_or_does_not_list_a_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 4, 8)
+    (tmp_path / "step-00000008").rename(tmp_path / "step-00000009")
     with pytest.raises(ArtifactError, match=r"step-00000009/state\.json is damaged"):
         checkpoint.read(tmp_path / "step-00000009")
-
-
-def test_a_file_that_the_state_does_not_list_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, 4)
-    path = tmp_path / "step-00000004" / "state.json"
-    state = json.loads(path.read_bytes())
-    del state["sha256"], state["files"]["optimizer.safetensors"]
-    path.write_text(json.dumps(with_digest(state)))
+    path = tmp_path / "step-00000004"
+    change_state(path, lambda files: files.pop("optimizer.safetensors"))
     with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json does not list it"):
-        checkpoint.read(path.parent)
+        checkpoint.read(path)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=4 * 96)
-    make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path).fit()
-    for path in tmp_path.glob("*/optimizer.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1])
-    start = Snapshot(2, {}, {}, {})
-    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
-        make_trainer(config, tiny_model(), NumberedRows(20), directory=tmp_path, start=start).fit()
+def change_state(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the state lists of files, with the digest that fits."""
+    state = json.loads((path / "state.json").read_bytes())
+    del state["sha256"]
+    change(state["files"])
+    (path / "state.json").write_text(json.dumps(with_digest(state)))
 
 
-def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_or_gone_does_not_begin_anew(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    shutil.rmtree(tmp_path / "step-00000004")
+    path = tmp_path / "step-00000004" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def fit() -> None:
+        start = Snapshot(2, {}, {}, {})
+        make_trainer(settings_of_training(), tiny_model(), NumberedRows(20), directory=tmp_path, start=start).fit()
+
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
+        fit()
+    shutil.rmtree(path.parent)
     with pytest.raises(ArtifactError, match=f"the one that {tmp_path / 'latest'} names is gone"):
-        checkpoints(tmp_path).newest()
+        fit()
 
 
 def test_a_directory_without_checkpoints_is_a_start(tmp_path: Path) -> None:
@@ -146,7 +140,7 @@ def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
 # --- which ones stay, and which is the best -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(tmp_path: Path, seed: int) -> None:
     """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all metrics."""
     dice = random.Random(seed)
@@ -206,20 +200,19 @@ def test_the_best_is_found_whatever_its_pointer_says(
 
 
 def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_steps_stay(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=9 * 96)
-    cadence = Cadence(checkpoint=100, checkpoint_steps=frozenset({2, 3}))
-    permanent = {"permanent": frozenset({2, 3})}
+    config, permanent = settings_of_training(tokens=5 * 96), frozenset({1, 2})
+    cadence = Cadence(checkpoint=100, checkpoint_steps=permanent)
 
     def trainer(stop_after: int | None) -> Trainer:
         model, rows = tiny_model(), NumberedRows(20)
         own = make_trainer(config, model, rows, directory=tmp_path, cadence=cadence, stop_after=stop_after)
-        own.checkpoints = checkpoints(tmp_path, keep=1, **permanent)
+        own.checkpoints = checkpoints(tmp_path, keep=1, permanent=permanent)
         return own
 
-    assert trainer(4).fit().stop_reason == INTERRUPTED
-    assert steps(tmp_path)[:2] == [2, 3] and not (tmp_path / "final").exists()
+    assert trainer(3).fit().stop_reason == INTERRUPTED
+    assert steps(tmp_path)[:2] == [1, 2] and not (tmp_path / "final").exists()
     assert trainer(None).fit().stop_reason == COMPLETED
-    assert json.loads((tmp_path / "final").read_bytes()) == {"step": 9} and {2, 3, 9} <= {*steps(tmp_path)}
+    assert json.loads((tmp_path / "final").read_bytes()) == {"step": 5} and {1, 2, 5} <= {*steps(tmp_path)}
     checkpoints(tmp_path).begin()
     assert not (tmp_path / "final").exists(), "a training that goes on has no end yet"
 
@@ -231,7 +224,7 @@ def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
     def refuse() -> dict[str, bytes]:
         raise OSError(28, "No space left on device")
 
-    trainer = make_trainer(settings_of_training(), tiny_model(), NumberedRows(52), directory=tmp_path)
+    trainer = make_trainer(settings_of_training(tokens=96), tiny_model(), NumberedRows(52), directory=tmp_path)
     assert trainer.checkpoints is not None
     trainer.checkpoints.files = refuse
     with pytest.raises(ArtifactError, match="No space left on device"):
@@ -305,22 +298,18 @@ class Malicious:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(("name", "how"), [("model.safetensors", "pickle"), ("optimizer.safetensors", "torch")])
 def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path, name: str, how: str) -> None:
     """With digests that fit, as one who may write there would leave it."""
     write(tmp_path, 4)
-    ran = tmp_path / "ran"
-    path = tmp_path / "step-00000004"
+    ran, path = tmp_path / "ran", tmp_path / "step-00000004" / name
     if how == "pickle":
-        (path / name).write_bytes(pickle.dumps(Malicious(ran)))
+        path.write_bytes(pickle.dumps(Malicious(ran)))
     else:
-        torch.save(Malicious(ran), path / name)
-    state = json.loads((path / "state.json").read_bytes())
-    del state["sha256"]
-    state["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
-    (path / "state.json").write_text(json.dumps(with_digest(state)))
-    with pytest.raises(ArtifactError, match=str(path / name)):
+        torch.save(Malicious(ran), path)
+    entry = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    change_state(path.parent, lambda files: files.update({name: entry}))
+    with pytest.raises(ArtifactError, match=str(path)):
         checkpoints(tmp_path).newest()
     assert not ran.exists()
     pickle.loads(pickle.dumps(Malicious(ran)))
