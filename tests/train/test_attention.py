@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,37 +73,31 @@ def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def in_groups(leaves: list[Tensor], **options: Any) -> Tensor:
-    found, _ = attention.record_attention(None, *leaves, None, groups=RecordGroups(SEGMENTS), **options)
-    return found
+def in_groups(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:
+    groups = RecordGroups(SEGMENTS, branches)
+    assert len(groups.places) > 2
+    return attention.record_attention(None, *leaves, None, groups=groups, **options)[0]
 
 
-def of_torch(leaves: list[Tensor], **options: Any) -> Tensor:
-    out = F.scaled_dot_product_attention(*leaves, attn_mask=segment_mask(SEGMENTS), enable_gqa=True, **options)
+def of_torch(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=segment_mask(SEGMENTS, branches), enable_gqa=True, **options)
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("kv", [4, 2, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_attention_within_records_equals_that_of_torch_with_its_gradients(dtype: torch.dtype, kv: int) -> None:
+@pytest.mark.parametrize(
+    ("kv", "dtype", "branches"),
+    [(4, torch.float32, None), (2, torch.float64, None), (4, torch.float64, BRANCHES), (1, torch.float64, BRANCHES)],
+    ids=["fp32", "groups of heads", "branches", "one key head and branches"],
+)
+def test_attention_within_records_equals_that_of_torch_with_its_gradients(
+    kv: int, dtype: torch.dtype, branches: Tensor | None
+) -> None:
     leaves = heads(kv, dtype)
-    expected, found = results(of_torch(leaves), leaves), results(in_groups(leaves), leaves)
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
-    scaled = results(of_torch(leaves, scale=0.7), leaves)
-    assert distance(scaled, results(in_groups(leaves, scaling=0.7), leaves)) < 1e-6
-
-
-@pytest.mark.parametrize("kv", [4, 1])
-def test_branches_see_their_prefix_and_themselves_as_with_the_mask(kv: int) -> None:
-    leaves = heads(kv, torch.float64)
-    mask = segment_mask(SEGMENTS, BRANCHES)
-    out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-    expected = results(out, leaves)
-    out, _ = attention.record_attention(None, *leaves, None, groups=RecordGroups(SEGMENTS, BRANCHES))
-    found = results(out, leaves)
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < 1e-14, name
+    for usual, ours in (({}, {}), ({"scale": 0.7}, {"scaling": 0.7})):
+        expected = results(of_torch(leaves, branches, **usual), leaves)
+        found = results(in_groups(leaves, branches, **ours), leaves)
+        for name in expected:
+            assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
 
 
 @pytest.mark.parametrize("branches_BT", [None, BRANCHES], ids=["records", "branches"])
@@ -127,20 +122,6 @@ def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() 
     assert 0 < distance(exact, found) < 0.01
 
 
-def test_the_groups_have_every_place_once_and_few_more() -> None:
-    groups = RecordGroups(SEGMENTS)
-    assert len(groups.places) > 2
-    inside = [places.flatten()[~torch.isin(torch.arange(places.numel()), padding)] for places, padding in pairs(groups)]
-    assert torch.cat(inside).sort().values.equal(torch.arange(SEGMENTS.numel()))
-    for places, _ in pairs(groups):
-        rows, numbers = places // T, SEGMENTS.flatten()[places]
-        assert (rows == rows[:, :1]).all() and (numbers == numbers[:, :1]).all(), "a record's places are its own"
-
-
-def pairs(groups: RecordGroups) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(groups.places, groups.padding, strict=True))
-
-
 def test_lengths_are_grouped_where_that_makes_fewer_scores_than_another_group_costs() -> None:
     assert group_lengths((18, 20), (1, 1)) == [20]
     assert group_lengths((2, 32), (1000, 1)) == [2, 32]
@@ -157,7 +138,7 @@ def loss_of(model: Any, labels: Tensor | None = None) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 1}, {"kind": "qwen3", "kv_heads": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kind": "qwen3", "kv_heads": 1}], ids=str)
 def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,19 +148,13 @@ def test_a_model_has_the_gradients_that_it_has_with_the_attention_of_torch(
         loss.backward()  # type: ignore[no-untyped-call]
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
-    calls: list[int] = []
-    inner = attention.mixed
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(1)
-        return inner(*arguments)
-
-    monkeypatch.setattr(kernels, "mixed", counted)
+    mixed = Mock(side_effect=attention.mixed)
+    monkeypatch.setattr(kernels, "mixed", mixed)
     found = gradients()
-    assert len(calls) == 2, "each of the two layers took its attention from here"
+    assert mixed.call_count == 2, "each of the two layers took its attention from here"
     monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})
     expected = gradients()
-    assert len(calls) == 2
+    assert mixed.call_count == 2
     for name in expected:
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
 

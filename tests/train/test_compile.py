@@ -71,19 +71,11 @@ def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> Non
     assert again.first == 6, "a finished run is opened by a compiled one"
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-import test_compile as tests
-print(tests.digest_of_a_compiled_run(sys.argv[1]))
-"""
-
-
 def digest_of_a_compiled_run(precision: str) -> str:
     """Of the weights after 20 steps on two threads."""
     torch.set_num_threads(2)
     set_deterministic(True)
-    model = tiny_model(hidden_size=64, layers=2, heads=2)
+    model = tiny_model(hidden_size=64)
     config = settings_of_training(precision=precision, tokens=20 * 512, tokens_per_step=512, row_length=64)
     trainer = make_trainer(config, model, NumberedRows(52, 64), rows_per_device=8, how=COMPILED)
     trainer.fit()
@@ -97,10 +89,7 @@ def digest_of_a_compiled_run(precision: str) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_training_on_two_threads_gives_the_same_bits_each_time(precision: str) -> None:
     environment = {"PYTHONPATH": f"{Path(__file__).parent}:{TESTS}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, precision], env=environment, check=True, capture_output=True, text=True
-        ).stdout.split()[-1]
-        for _ in range(4)
-    }
-    assert len(found) == 1
+    program = f"import test_compile; print(test_compile.digest_of_a_compiled_run({precision!r}))"
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(4)]
+    assert len({run.stdout.split()[-1] for run in runs}) == 1

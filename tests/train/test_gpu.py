@@ -105,12 +105,6 @@ def test_a_run_that_is_continued_ends_with_the_same_bits(tmp_path: Path) -> None
     assert same(copies(straight.bare.state_dict()), copies(continued.bare.state_dict()))
 
 
-def test_two_runs_end_with_the_same_bits() -> None:
-    first, second = (trainer_of(None)[0] for _ in range(2))
-    first.fit(), second.fit()
-    assert same(copies(first.bare.state_dict()), copies(second.bare.state_dict()))
-
-
 def test_a_compiled_model_has_the_losses_of_one_that_is_not() -> None:
     """In bf16, whose roundings twenty steps of Muon make larger: 0.4 % at a loss of 0.75, on an H200."""
     losses = []
