@@ -39,18 +39,12 @@ def trainer_of(
     return trainer, recorder
 
 
-def close(trainer: Trainer) -> None:
-    if trainer.checkpoints:
-        trainer.checkpoints.close()
-
-
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_deferred_figures_are_those_of_a_training_that_reads_every_step(kind: Any, tmp_path: Path) -> None:
     found = []
     for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
         trainer, recorder = trainer_of(how, tmp_path / name, kind=kind)
         result = trainer.fit()
-        close(trainer)
         assert (trainer._deferred is None) is (name == "read")
         events = sorted((name, *map(str, rest)) for name, *rest in recorder.events if name in ("start", "saved", "end"))
         found.append((result, copies(trainer.bare.state_dict()), recorder, events))
@@ -115,7 +109,6 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
         trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
         with pytest.raises(NonFinite) as error:
             trainer.fit()
-        close(trainer)
         newest = trainer.checkpoints.newest() if trainer.checkpoints else None
         assert newest is not None
         errors.append((error.value.step, error.value.rows))

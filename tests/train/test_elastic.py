@@ -50,8 +50,6 @@ def fit(ranks: Ranks, how: TrainerOptions, *, directory: Path | None = None, **o
         task=task, callbacks=[recorder, consumed], cadence=Cadence(log=1, checkpoint=100), directory=directory, **options,
     )  # fmt: skip
     result = trainer.fit()
-    if trainer.checkpoints:
-        trainer.checkpoints.close()
     assert task.optimizers is not None
     return {
         "weights": trainer.weights.state(), "state": trainer.optimizers.state(), "gradients": task.optimizers.gradients,
