@@ -107,14 +107,9 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert same(saved(whole).weights, saved(second).weights) and same(saved(whole).optimizer, saved(second).optimizer)
 
 
-def ended() -> tuple[Snapshot, int]:
-    """The state of a training with its average, and its steps."""
-    before = make_trainer(SHORT, tiny_model(), ROWS)
-    before.average.end = lambda: None  # type: ignore[method-assign]
-    before.fit()
-    with before.average.as_weights():
-        state = copies({**before.optimizers.state(), **before.average.state()})
-        return Snapshot(0, weights(before), state, {}), before.steps
+def plateau_of(trainer: Trainer) -> Snapshot:
+    found = saved(trainer)
+    return Snapshot(0, found.weights, found.optimizer, {})
 
 
 def continued(
@@ -129,17 +124,16 @@ def continued(
     return copies(trainer.parallel.whole(trainer.weights.state()))
 
 
-def test_two_ranks_continue_an_average_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
     importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
-    before = ended()
+    before = plateau_of(averaged[0]), averaged[0].steps
     sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, TrainerOptions(parallel="fsdp")))[0]
     assert distance(continued(*before), sharded) < 1e-4
 
 
 def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(averaged: Any) -> None:
-    before = saved(averaged[0])
-    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=Snapshot(0, before.weights, before.optimizer, {}))
-    assert same(weights(trainer), dict(before.weights))
+    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=plateau_of(averaged[0]))
+    assert same(weights(trainer), weights(averaged[0]))
     assert not any("iterate" in name for name in trainer.optimizers.state())
     trainer.fit()
     assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
