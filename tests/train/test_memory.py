@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.tiny_trainers import CPU, in_ranks
 
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
 from ttrain.train.resource_limits import explain_out_of_memory, limit_memory
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
 
 
-def allocate_within_a_limit(sender: Connection) -> None:
-    """Send what is said of 300 MB, where 200 MB are left, of torch, numpy and Python; 100 MB are allocated each time."""
-    limit = resource_limits.data_bytes() + 200_000_000
+def allocate_within_a_limit() -> list[str]:
+    """What is said of 300 MB, where 200 MB are left, of torch, numpy and Python; 100 MB are allocated each time."""
+    limit, said = resource_limits.data_bytes() + 200_000_000, []
     limit_memory(limit, CPU)
     for allocate in (lambda n: torch.empty(n, dtype=torch.uint8), lambda n: np.empty(n, dtype=np.uint8), bytearray):
         with explain_out_of_memory(limit, 16):
             allocate(100_000_000)
-        try:
-            with explain_out_of_memory(limit, 16):
-                allocate(300_000_000)
-            sender.send("allocated")
-        except TTrainError as error:
-            sender.send(str(error))
+        with pytest.raises(TTrainError) as error, explain_out_of_memory(limit, 16):
+            allocate(300_000_000)
+        said.append(str(error.value))
+    return said
 
 
 @linux
-def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes() -> None:
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=allocate_within_a_limit, args=(sender,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    for name in ("RuntimeError", "MemoryError", "MemoryError"):
-        line = receiver.recv()
+def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp_path: Path) -> None:
+    (said,) = in_ranks(1, tmp_path, lambda ranks: allocate_within_a_limit())
+    for line, name in zip(said, ("RuntimeError", "MemoryError", "MemoryError"), strict=True):
         assert "out of memory: lower runtime.rows_per_device (it is 16" in line
         assert "runtime.memory_limit_gb (it is " in line
         assert name in line
