@@ -38,20 +38,12 @@ def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: st
         )
         found = getattr(block, "shared_experts", None)
         assert (found.down_proj.weight.shape[1] if shared else found) == (shared * inner // 2 if shared else None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_layers_stay_dense_where_asked(kind: str) -> None:
     settings = {**KINDS[kind]["moe"], "dense_layers": 1, "expert_size": 24}
     model = tiny_model(kind=KINDS[kind]["kind"], layers=3, intermediate_size=40, moe=settings)
-    layers = model.get_decoder().layers
-    assert layers[0].mlp.gate_proj.weight.shape == (40, 16)
+    assert model.get_decoder().layers[0].mlp.gate_proj.weight.shape == (40, 16)
     assert [block.experts.down_proj.shape for block in blocks(model)] == [(4, 16, 24)] * 2
-
-
-def test_a_dense_model_has_no_router() -> None:
-    assert not Routers(tiny_model()).modules
-    assert not [name for name in tiny_model().state_dict() if "gate.weight" in name or "experts" in name]
+    dense = tiny_model(kind=KINDS[kind]["kind"])
+    assert not Routers(dense).modules and not [name for name in dense.state_dict() if "gate.w" in name or "experts" in name]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +136,8 @@ def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
     assert not found["gate_up_proj"][7].any() and not found["down_proj"][7].any()
     theirs, ours = layer_gradients("eager", autocast=True), layer_gradients(moe.NAME, autocast=True)
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
+    frozen = layer_gradients(moe.NAME, autocast=False, train=False)
+    assert {*frozen} == {"out", "hidden", "weights"} and same(frozen, {name: found[name] for name in frozen})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -163,21 +157,12 @@ def test_the_products_for_gpus_are_the_same(dtype: torch.dtype) -> None:
     assert distance(*results) < (1e-6 if dtype == torch.float32 else 0.02)
 
 
-def test_frozen_experts_get_no_gradient_and_their_input_the_same() -> None:
-    expected, found = (
-        layer_gradients(moe.NAME, autocast=False),
-        layer_gradients(moe.NAME, autocast=False, train=False),
-    )
-    assert {*found} == {"out", "hidden", "weights"}
-    assert same(found, {name: expected[name] for name in found})
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "tinyseek"])
-def test_every_expert_learns_within_twenty_steps(kind: str) -> None:
+def test_every_expert_learns_within_four_steps(kind: str) -> None:
     own = {"experts": 6, "shared_experts": 1, "expert_size": 8}
     model = tiny_model(kind=kind, moe=own) if kind == "tinyseek" else tiny_moe(kind)
     before = copies(model.state_dict())
-    config = settings_of_training(tokens=20 * 96, optim=Optim(lr=1e-3, weight_decay=0.0))
+    config = settings_of_training(tokens=4 * 96, optim=Optim(lr=1e-3, weight_decay=0.0))
     make_trainer(config, model, NumberedRows(60)).fit()
     for name, tensor in model.state_dict().items():
         if "experts.down_proj" in name and tensor.ndim == 3:
@@ -204,7 +189,6 @@ def sums_of(model: Any, batch: Batch) -> Any:
 def by_hand(model: Any, batch: Batch) -> dict[str, Any]:
     """Balance loss, z-loss, loads and entropies, by loops over rows, tokens and experts, from the routers' logits alone."""
     routers = Routers(model)
-    LanguageModeling(settings_of_training(), model)
     with torch.no_grad(), routers.watched() as choices:
         task = LanguageModeling(settings_of_training(), model)
         task.validation_step(task.build_model(), batch, CPU)
@@ -285,9 +269,8 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
         assert float(slope) == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_autocast_changes_no_bit_of_the_balance(kind: str) -> None:
-    routers, logits = Routers(tiny_moe(kind)), torch.randn(2 * 300, 4, generator=torch.Generator().manual_seed(2))
+def test_autocast_changes_no_bit_of_the_balance() -> None:
+    routers, logits = Routers(tiny_moe("glm4_moe")), torch.randn(2 * 300, 4, generator=torch.Generator().manual_seed(2))
     given = ([RouterCall(0, logits, logits.topk(2).indices)], torch.ones(2, 300, dtype=torch.bool), torch.tensor([280, 297]))
     plain = moe.row_losses(routers, *given, z_loss=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -298,9 +281,7 @@ def test_autocast_changes_no_bit_of_the_balance(kind: str) -> None:
 def test_a_choice_that_no_expert_computes_counts_as_dropped() -> None:
     model = tiny_moe("mixtral")
     task = LanguageModeling(settings_of_training(), model)
-    block, batch = blocks(model)[1], padded_rows()
-    compute = block.experts.forward
-    expert_of_none = torch.tensor(4)
+    block, expert_of_none = blocks(model)[1], torch.tensor(4)
 
     def full(module: Any, inputs: Any) -> Any:
         hidden, chosen, weights = inputs
@@ -310,8 +291,7 @@ def test_a_choice_that_no_expert_computes_counts_as_dropped() -> None:
 
     module = task.build_model().train()
     block.experts.register_forward_pre_hook(full, prepend=True)
-    assert block.experts.forward == compute
-    found = task.train_step(module, batch, CPU)
+    found = task.train_step(module, padded_rows(), CPU)
     assert found.sums["moe_dropped"].tolist() == [3]
     found.total.backward()  # type: ignore[no-untyped-call]
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

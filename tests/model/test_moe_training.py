@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import copies, distance, same
+from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import BIASED, blocks, padded_rows, spread_routers, tiny_moe
-from support.tiny_trainers import ALONE, CPU, PLAIN, Held, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from ttrain.config import Lora, Optim, Schedule
-from ttrain.data.packing import Batch
 from ttrain.errors import UsageError
 from ttrain.model import adapters
 from ttrain.train.distributed import Ranks
@@ -28,13 +28,12 @@ from ttrain.train.trainer import Cadence, TrainerOptions
 # --- training -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "ernie4_5_moe"])
-def test_the_logged_loss_is_the_sum_of_its_logged_parts(kind: str) -> None:
+def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
     recorder = Recorder()
-    model = tiny_moe(kind, balance=0.3, z_loss=0.05)
-    make_trainer(settings_of_training(), model, NumberedRows(60), callbacks=[recorder], rows_per_device=4).fit()
+    model, config = tiny_moe("ernie4_5_moe", balance=0.3, z_loss=0.05), settings_of_training(tokens=5 * 96)
+    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], rows_per_device=4).fit()
     logged = [record.metrics for record in recorder.records if "loss" in record.metrics]
-    assert len(logged) == 7
+    assert len(logged) == 2
     for m in logged:
         assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6)
         shares = [[m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)] for layer in range(2)]
@@ -44,95 +43,71 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts(kind: str) -> None:
         assert 0 < m["moe_router_entropy"] <= 1 and m["moe_dropped"] == 0
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_micro_batches_change_neither_gradient_nor_counts(kind: str) -> None:
-    """In tasks' own words: what a step of six rows gives is the sum of what its parts give, fillers among them."""
-    model, batch = spread_routers(tiny_moe(kind, balance=0.5, z_loss=0.1)), padded_rows()
-    task = LanguageModeling(settings_of_training(), model)
-    module = task.build_model().train()
-
-    def found(parts: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        sums: dict[str, Tensor] = {}
-        for rows in parts:
-            arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT)
-            loss = task.train_step(module, Batch(*(array[rows] for array in arrays)), CPU)
-            loss.total.backward()  # type: ignore[no-untyped-call]
-            sums = {name: value + sums.get(name, 0) for name, value in loss.sums.items()}
-        filler = task.train_step(module, padded_rows().without_targets(), CPU)
-        filler.total.backward()  # type: ignore[no-untyped-call]
-        sums = {name: value + sums[name] for name, value in filler.sums.items()}
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return gradients, {name: value.tolist() for name, value in sums.items() if name != "moe_entropy"}
-
-    whole, cut = found([[0, 1, 2, 3, 4, 5]]), found([[0], [1, 2], [3, 4, 5]])
-    assert distance(whole[0], cut[0]) < 1e-6
-    assert whole[1] == cut[1]
-
-
 def trained(
-    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, *, steps: int = 20, **options: Any
-) -> tuple[dict[str, Tensor], list[Any]]:
-    """Weights and curve."""
-    model = tiny_moe(kind, balance=0.1, bias_rate=0.02 if kind in BIASED else 0.0)
-    recorder = Recorder()
-    config = settings_of_training(tokens=steps * 96)
-    make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how, callbacks=[recorder], **options).fit()
-    return copies(model.state_dict()), [record.metrics for record in recorder.records]
+    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, *, steps: int = 3, optim: Optim | None = None,
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:  # fmt: skip
+    """Weights before and after, and curve."""
+    model, recorder = tiny_moe(kind, balance=0.1, bias_rate=0.02 if kind in BIASED else 0.0), Recorder()
+    changes: dict[str, Any] = {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
+    config = settings_of_training(tokens=steps * 96, **changes)
+    trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how, callbacks=[recorder], **options)
+    before = copies(trainer.parallel.whole(trainer.weights.state()))
+    trainer.fit()
+    after = copies(trainer.parallel.whole(trainer.weights.state()))
+    return before, after, [record.metrics for record in recorder.records]
 
 
-def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(tmp_path: Path) -> None:
+TREE, MUON = TrainerOptions(reduction="tree"), Optim(kind="muon", muon_lr=0.1, weight_decay=0)
+
+
+@pytest.fixture(scope="module")
+def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two ranks have: with a tree, sharded, and sharded after a step of Muon, in this order."""
+
     def work(ranks: Ranks) -> Any:
-        return trained("glm4_moe", ranks, TrainerOptions(reduction="tree"), steps=6, rows_per_device=1)
+        sharded = TrainerOptions(parallel="fsdp")
+        return (
+            trained("glm4_moe", ranks, TREE, rows_per_device=1), trained("ernie4_5_moe", ranks, sharded),
+            trained("glm4_moe", ranks, sharded, steps=1, optim=MUON),
+        )  # fmt: skip
 
-    alone, curve = trained("glm4_moe", how=TrainerOptions(reduction="tree"), steps=6, rows_per_device=1)
-    for weights, _ in (found := in_ranks(2, tmp_path, work)):
+    return in_ranks(2, tmp_path_factory.mktemp("ranks"), work, heavy=True)
+
+
+def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(of_rank: Any) -> None:
+    _, alone, curve = trained("glm4_moe", how=TREE, rows_per_device=1)
+    for (_, weights, _), *_ in of_rank:
         assert same(weights, alone)
     names = [name for name in curve[0] if name.startswith(("moe_load", "moe_dropped", "moe_max"))]
-    assert [[line[name] for name in names] for line in found[0][1]] == [[line[name] for name in names] for line in curve]
+    assert [[line[name] for name in names] for line in of_rank[0][0][2]] == [
+        [line[name] for name in names] for line in curve
+    ]
 
 
-def test_sharded_ranks_move_the_biases_as_one_does(tmp_path: Path) -> None:
+def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
     """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
-
-    def work(ranks: Ranks) -> dict[str, Tensor]:
-        model = tiny_moe("ernie4_5_moe", balance=0.1, bias_rate=0.02)
-        trainer = make_trainer(
-            settings_of_training(tokens=6 * 96), model, NumberedRows(60), ranks=ranks, how=TrainerOptions(parallel="fsdp")
-        )
-        trainer.fit()
-        return copies(trainer.parallel.whole(trainer.weights.state()))
-
-    alone, _ = trained("ernie4_5_moe", steps=6)
-    found, _ = in_ranks(2, tmp_path, work)
-    assert distance({name: alone[name] for name in found}, found) < 1e-5
+    _, alone, _ = trained("ernie4_5_moe")
+    _, found, _ = of_rank[0][1]
+    assert distance(alone, found) < 1e-5
     biases = [name for name in found if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
 
 
-def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> dict[str, Tensor]:
-        model = tiny_moe("glm4_moe", balance=0.1)
-        optimizer = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
-        config = settings_of_training(tokens=96, optim=optimizer, schedule=Schedule(kind="constant", warmup_steps=0))
-        how = TrainerOptions(parallel="fsdp" if ranks.world > 1 else "ddp")
-        trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
-        before = copies(trainer.parallel.whole(trainer.weights.state()))
-        trainer.fit()
-        after = trainer.parallel.whole(trainer.weights.state())
-        return {name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1}
-
-    alone, (sharded, _) = work(ALONE), in_ranks(2, tmp_path, work)
-    moved = {name: distance({name: alone[name]}, {name: sharded[name]}) for name in sharded}
+def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(of_rank: Any) -> None:
+    moves = []
+    for before, after, _ in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][2]):
+        moves.append({name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1})
+    moved = {name: distance({name: moves[0][name]}, {name: moves[1][name]}) for name in moves[0]}
     assert max(moved.values()) < 1e-4, moved
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit_with_its_biases(tmp_path: Path) -> None:
     """Which are among the parameters of this kind; of the other one: tests/doctor."""
     kind = "ernie4_5_moe"
-    expected, curve = trained(kind, steps=12)
-    trained(kind, steps=12, directory=tmp_path, stop_after=5, cadence=Cadence(log=3, checkpoint=100))
-    found, rest = trained(kind, steps=12, directory=tmp_path)
+    _, expected, curve = trained(kind, steps=7)
+    trained(kind, steps=7, directory=tmp_path, stop_after=4, cadence=Cadence(log=3, checkpoint=100))
+    _, found, rest = trained(kind, steps=7, directory=tmp_path)
     assert same(expected, found)
     assert rest == curve[-len(rest) :] and 0 < len(rest) < len(curve)
 
@@ -162,17 +137,9 @@ def test_a_step_that_is_skipped_moves_no_bias() -> None:
 
 
 def test_a_finished_model_holds_its_biases_and_opens_with_transformers(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    from ttrain.model import factory
-
     model = tiny_moe("ernie4_5_moe", bias_rate=0.05)
     make_trainer(settings_of_training(tokens=96), model, NumberedRows(60)).fit()
-    save_file({name: t.contiguous() for name, t in Held(model).state().items()}, tmp_path / "model.safetensors")
-    for name, data in factory.files(model).items():
-        (tmp_path / name).write_bytes(data)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(save_base(model, tmp_path / "model"))
     assert loaded.config.router_bias_rate == 0.05, "a stage that starts from it goes on in the same way"
     assert all(bias is not None and bias.any() for bias in Routers(loaded).biases)
     ids = torch.randint(9, VOCAB, (2, 16))
@@ -180,7 +147,6 @@ def test_a_finished_model_holds_its_biases_and_opens_with_transformers(tmp_path:
         assert torch.allclose(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
 
 
-@functools.cache
 def last_max_load(kind: str, **settings: float) -> float:
     """The fullest expert of any layer, as a multiple of the mean, at the end of a run whose routers have favourites."""
     model, recorder = tiny_moe(kind, **settings), Recorder()
@@ -188,7 +154,7 @@ def last_max_load(kind: str, **settings: float) -> float:
         model.get_input_embeddings().weight += 0.02  # what all tokens have in common
         for block in blocks(model):
             block.gate.weight[:2] += 0.1
-    config = settings_of_training(tokens=60 * 96, optim=Optim(lr=3e-3))
+    config = settings_of_training(tokens=30 * 96, optim=Optim(lr=6e-3))
     make_trainer(config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=10), rows_per_device=6).fit()
     return recorder.figures("moe_max_load")[-1]
 
@@ -207,15 +173,8 @@ def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
     model = adapters.attach(base, Lora(rank=2, targets=("q_proj", "v_proj")))
     before = {name: t.clone() for name, t in model.state_dict().items() if "lora" not in name}
 
-    class Adapter:
-        def state(self) -> dict[str, Tensor]:
-            return adapters.state(model)
-
-        def load(self, weights: dict[str, Tensor]) -> None:
-            adapters.load_state(model, weights)
-
     recorder = Recorder()
-    config = settings_of_training(tokens=3 * 96)
+    config = settings_of_training(tokens=2 * 96)
     trainer = make_trainer(config, model, NumberedRows(60), callbacks=[recorder])
     trainer.fit()
     after = {name: t for name, t in model.state_dict().items() if "lora" not in name}

@@ -50,8 +50,7 @@ def alone(model: Any, batch: Batch) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 0], ids=["chunked", "all logits"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "chunk_tokens"), [*((shape, None) for shape in SHAPES), ("llama", 0)])
 def test_records_in_a_row_have_the_loss_and_gradient_that_peft_gives_each(shape: str, chunk_tokens: int | None) -> None:
     config = settings(kind="prefix")
     model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), config))
@@ -80,13 +79,18 @@ def test_a_prefix_of_the_keys_and_values_of_a_text_is_that_text(shape: str) -> N
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_fresh_prefix_is_random_under_the_seed() -> None:
+def test_a_fresh_prefix_is_keys_and_values_of_every_layer_random_under_the_seed() -> None:
     first, again, other = (weight(adapters.attach(tiny_model(), settings(kind="prefix", seed=seed))) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert 0.8 < float(first.std()) < 1.2
+    model = adapters.attach(tiny_model(kv_heads=1), settings(kind="prefix", virtual_tokens=5))
+    assert isinstance(model, PrefixModel)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained == ["prompt_encoder.default.embedding.weight"]
+    assert weight(model).shape == (5, 2 * 2 * 8), "keys and values of two layers, one head of eight"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "experts"])
 def test_token_by_token_is_as_all_at_once_also_with_a_mask_and_positions(shape: str) -> None:
     model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), settings(kind="prefix"))).eval()
     ids = random_ids(3, 2, 9)
@@ -116,14 +120,6 @@ def test_samples_are_those_that_generate_gives(tmp_path: Path) -> None:
     generated = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **asked)
     assert generated[0, 5:].tolist() == said
     assert greedy(factory.load(base), prompt[0].tolist(), new_tokens=8, stop_ids=[], device=CPU) != said
-
-
-def test_the_parameters_are_keys_and_values_of_every_layer() -> None:
-    model = adapters.attach(tiny_model(kv_heads=1), settings(kind="prefix", virtual_tokens=5))
-    assert isinstance(model, PrefixModel)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert [*trained] == ["prompt_encoder.default.embedding.weight"]
-    assert weight(model).shape == (5, 2 * 2 * 8), "keys and values of two layers, one head of eight"
 
 
 MAMBA = {"state_size": 4}
@@ -166,15 +162,12 @@ def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_
         Settings.model_validate(tree)
 
 
-def test_computing_layers_again_is_refused_with_a_prefix() -> None:
+def test_computing_layers_again_and_merging_are_refused_with_a_prefix() -> None:
     model = adapters.attach(tiny_model(), settings(kind="prefix"))
     with pytest.raises(UsageError, match=r"runtime\.gradient_checkpointing is true but lora\.kind is prefix"):
         LanguageModeling(settings(kind="prefix"), model, gradient_checkpointing=True)
-
-
-def test_a_prefix_cannot_be_merged() -> None:
     with pytest.raises(UsageError, match="a prefix cannot be merged"):
-        adapters.merge(adapters.attach(tiny_model(), settings(kind="prefix")))
+        adapters.merge(model)
 
 
 def test_a_prefix_trains_under_autocast() -> None:

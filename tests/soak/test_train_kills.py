@@ -86,13 +86,13 @@ class NotingTask(WatchedTask):
         self.path = path
 
     def build_optimizer(self, model: nn.Module) -> Optimizers:
-        self.noting = NotingOptimizers(self._inner.build_optimizer(model), self.path)
+        self.noting = NotingOptimizers(super().build_optimizer(model), self.path)
         return self.noting
 
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> Any:
         if batch.live_tokens:  # else it fills a rank's place
             self.noting.rows += [numbers()[row.tobytes()] for row in batch.input_ids_BT]
-        return self._inner.train_step(model, batch, device)
+        return super().train_step(model, batch, device)
 
 
 class Marks(Callback):

@@ -29,6 +29,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS = ("lora", "dora", "prefix")
+# Each way of PEFT: layers, transposed ones, stacked experts, single weights beside them. A prefix touches no layer.
+CASES = [*((shape, "lora") for shape in SHAPES), ("llama", "dora"), ("gpt2", "dora"), ("llama", "prefix")]
+CASE_IDS = [f"{kind} on {shape}" for shape, kind in CASES]
+
+
 def settings(**changes: Any) -> Lora:
     """Eight steps of six rows of sixteen tokens, in fp32, at a rate that moves every logit."""
     values: dict[str, Any] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.optim import Optimizers
-from ttrain.train.task import TrainingTask
+from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 CPU = torch.device("cpu")
@@ -97,42 +98,22 @@ class WatchedOptimizers(Optimizers):
         super().step()
 
 
-class WatchedTask(TrainingTask):
+class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
     """Language modelling whose optimizers are watched; `spoil(step) -> factor` multiplies the loss of a training step."""
 
     def __init__(self, config: Training, model: nn.Module, spoil: Callable[[int], float] | None = None) -> None:
-        self.config, self._inner, self._spoil = config, LanguageModeling(config, model), spoil
+        super().__init__(config, model)
+        self._spoil, self.passes = spoil, 0
         self.optimizers: WatchedOptimizers | None = None
-        self.passes = 0
-
-    def build_model(self) -> nn.Module:
-        return self._inner.build_model()
 
     def build_optimizer(self, model: nn.Module) -> Optimizers:
-        self.optimizers = WatchedOptimizers(self._inner.build_optimizer(model))
+        self.optimizers = WatchedOptimizers(super().build_optimizer(model))
         return self.optimizers
 
-    def build_scheduler(self, steps: int) -> Callable[[int], float]:
-        return self._inner.build_scheduler(steps)
-
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self._inner.build_criterion()
-
-    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> Any:
-        loss = self._inner.train_step(model, batch, device)
+    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
+        loss = super().train_step(model, batch, device)
         self.passes += 1
-        if self._spoil is None:
-            return loss
-        return type(loss)(loss.total * self._spoil(self.passes), loss.count)
-
-    def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> Any:
-        return self._inner.validation_step(model, batch, device)
-
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
-        self._inner.after_step(sums)
-
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
-        return self._inner.figures(sums)
+        return loss if self._spoil is None else LossSum(loss.total * self._spoil(self.passes), loss.count)
 
 
 class PlainSgd(WatchedTask):
@@ -207,12 +188,25 @@ def make_trainer(
     )  # fmt: skip
 
 
-def in_ranks(world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60) -> list[Any]:
+@functools.cache
+def import_for_forks() -> None:
+    """Import what sharding and compiling need: it takes two seconds, in each fork or once in this process."""
+    import torch.distributed.fsdp
+
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+    torch._dynamo.reset()
+
+
+def in_ranks(
+    world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60, heavy: bool = False
+) -> list[Any]:
     """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
 
-    They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already; one thread
-    each, since OpenMP's threads do not survive it.
+    They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already, and with
+    `heavy` what shards and compiles; one thread each, since OpenMP's threads do not survive it.
     """
+    if heavy:
+        import_for_forks()
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
 

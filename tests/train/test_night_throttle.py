@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.comparing import distance
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Night
 from ttrain.train.distributed import Ranks
@@ -20,14 +20,13 @@ from ttrain.train.trainer import Cadence, Trainer
 
 
 class Clock:
-    """Shows 21:30 at first, then half an hour more each time it is asked."""
+    """Shows 21:30 at first, then an hour and a half more each time it is asked."""
 
-    def __init__(self, hour: int = 21, minute: int = 30) -> None:
-        self.minutes = hour * 60 + minute
+    minutes = 21 * 60 + 30
 
     def __call__(self) -> datetime:
         now = datetime(2026, 1, 1, self.minutes // 60 % 24, self.minutes % 60)
-        self.minutes += 30
+        self.minutes += 90
         return now
 
 
@@ -45,23 +44,16 @@ class Notes(Recorder):
     trainer: Trainer
 
 
-def fit(night: bool, *, threads: int = 2, ranks: Ranks | None = None) -> tuple[Notes, Trainer, WatchedTask]:
-    """25 steps of six rows, in micro-batches of four by day."""
+def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, Trainer, WatchedTask]:
+    """Nine steps of six rows, in micro-batches of four by day."""
     torch.set_num_threads(threads)
-    config, model, notes = settings_of_training(tokens=25 * 96), tiny_model(), Notes()
+    config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
     shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=Clock()) if night else None
-    options = {} if ranks is None else {"ranks": ranks}
     notes.trainer = make_trainer(
-        config,
-        model,
-        NumberedRows(52),
-        task=task,
-        callbacks=[notes],
-        cadence=Cadence(log=1, checkpoint=100),
-        night=shift,
-        **options,
-    )
+        config, model, NumberedRows(52), task=task, callbacks=[notes], cadence=Cadence(log=1, checkpoint=100), night=shift,
+        ranks=ranks,
+    )  # fmt: skip
     notes.trainer.fit()
     return notes, notes.trainer, task
 
@@ -70,13 +62,13 @@ def test_from_ten_to_eight_micro_batches_and_threads_are_halved_and_losses_are_t
     by_day, _, day_task = fit(False)
     by_night, trainer, night_task = fit(True)
     lit = [bool(value) for value in by_night.figures("night")]
-    assert lit == [False] + [True] * 20 + [False] * 4, "asked at 21:30, 22:00, ..., the night ends at 8:00"
+    assert lit == [False] + [True] * 6 + [False] * 2, "asked at 21:30, 23:00, ..., the night ends at 8:00"
     assert by_night.seen == [(1, 2) if on else (2, 4) for on in lit]
     assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
     assert distance(day_task.optimizers.gradients[3], night_task.optimizers.gradients[3]) < 1e-5  # type: ignore[union-attr]
-    assert night_task.passes == 20 * 3 + 5 * 2, "twice the micro-batches of three, but the last"
-    assert day_task.passes == 25 * 2
-    assert trainer.loader.consumed == 25
+    assert night_task.passes == 6 * 3 + 3 * 2, "twice the micro-batches of three, but the last"
+    assert day_task.passes == 9 * 2
+    assert trainer.loader.consumed == 9
 
 
 def test_two_ranks_follow_one_clock(tmp_path: Path) -> None:
@@ -88,8 +80,8 @@ def test_two_ranks_follow_one_clock(tmp_path: Path) -> None:
     ("now", "start", "end", "inside"),
     [
         ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
-        ("21:59", "22:00", "08:00", False), ("00:00", "22:00", "08:00", True), ("03:00", "01:00", "05:00", True),
-        ("05:00", "01:00", "05:00", False), ("00:30", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+        ("21:59", "22:00", "08:00", False), ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False),
+        ("00:30", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
     ],
 )  # fmt: skip
 def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> None:

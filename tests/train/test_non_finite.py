@@ -36,15 +36,12 @@ class Poisoned(WatchedTask):
         return type(loss)(loss.total * self.factor, loss.count) if hit else loss
 
 
-def trainer_with(
-    rows: set[int], policy: str, *, factor: float = math.nan, ranks: Ranks | None = None, **options: Any
-) -> Trainer:
-    config = settings_of_training(nonfinite=policy)
+def trainer_with(rows: set[int], policy: str, *, factor: float = math.nan, **options: Any) -> Trainer:
+    """Seven steps."""
+    config = settings_of_training(nonfinite=policy, tokens=7 * 96)
     model = tiny_model()
     task = Poisoned(config, model)
     task.rows, task.factor = frozenset(rows), factor
-    if ranks is not None:
-        options["ranks"] = ranks
     return make_trainer(config, model, NumberedRows(120), rows_per_device=2, task=task, cadence=ALWAYS, **options)
 
 
@@ -54,15 +51,15 @@ def rows_of_step(step: int) -> list[int]:
 
 
 def test_stop_saves_the_state_before_the_step_and_names_the_rows_of_its_micro_batch(tmp_path: Path) -> None:
-    rows = rows_of_step(4)
+    rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
-    with pytest.raises(NonFinite, match=r"the loss of step 5 is not finite \(nan.*lower training\.optim\.lr") as error:
+    with pytest.raises(NonFinite, match=r"the loss of step 3 is not finite \(nan.*lower training\.optim\.lr") as error:
         trainer.fit()
     assert error.value.rows == rows[2:4], "the two rows of the micro-batch that holds it"
-    kept = checkpoint.read(tmp_path / "step-00000004")
+    kept = checkpoint.read(tmp_path / "step-00000002")
     assert same(kept.weights, factory.state(trainer.weights.model))  # type: ignore[attr-defined]
     healed = trainer_with(set(), "stop", directory=tmp_path)
-    assert healed.first == 4
+    assert healed.first == 2
     straight = trainer_with(set(), "stop")
     for each in (healed, straight):
         each.fit()
@@ -96,28 +93,26 @@ def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
 
 
 def test_raise_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
-    trainer = trainer_with({rows_of_step(4)[0]}, "raise", directory=tmp_path)
+    trainer = trainer_with({rows_of_step(2)[0]}, "raise", directory=tmp_path)
     with pytest.raises(NonFinite):
         trainer.fit()
     assert not list(tmp_path.glob("step-*"))
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_skip_leaves_the_step_out_and_counts_it(factor: float, caplog: pytest.LogCaptureFixture) -> None:
-    rows = rows_of_step(4)
+def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:
     recorder, seen = Recorder(), []
 
     class Looks(Recorder):
         def log(self, record: Any) -> None:
             seen.append(copies(factory.state(trainer.weights.model)))  # type: ignore[attr-defined]
 
-    trainer = trainer_with({rows[0]}, "skip", factor=factor, callbacks=[recorder, Looks()])
+    trainer = trainer_with({rows_of_step(2)[0]}, "skip", factor=math.inf, callbacks=[recorder, Looks()])
     result = trainer.fit()
-    assert (result.skipped_steps, result.step) == (1, 20)
-    assert same(seen[3], seen[4]) and not same(seen[4], seen[5])
-    assert f"step 5 is not finite ({factor}" in caplog.text and "it is skipped" in caplog.text
-    assert len(recorder.figures("loss")) == 19, "the loss of a step that was skipped is in no mean"
-    assert recorder.figures("skipped_steps") == [1.0] * 16
+    assert (result.skipped_steps, result.step) == (1, 7)
+    assert same(seen[1], seen[2]) and not same(seen[2], seen[3])
+    assert "step 3 is not finite (inf" in caplog.text and "it is skipped" in caplog.text
+    assert len(recorder.figures("loss")) == 6, "the loss of a step that was skipped is in no mean"
+    assert recorder.figures("skipped_steps") == [1.0] * 5
 
 
 def test_a_run_that_only_skips_ends() -> None:
@@ -129,7 +124,7 @@ def test_a_run_that_only_skips_ends() -> None:
 
 
 def test_two_ranks_agree_on_the_rows_of_one_of_them(tmp_path: Path) -> None:
-    rows = rows_of_step(4)
+    rows = rows_of_step(2)
 
     def fails(ranks: Ranks) -> list[int]:
         trainer = trainer_with({rows[2]}, "stop", ranks=ranks, directory=tmp_path / "checkpoints")
@@ -138,4 +133,4 @@ def test_two_ranks_agree_on_the_rows_of_one_of_them(tmp_path: Path) -> None:
         return error.value.rows
 
     assert in_ranks(2, tmp_path, fails) == [rows[2:4]] * 2
-    assert checkpoint.read(tmp_path / "checkpoints" / "step-00000004").step == 4
+    assert checkpoint.read(tmp_path / "checkpoints" / "step-00000002").step == 2

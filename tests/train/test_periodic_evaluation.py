@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.comparing import copies, same
+from support.comparing import copies, curve, logged_steps, same
 from support.tiny_data import NumberedRows, chats, documents
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 
-from ttrain.config import LoraConfig, MultiToken, SftConfig
+from ttrain.config import LoraConfig, MultiToken, Runtime
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
+from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
@@ -32,19 +35,18 @@ from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.pipeline import plan
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.stages import callbacks, lora, sft
+from ttrain.stages import callbacks, lora
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
 from ttrain.train.distributed import Ranks
-from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
+from ttrain.train.trainer import QUICK, Cadence, TrainerOptions
 
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
 SUM = '{"question": "1 + %d =", "choices": ["%d", "nothing at all"], "answer": 0}\n'
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
     "gemma2": {"kind": "gemma2"},  # windows, soft caps
     "moyun": {"kind": "moyun"},  # no cache, a table of positions that it keeps
     "tinyseek": {"kind": "tinyseek", "moe": {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}},
@@ -54,13 +56,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def lines_of(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(lines of evaluations, the others) of a stage's curve, without times."""
+    """(lines of evaluations, the others) of a stage's curve, without times and quick validations."""
     clock = {"tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time"}
     found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for line in map(json.loads, (directory / "run" / "metrics.jsonl").read_text().splitlines()):
         metrics = {name: value for name, value in line["metrics"].items() if name not in {*clock, *TIMED}}
         is_other = not any(name.startswith("eval/") for name in line["metrics"])
-        found[is_other].append({"step": line["step"], "tokens": line["tokens"], **metrics})
+        if QUICK not in metrics:
+            found[is_other].append({"step": line["step"], "tokens": line["tokens"], **metrics})
     return found
 
 
@@ -68,26 +71,46 @@ def weights_of(directory: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(directory.glob("*/*.safetensors"))]
 
 
-def test_pretraining_with_a_suite_has_the_same_files_and_the_models_own_figures(stage_home: Home, tmp_path: Path) -> None:
+def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_files_and_the_models_own_figures(
+    stage_home: Home, tmp_path: Path
+) -> None:
+    assert Runtime().quick_validations == 8
     (tmp_path / "mine.yaml").write_text(SUITE)
     (tmp_path / "sums.jsonl").write_text("".join(SUM % (number, number + 1) for number in range(9)))
-    suite = {"eval_every_steps": 3, "eval_suite": str(tmp_path / "mine.yaml"), "eval_limit": 7}
-    for name, runtime in (("without", {}), ("with", suite)):
-        settings = stage_settings(7, {"validate_every_steps": 3}, **runtime)
-        stage_home.pretrain(settings, tmp_path / name)
+    watched = {
+        "eval_every_steps": 4, "eval_suite": str(tmp_path / "mine.yaml"), "eval_limit": 4, "sample_every_steps": 3,
+        "quick_validations": 4, "guards": "off",
+    }  # fmt: skip
+    results = []
+    for name, runtime in (("without", {"quick_validations": 0}), ("with", watched)):
+        settings = stage_settings(6, {"validate_every_steps": 3}, **runtime)
+        results.append(stage_home.pretrain(settings, tmp_path / name))
     first, second = (tmp_path / name for name in ("without", "with"))
     evaluated, others = lines_of(second)
     assert ([], others) == lines_of(first)
     for path in (first / "model").iterdir():
         assert path.read_bytes() == (second / "model" / path.name).read_bytes(), path.name
-    assert [line["step"] for line in evaluated] == [3, 6, 7] and evaluated[0]["tokens"] == 3 * 256
-    told = json.loads((second / "run" / "evaluations" / "step-00000007.json").read_text())
-    assert {task["task"]: task["items"] for task in told["tasks"]} == {"sums": 7, "documents": 7}
+    assert [line["step"] for line in evaluated] == [4, 6] and evaluated[0]["tokens"] == 4 * 256
+    told = json.loads((second / "run" / "evaluations" / "step-00000006.json").read_text())
+    assert {task["task"]: task["items"] for task in told["tasks"]} == {"sums": 4, "documents": 4}
     # The last weights are those of the finished model, loaded by itself.
     items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
     own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name not in ("step", "tokens")}
     assert logged == pytest.approx(own, rel=1e-5) and {"sums/accuracy", "documents/bits_per_byte"} <= {*logged}
+    lines = curve(second / "run" / "metrics.jsonl")
+    quick = {line["step"]: line["metrics"][QUICK] for line in lines if QUICK in line["metrics"]}
+    assert [*quick] == [0, 2, 3, 5, 6] and logged_steps(lines, "validation_loss") == [3, 6], "these decide"
+    assert quick[6] < quick[2] and quick[6] != results[1]["validation_loss"] == results[0]["validation_loss"]
+    texts = sorted((second / "run" / "samples").iterdir())
+    assert [path.name for path in texts] == ["step-00000003.txt", "step-00000006.txt"]
+    assert texts[-1].read_text(encoding="utf-8").count("=== ") == len(settings.runtime.sample_prompts) == 2
+    assert results[0]["guard_warnings"] == {} and not (first / "run" / "samples").exists()
+    names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
+    assert {
+        "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
+        "mfu", "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
+    } <= names  # fmt: skip
 
 
 def asked(items: Sequence[Items[Any]], speaker: LoadedModel) -> dict[str, float]:
@@ -98,31 +121,25 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     return StageContext({"shards": shards}, {}, {}, shards, runtime, ProgressWriter(None), lambda: False)
 
 
-@pytest.mark.parametrize(
-    "what", ["sft", "lora", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("dora", "prefix"))]
-)
-def test_chat_stages_sample_and_ask_what_they_hold_out_and_move_nothing(
-    stage_home: Home, pretrained_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("dora", "prefix"))])
+def test_adapters_sample_and_ask_what_they_hold_out_and_move_nothing(
+    stage_home: Home, pretrained_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(callbacks, "SAMPLE_TOKENS", 4)
     inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
-    watched = {"eval_every_steps": 10, "eval_limit": 2, "sample_every_steps": 8, "sample_prompts": PROMPTS}
+    watched = {"eval_every_steps": 3, "eval_limit": 2, "sample_every_steps": 2, "sample_prompts": PROMPTS}
+    more = {"virtual_tokens": 4} if kind == "prefix" else {"dropout": 0.2}
     for name, runtime in (("without", {}), ("with", watched)):
         settings = stage_settings(**runtime)
-        if what == "sft":
-            run_here(sft, SftConfig(sft=settings.sft), tmp_path / name, inputs, settings.runtime)
-        else:
-            more = {"virtual_tokens": 4} if what == "prefix" else {"dropout": 0.2}
-            config = LoraConfig.model_validate({"lora": {**settings.lora.model_dump(), "kind": what, **more}})
-            run_here(lora, config, tmp_path / name, inputs, settings.runtime)
+        config = LoraConfig(lora=settings.lora.replaced({"epochs": None, "tokens": 4 * 256, "kind": kind, **more}))
+        run_here(lora, config, tmp_path / name, inputs, settings.runtime)
     assert weights_of(tmp_path / "without") == weights_of(tmp_path / "with") != []
     evaluated, others = lines_of(tmp_path / "with")
     assert ([], others) == lines_of(tmp_path / "without")
-    task = "chats" if what == "sft" else "domain"
-    assert all({f"eval/{task}/loss", f"eval/{task}/ended", f"eval/{task}/clean"} <= {*line} for line in evaluated)
-    assert [line["step"] for line in evaluated] == [*range(10, others[-1]["step"], 10), others[-1]["step"]]
+    assert all({"eval/domain/loss", "eval/domain/ended", "eval/domain/clean"} <= {*line} for line in evaluated)
+    assert [line["step"] for line in evaluated] == [3, 4]
     texts = sorted((tmp_path / "with" / "run" / "samples").iterdir())
-    assert [path.name for path in texts] == [f"step-{step:08d}.txt" for step in range(8, others[-1]["step"] + 1, 8)]
+    assert [path.name for path in texts] == ["step-00000002.txt", "step-00000004.txt"]
     prompts = [line[4:] for line in texts[-1].read_text(encoding="utf-8").splitlines() if line.startswith("=== ")]
     assert prompts == list(PROMPTS)
 
@@ -145,31 +162,20 @@ def _row(messages: Any) -> dict[str, Any]:
 
 
 def train(
-    encoder: Encoder,
-    evaluated: bool,
-    ranks: Ranks = ALONE,
-    how: TrainerOptions = PLAIN,
-    second_head: bool = False,
+    encoder: Encoder, evaluated: bool, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, second_head: bool = False,
     **model: Any,
-) -> tuple[list[float], dict[str, torch.Tensor], list[LogRecord]]:
-    """Five steps with dropout: losses, weights, what was told."""
+) -> tuple[list[float], dict[str, torch.Tensor], list[LogRecord]]:  # fmt: skip
+    """Three steps with dropout: losses, weights, what was told."""
     learner, recorder, told = tiny_model(dropout=0.2, vocab=len(encoder), **model), Recorder(), Recorder()
     if second_head:
         multi_token.attach(learner, MultiToken(weight=0.3), seed=1)
     callbacks: list[Callback] = [recorder]
     if evaluated:
         callbacks.append(PeriodicEvaluation(learner, measure_of(learner, encoder), [told], every=2, tokens_per_step=96))
-    settings = settings_of_training(tokens=5 * 96)
     trainer = make_trainer(
-        settings,
-        learner,
-        NumberedRows(52),
-        rows_per_device=3,
-        ranks=ranks,
-        how=how,
-        callbacks=callbacks,
-        cadence=Cadence(log=1),
-    )
+        settings_of_training(tokens=3 * 96), learner, NumberedRows(52), rows_per_device=3, ranks=ranks, how=how,
+        callbacks=callbacks, cadence=Cadence(log=1),
+    )  # fmt: skip
     trainer.fit()
     return recorder.figures("loss"), copies(trainer.weights.state()), told.records
 
@@ -178,9 +184,9 @@ def train(
 def test_no_shape_of_a_model_is_moved(encoder: Encoder, name: str) -> None:
     losses, weights, _ = train(encoder, False, **MODELS[name])
     evaluated, after, told = train(encoder, True, **MODELS[name])
-    assert losses == evaluated and len(losses) == 5
+    assert losses == evaluated and len(losses) == 3
     assert same(weights, after)
-    assert [record.step for record in told] == [2, 4, 5]
+    assert [record.step for record in told] == [2, 3]
     assert told[0].metrics["eval/text/bits_per_byte"] != told[1].metrics["eval/text/bits_per_byte"]
 
 
@@ -205,10 +211,10 @@ def test_a_table_that_a_model_makes_while_it_is_asked_can_be_trained_with(encode
 def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp_path: Path) -> None:
     without = in_ranks(2, tmp_path / "a", lambda ranks: train(encoder, False, ranks)[:2])
     evaluated = in_ranks(2, tmp_path / "b", lambda ranks: train(encoder, True, ranks))
-    assert without[0][0] == evaluated[0][0] and len(evaluated[0][0]) == 5
+    assert without[0][0] == evaluated[0][0] and len(evaluated[0][0]) == 3
     for rank in range(2):
         assert same(without[rank][1], evaluated[rank][1])
-    assert [len(told) for _, _, told in evaluated] == [3, 0]
+    assert [len(told) for _, _, told in evaluated] == [2, 0]
 
 
 @pytest.mark.soak
@@ -236,26 +242,23 @@ def test_a_run_that_continues_has_the_same_lines(encoder: Encoder, tmp_path: Pat
             model, metrics = tiny_model(dropout=0.2, vocab=len(encoder)), MetricsFile(path)
             evaluations = PeriodicEvaluation(model, measure_of(model, encoder), [metrics], every=2, tokens_per_step=96)
             make_trainer(
-                settings_of_training(tokens=6 * 96), model, NumberedRows(52), directory=tmp_path / name / "checkpoints",
+                settings_of_training(tokens=4 * 96), model, NumberedRows(52), directory=tmp_path / name / "checkpoints",
                 callbacks=[metrics, evaluations], stop_after=stop_after, cadence=Cadence(log=1, checkpoint=1),
             ).fit()  # fmt: skip
         found.append(lines_of(tmp_path / name))
-    assert found[0] == found[1] and [line["step"] for line in found[0][0]] == [2, 4, 6]
+    assert found[0] == found[1] and [line["step"] for line in found[0][0]] == [2, 4]
 
 
 def test_the_share_of_the_time_is_told_and_too_much_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    now, told, model = [100.0], Recorder(), torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
-    model[1].eval()  # as an adapter's frozen parts are
-    random_numbers = torch.get_rng_state()
+    now, told = [100.0], Recorder()
 
     def measure(step: int) -> Mapping[str, float]:
-        assert not torch.is_grad_enabled()
-        model.eval()
-        torch.rand(3)
         now[0] += 3
         return {"a/b": float(step)}
 
-    evaluations = PeriodicEvaluation(model, measure, [told], every=2, tokens_per_step=10, clock=lambda: now[0])
+    evaluations = PeriodicEvaluation(
+        torch.nn.Linear(1, 1), measure, [told], every=2, tokens_per_step=10, clock=lambda: now[0]
+    )
     evaluations.start(0, 5)
     with caplog.at_level(logging.WARNING, "ttrain"):
         for step in range(1, 6):
@@ -266,16 +269,43 @@ def test_the_share_of_the_time_is_told_and_too_much_of_it_once(caplog: pytest.Lo
     ]  # fmt: skip
     assert told.figures("eval/seconds") == [3.0, 3.0, 3.0]
     assert told.figures("eval/time_share") == pytest.approx([3 / 7, 6 / 14, 9 / 19])
-    assert [part.training for part in model.modules()] == [True, True, False]
-    assert torch.equal(torch.get_rng_state(), random_numbers)
     assert caplog.text.count("raise runtime.eval_every_steps, which is 2") == 1
 
 
-def test_what_cannot_be_asked_is_refused_before_the_first_stage(tmp_path: Path) -> None:
+def test_what_is_asked_leaves_random_numbers_modes_and_gradients_as_they_were() -> None:
+    model = tiny_model().train()
+    model.model.layers[0].eval()  # as an adapter's frozen parts are
+    modes = [module.training for module in model.modules()]
+    seeds = (torch.manual_seed, np.random.seed, random.seed)
+
+    def numbers() -> tuple[list[float], list[float], float]:
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+    for seed in seeds:
+        seed(7)
+    expected = numbers()
+    for seed in seeds:
+        seed(7)
+    with pytest.raises(ZeroDivisionError), preserve_rng_and_modes(model):
+        assert not torch.is_grad_enabled()
+        model.eval()
+        numbers()
+        _ = 1 / 0
+    assert [module.training for module in model.modules()] == modes and torch.is_grad_enabled()
+    assert numbers() == expected
+
+
+def test_what_cannot_be_asked_is_refused_before_the_first_stage_and_the_path_of_a_suite_is_recorded_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, said in (("englsh", "did you mean 'english'"), (str(tmp_path / "no.yaml"), "there is no suite file")):
         settings = load([f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"], environment={}).settings
         with pytest.raises(UsageError, match=said):
             plan.plan(full, settings, ArtifactStore(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    settings = load(["runtime.eval_suite=mine.yaml"], environment={}).settings
+    assert with_absolute_paths(settings).runtime.eval_suite == str(tmp_path / "mine.yaml")
 
 
 def test_a_suite_is_asked_without_what_other_stages_hold_out(stage_home: Home, tmp_path: Path) -> None:
@@ -298,8 +328,42 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
         callbacks.measure_of(settings.pretrain, job, tiny_model(), encoder, Ranks(0, 2, CPU))
 
 
-def test_the_path_of_a_suite_is_recorded_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text(SUITE)
-    settings = load(["runtime.eval_suite=mine.yaml"], environment={}).settings
-    assert with_absolute_paths(settings).runtime.eval_suite == str(tmp_path / "mine.yaml")
+# --- keys, and what the curve tells ----------------------------------------------------------------------------------------
+
+
+def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
+    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
+    watching = ("callbacks", "monitor", "guards", "periodic_evaluation", "watchdog")
+    assert not {"ttrain.stages.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)} & set(
+        modules
+    )
+    assert not [
+        name for name in modules if name.startswith(("ttrain.loggers", "ttrain.pipeline.system_metrics", "ttrain.tracking"))
+    ]
+
+
+def test_a_rate_that_does_not_move_the_validation_loss_is_told(
+    stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = stage_settings(4, {"optim": {"kind": "adamw", "lr": 1e-9}})
+    assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
+    assert "pretrain.optim.lr is 1e-09: try a larger one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([5.0, 2.1, 2.0, 2.02, 2.01, 2.05], False),  # learnt at once
+        ([5.0, 4.9, 4.8, 4.7], False),
+        ([5.0, 5.02, 4.99, 5.01, 4.995], True),  # to and fro
+        ([5.0, 4.9999, 4.9998, 4.9997], True),
+        ([5.0, 5.0], False),  # too few to tell
+    ],
+)
+def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
+    tmp_path: Path, losses: list[float], expected: bool
+) -> None:
+    rows = ({"step": step, "metrics": {"validation_loss_quick": loss}} for step, loss in enumerate(losses))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert callbacks.is_without_effect(tmp_path / "metrics.jsonl") == expected

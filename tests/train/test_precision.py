@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
 @pytest.mark.parametrize("word", ["bf16", "fp16", "fp32"])
 def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(word: str) -> None:
     resolved = precision.resolve_precision(word, CPU)
-    assert resolved.word == word
+    assert (resolved.word, resolved.product_dtype) == (word, torch.bfloat16 if word == "bf16" else torch.float32)
     scale = resolved.loss_scale()
     assert (scale.enabled, scale.scale) == (word == "fp16", 2.0**16 if word == "fp16" else 1.0)
     with resolved.autocast():
@@ -49,59 +49,54 @@ def test_cuda_has_bf16_from_ampere_on(monkeypatch: pytest.MonkeyPatch, capabilit
     [
         ("flags : fpu avx2 avx512f avx512_bf16 sse", True),
         ("flags : fpu amx_bf16 sse", True),
-        ("Features : fp asimd bf16 i8mm", True),
         ("Features : fp asimd i8mm bf16\nCPU part : 0xd40", True),
         ("flags : fpu avx2 avx512f", False),
         ("Features : fp asimd ebf16", False),
+        (None, False),
     ],
 )
-def test_a_cpu_has_bf16_where_its_flags_say_so(monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self: flags)
+def test_a_cpu_has_bf16_where_its_flags_can_be_read_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, flags: str | None, expected: bool
+) -> None:
+    def read(self: Path) -> str:
+        if flags is None:
+            raise FileNotFoundError
+        return flags
+
+    monkeypatch.setattr(Path, "read_text", read)
     assert precision.has_bf16(CPU) is expected
 
 
-def test_a_cpu_whose_flags_cannot_be_read_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> str:
-        raise FileNotFoundError
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], None]:
+    """Sets how many CUDA devices the machine has, and whether it has MPS."""
 
-    monkeypatch.setattr(Path, "read_text", refuse)
-    assert precision.has_bf16(CPU) is False
+    def have(cuda: int, mps: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cuda))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
 
-
-@pytest.mark.parametrize(
-    ("cuda", "mps", "expected"),
-    [(True, True, "cuda:1"), (True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")],
-)
-def test_the_device_is_cuda_then_mps_then_cpu(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, expected: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert str(precision.resolve_device("auto", local_rank=int(cuda))) == expected
-    assert str(precision.resolve_device("cpu", local_rank=1)) == "cpu"
+    return have
 
 
-@pytest.mark.parametrize("word", ["cuda", "mps"])
-def test_a_device_that_is_asked_for_is_taken_or_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    for there in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: int(there))
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
-        if there:
-            assert precision.resolve_device(word).type == word
-        else:
-            with pytest.raises(UsageError, match=rf"runtime.device is {word}, .* no such device.*runtime.device=auto"):
-                precision.resolve_device(word)
+def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(devices: Callable[[int, bool], None]) -> None:
+    for cuda, mps, expected in ((2, True, "cuda:1"), (2, False, "cuda:1"), (0, True, "mps"), (0, False, "cpu")):
+        devices(cuda, mps)
+        assert str(precision.resolve_device("auto", local_rank=min(cuda, 1))) == expected
+        assert str(precision.resolve_device("cpu", local_rank=1)) == "cpu"
+    for word in ("cuda", "mps"):
+        devices(1, True)
+        assert precision.resolve_device(word).type == word
+        devices(0, False)
+        with pytest.raises(UsageError, match=rf"runtime.device is {word}, .* no such device.*runtime.device=auto"):
+            precision.resolve_device(word)
 
 
-@pytest.mark.parametrize(
-    ("word", "cuda", "count"), [("auto", True, 2), ("cuda", True, 2), ("auto", False, 1), ("mps", True, 1)]
-)
+@pytest.mark.parametrize(("word", "cuda", "count"), [("auto", 2, 2), ("cuda", 2, 2), ("auto", 0, 1), ("mps", 2, 1)])
 def test_more_ranks_than_devices_are_refused_with_their_number(
-    monkeypatch: pytest.MonkeyPatch, word: str, cuda: bool, count: int
+    devices: Callable[[int, bool], None], word: str, cuda: int, count: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    devices(cuda, True)
     precision.resolve_device(word, local_rank=count - 1)
     with pytest.raises(UsageError, match=f"more than the {count} of .* set runtime.devices={count}, or runtime.device=cpu"):
         precision.resolve_device(word, local_rank=count)
@@ -133,13 +128,10 @@ def test_what_auto_became_is_logged_and_an_emulated_precision_is_warned_of(
     monkeypatch.setattr(precision, "BF16_FLAGS", frozenset())
     with caplog.at_level(logging.INFO, "ttrain"):
         precision.resolve_precision("auto", CUDA)
-    assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "precision fp16 on cuda:0 (from auto)")]
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "ttrain"):
-        precision.resolve_precision("bf16", CUDA)
-        precision.resolve_precision("bf16", CPU)
-        precision.resolve_precision("bf16", MPS)
-    assert [record.message for record in caplog.records] == [
+        for device in (CUDA, CPU, MPS):
+            precision.resolve_precision("bf16", device)
+    assert caplog.records[0].message == "precision fp16 on cuda:0 (from auto)"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "precision is bf16, which this cuda only emulates; fp16 is faster",
         "precision is bf16, which this cpu only emulates; fp32 is faster",
     ]
@@ -157,6 +149,9 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> Non
     for _ in range(precision.GROWTH_INTERVAL):
         scale.update(finite=True)
     assert (scale.scale, scale.good_steps) == (4.0, 0)
+    off = LossScale(1.0, enabled=False)
+    off.update(finite=False)
+    assert off == LossScale(1.0, enabled=False)
 
 
 def test_a_scale_that_helps_no_more_ends_the_run_and_one_good_step_forgives() -> None:
@@ -169,21 +164,3 @@ def test_a_scale_that_helps_no_more_ends_the_run_and_one_good_step_forgives() ->
     with pytest.raises(TTrainError, match=r"gradients of 32 steps in a row overflowed.*precision=bf16 or fp32"):
         for _ in range(precision.OVERFLOWS_IN_A_ROW):
             scale.update(finite=False)
-
-
-def test_a_scale_that_was_saved_goes_on_where_it_was() -> None:
-    first = LossScale(8.0, enabled=True)
-    for finite in [True] * 5 + [False] * 3:
-        first.update(finite)
-    second = LossScale(**json.loads(json.dumps(vars(first))))
-    for scale in (first, second):
-        for _ in range(precision.GROWTH_INTERVAL):
-            scale.update(finite=True)
-    assert first == second == LossScale(2.0, enabled=True)
-
-
-def test_a_scale_that_is_off_never_moves() -> None:
-    scale = LossScale(1.0, enabled=False)
-    for finite in (False, True):
-        scale.update(finite=finite)
-    assert scale == LossScale(1.0, enabled=False)

@@ -139,14 +139,6 @@ def test_the_sft_term_is_the_mean_loss_of_each_chosen_answer(tokens: tuple[Tenso
     assert float(with_term - without) == pytest.approx(-0.5 * float(means_A[::2].mean()))
 
 
-def test_swapped_answers_mirror_the_lead(tokens: tuple[Tensor, Tensor, Tensor]) -> None:
-    log_probs_AT, live_AT, reference_A = tokens
-    swapped = [values.view(PAIRS, 2, -1).flip(1).reshape(values.shape) for values in tokens]
-    smoothed = of("cdpo", label_smoothing=0.25)
-    expected = ours(of("dpo"), *tokens) * 0.75 + ours(of("dpo"), swapped[0], swapped[1], swapped[2]) * 0.25
-    assert float(ours(smoothed, log_probs_AT, live_AT, reference_A)) == pytest.approx(float(expected))
-
-
 def test_odds_of_an_answer_that_is_certain_are_finite() -> None:
     certain = torch.zeros(1, requires_grad=True)
     odds = log_odds(certain)

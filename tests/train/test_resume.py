@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,58 +17,58 @@ from torch import nn
 from ttrain.config import Optim, Schedule
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.distributed import Ranks
+from ttrain.train.precision import LossScale
 from ttrain.train.schedules import RATES
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 
-def trainer(directory: Path, *, rows: int = 52, total_rows: int | None = None, **options: Any) -> Trainer:
-    changes = options.pop("changes", {})
-    config = settings_of_training(**{"schedule": Schedule(kind="constant"), **changes})
-    model = options.pop("model", None) or tiny_model()
-    options.setdefault("cadence", Cadence(log=1, checkpoint=5))
-    return make_trainer(config, model, NumberedRows(rows), directory=directory, total_rows=total_rows, **options)
+def trainer(directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trainer:
+    """Of eight steps, with a checkpoint every second one."""
+    config = settings_of_training(**{"schedule": Schedule(kind="constant", warmup_steps=2), "tokens": 8 * 96, **changes})
+    cadence = Cadence(log=1, checkpoint=2)
+    return make_trainer(config, tiny_model(), NumberedRows(52), directory=directory, cadence=cadence, **options)
 
 
 def test_a_loss_scale_is_not_carried_over_to_another_precision(tmp_path: Path) -> None:
-    trainer(tmp_path, stop_after=5).fit()
+    trainer(tmp_path, stop_after=2).fit()
     half = trainer(tmp_path, changes={"precision": "fp16"})
-    assert (half.first, half.loss_scale.enabled, half.loss_scale.scale) == (5, True, 2.0**16)
+    assert (half.first, half.loss_scale.enabled, half.loss_scale.scale) == (2, True, 2.0**16)
     half.loss_scale.scale = 4.0
-    half.stop_requested = lambda: half.loader.consumed >= 7
+    half.stop_requested = lambda: half.loader.consumed >= 4
     half.fit()
-    assert trainer(tmp_path, changes={"precision": "fp16"}).loss_scale.scale == 4.0
+    assert trainer(tmp_path, changes={"precision": "fp16"}).loss_scale == LossScale(4.0, enabled=True, good_steps=2)
     assert not trainer(tmp_path).loss_scale.enabled, "in fp32 a loss that is no number must not be taken for an overflow"
 
 
 def test_larger_steps_leave_no_checkpoint_that_passes_for_a_later_one(tmp_path: Path) -> None:
-    trainer(tmp_path, total_rows=120, stop_after=16).fit()
-    larger = trainer(tmp_path, total_rows=120, changes={"tokens_per_step": 192})
-    assert larger.first == 8
-    assert (tmp_path / "step-00000016").exists(), "nothing is removed before the new count is on disk"
-    larger.stop_requested = lambda: larger.loader.consumed >= 9
+    trainer(tmp_path, total_rows=60, stop_after=6).fit()
+    larger = trainer(tmp_path, total_rows=60, changes={"tokens_per_step": 192})
+    assert larger.first == 3
+    assert (tmp_path / "step-00000006").exists(), "nothing is removed before the new count is on disk"
+    larger.stop_requested = lambda: larger.loader.consumed >= 4
     larger.fit()
-    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000008", "step-00000009"]
-    assert trainer(tmp_path, total_rows=120, changes={"tokens_per_step": 192}).first == 9
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000003", "step-00000004"]
+    assert trainer(tmp_path, total_rows=60, changes={"tokens_per_step": 192}).first == 4
 
 
 def test_a_run_that_ended_within_a_step_is_not_lengthened_with_rows_lost(tmp_path: Path) -> None:
-    trainer(tmp_path, total_rows=28).fit()  # four steps of six rows and one of four
-    assert trainer(tmp_path, total_rows=28).first == 5, "it is finished"
-    with pytest.raises(UsageError, match="consumed 28 rows, which is not a multiple of the 6 rows"):
+    trainer(tmp_path, total_rows=10).fit()  # a step of six rows and one of four
+    assert trainer(tmp_path, total_rows=10).first == 2, "it is finished"
+    with pytest.raises(UsageError, match="consumed 10 rows, which is not a multiple of the 6 rows"):
         trainer(tmp_path, total_rows=60)
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    trainer(tmp_path, stop_after=5, changes={"optim": Optim(kind="muon")}).fit()
+    trainer(tmp_path, stop_after=1, changes={"optim": Optim(kind="muon")}).fit()
     with pytest.raises(UsageError, match="holds the state of Muon and AdamW, which AdamW cannot continue"):
         trainer(tmp_path)
 
 
 def test_ranks_that_would_begin_at_different_steps_end_with_an_error(tmp_path: Path) -> None:
-    trainer(tmp_path / "0", stop_after=10).fit()
+    trainer(tmp_path / "0", stop_after=4).fit()
     shutil.copytree(tmp_path / "0", tmp_path / "1")
-    shutil.rmtree(tmp_path / "1" / "step-00000010")
+    shutil.rmtree(tmp_path / "1" / "step-00000004")
 
     def begins(ranks: Ranks) -> str:
         with pytest.raises(ArtifactError) as error:
@@ -74,11 +76,11 @@ def test_ranks_that_would_begin_at_different_steps_end_with_an_error(tmp_path: P
         return str(error.value)
 
     first, second = in_ranks(2, tmp_path, begins)
-    assert "rank 0 at step 10" in first and "rank 1 at step 5" in second
+    assert "rank 0 at step 4" in first and "rank 1 at step 2" in second
 
 
 class InParts(WatchedTask):
-    """Its loss has a part that only micro-batches with an even number of targets have, or always one."""
+    """Its loss has a part, and after the fourth pass another one, if it is `late`."""
 
     late = False
 
@@ -90,19 +92,21 @@ class InParts(WatchedTask):
         return LossSum(loss.total, loss.count, parts)
 
 
-@pytest.mark.parametrize("reduction", ["tree", "fast"])
-def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path, reduction: str) -> None:
+def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path) -> None:
     """The last step has one micro-batch, so that one of two ranks computes no part at all in a tree."""
 
-    def fits(ranks: Ranks) -> int:
-        config, model = settings_of_training(), tiny_model()
-        run = make_trainer(
-            config, model, NumberedRows(52), task=InParts(config, model), rows_per_device=3, total_rows=13, ranks=ranks,
-            how=TrainerOptions(reduction=reduction),
-        )  # fmt: skip
-        return run.fit().step
+    def fits(ranks: Ranks) -> list[int]:
+        config, steps = settings_of_training(), []
+        for reduction in ("tree", "fast"):
+            model = tiny_model()
+            run = make_trainer(
+                config, model, NumberedRows(52), task=InParts(config, model), rows_per_device=3, total_rows=7, ranks=ranks,
+                how=TrainerOptions(reduction=reduction),
+            )  # fmt: skip
+            steps.append(run.fit().step)
+        return steps
 
-    assert in_ranks(2, tmp_path, fits) == [3, 3]
+    assert in_ranks(2, tmp_path, fits) == [[2, 2]] * 2
 
 
 def test_a_part_that_the_first_step_had_not_is_named() -> None:
@@ -136,9 +140,9 @@ def test_a_run_that_goes_on_with_another_rate_takes_its_next_steps_with_it(tmp_p
     rates = [Optim(lr=1e-2), Optim(lr=1e-3)]
     allow = {"allow": RATES, "callbacks": [recorder := Recorder()]}
     identities: list[dict[str, Any]] = [{"identity": {"optim.lr": optim.lr}} for optim in rates]
-    trainer(tmp_path, stop_after=5, changes={"optim": rates[0]}, **identities[0]).fit()
+    trainer(tmp_path, stop_after=2, changes={"optim": rates[0]}, **identities[0]).fit()
     with pytest.raises(UsageError, match=r"optim\.lr: 0\.01 → 0\.001"):
         trainer(tmp_path, changes={"optim": rates[1]}, **identities[1])
     slower = trainer(tmp_path, changes={"optim": rates[1]}, **identities[1], **allow)
     slower.fit()
-    assert slower.first == 5 and max(recorder.figures("lr")) == pytest.approx(1e-3)
+    assert slower.first == 2 and max(recorder.figures("lr")) == pytest.approx(1e-3)

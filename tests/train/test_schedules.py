@@ -34,7 +34,6 @@ COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
         (Schedule(kind="linear", warmup_steps=0, decay_fraction=1.0, floor=0.2), 4, [1.0, 0.8, 0.6, 0.4]),
         (Schedule(kind="linear", warmup_steps=3, decay_fraction=1.0), 6, [0.25, 0.5, 0.75, 1, 2 / 3, 1 / 3]),
         (Schedule(kind="cosine", warmup_steps=2, floor=0.1), 10, [1 / 3, 2 / 3, *COSINE]),
-        (Schedule(kind="cosine", warmup_steps=0), 2, [1.0, 0.5]),
         (Schedule(kind="constant", warmup_steps=1), 4, [0.5, 1, 1, 1]),
         (Schedule(kind="linear", warmup_steps=9), 3, [0.1, 0.2, 0.3]),  # the run ends within the warm-up
         (Schedule(kind="linear"), 3, [1 / 11, 2 / 11, 3 / 11]),  # ten steps of warm-up, where nothing else is said
@@ -47,10 +46,13 @@ COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
         ),
         (Schedule(kind="exponential", warmup_steps=0, decay_rate=0.5, decay_steps=1), 5, [1, 0.5, 0.25, 0.125, 0.0625]),
         # four steps of cooldown: 1, 1 - sqrt(1/4), 1 - sqrt(2/4), 1 - sqrt(3/4), between the peak and 0.2
-        (
-            Schedule(kind="wsd", warmup_steps=3, decay_fraction=0.4, floor=0.2),
-            10,
-            [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.6, 0.434314575050762, 0.307179676972449],
+        *(
+            (
+                Schedule(kind=kind, warmup_steps=3, decay_fraction=0.4, floor=0.2),
+                10,
+                [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.6, 0.434314575050762, 0.307179676972449],
+            )
+            for kind in ("wsd", "infinite")
         ),
         (
             Schedule(kind="minimind"),
@@ -80,15 +82,11 @@ def test_minimind_has_a_floor_of_its_own() -> None:
         (Schedule(kind="linear", warmup_steps=8, decay_fraction=0.4), 8),
         (Schedule(kind="linear", warmup_steps=20, decay_fraction=0.4), 10),
         (Schedule(kind="linear", warmup_steps=2, decay_fraction=0.0), 10),
-        (Schedule(kind="cosine", warmup_steps=2), 2),
-        (Schedule(kind="cosine", warmup_steps=20), 10),
+        (Schedule(kind="cosine", warmup_steps=2, hold_steps=3), 5),
         (Schedule(kind="constant", warmup_steps=2), 10),
         (Schedule(kind="exponential", warmup_steps=2), 10),
         (Schedule(kind="minimind"), 0),
-        (Schedule(kind="wsd", warmup_steps=2, decay_fraction=0.3), 7),
         (Schedule(kind="wsd", warmup_steps=2, hold_steps=6, decay_fraction=0.3), 8),
-        (Schedule(kind="cosine", warmup_steps=2, hold_steps=3), 5),
-        (Schedule(kind="cosine"), 10),
     ],
 )
 def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> None:
@@ -106,12 +104,6 @@ def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> 
 )
 def test_an_infinite_schedule_alone_has_a_plateau_to_continue(config: Schedule, end: int | None) -> None:
     assert plateau_end(config, 10) == end
-
-
-def test_an_infinite_schedule_has_the_rates_of_wsd() -> None:
-    common: dict[str, Any] = {"warmup_steps": 3, "decay_fraction": 0.4, "floor": 0.2}
-    infinite, wsd = (schedule(Schedule(kind=kind, **common), 20) for kind in ("infinite", "wsd"))
-    assert [infinite(step) for step in range(20)] == [wsd(step) for step in range(20)]
 
 
 SCHEDULES = st.builds(
@@ -169,15 +161,10 @@ def test_runs_of_any_length_agree_before_their_decay(config: Schedule, short: in
 @pytest.mark.parametrize(
     ("budget", "rows", "expected"),
     [
-        ({"tokens": 1024}, 5, (4, 32)),
-        ({"tokens": 1025}, 5, (5, 40)),
-        ({"tokens": 1}, 5, (1, 8)),
-        ({"epochs": 1.0}, 20, (3, 20)),
-        ({"epochs": 1.0}, 16, (2, 16)),
-        ({"epochs": 2.5}, 10, (4, 25)),
-        ({"epochs": 0.01}, 10, (1, 1)),
+        ({"tokens": 1024}, 5, (4, 32)), ({"tokens": 1025}, 5, (5, 40)), ({"epochs": 1.0}, 16, (2, 16)),
+        ({"epochs": 2.5}, 10, (4, 25)), ({"epochs": 0.01}, 10, (1, 1)),
     ],
-)
+)  # fmt: skip
 def test_a_budget_is_whole_steps_of_tokens_or_whole_rows_of_epochs(
     budget: dict[str, float], rows: int, expected: tuple[int, int]
 ) -> None:

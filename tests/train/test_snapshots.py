@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -80,7 +81,7 @@ def test_a_snapshot_holds_what_the_run_has_now() -> None:
         taken.release()
 
 
-def test_a_snapshot_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_fails_gives_its_memory_back() -> None:
     buffers = SnapshotBuffers(sets=1)
     broken: Any = {"w": None}
     with pytest.raises(AttributeError):
@@ -125,6 +126,9 @@ def test_the_library_reads_what_is_written_to_the_last_bit(tmp_path: Path) -> No
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert entry == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    of_one_type = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
+    for tensors, metadata in ((of_one_type, {"format": "pt"}), ({}, None)):
+        assert b"".join(tensor_parts(tensors, metadata)) == safetensors.torch.save(tensors, metadata), "byte by byte"
 
 
 def test_tensors_begin_where_their_type_is_aligned(tmp_path: Path) -> None:
@@ -138,17 +142,7 @@ def test_tensors_begin_where_their_type_is_aligned(tmp_path: Path) -> None:
         assert (begin - 8 - header) % samples()[name].element_size() == 0 or not found["data"], name
 
 
-def test_the_file_is_the_librarys_own(tmp_path: Path) -> None:
-    """Byte by byte, where all tensors are of one type."""
-    tensors = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
-    written = b"".join(tensor_parts(tensors, {"format": "pt"}))
-    assert written == safetensors.torch.save(tensors, {"format": "pt"})
-    assert b"".join(tensor_parts({})) == safetensors.torch.save({})
-
-
-def test_no_byte_of_a_tensor_is_copied_on_its_way(tmp_path: Path) -> None:
-    import numpy as np
-
+def test_no_byte_of_a_tensor_is_copied_on_its_way() -> None:
     tensors = {"w": torch.rand(64, 64), "m": torch.rand(64).bfloat16()}
     parts = list(tensor_parts(tensors))[1:]
     assert [np.frombuffer(part, np.uint8).ctypes.data for part in parts] == [
@@ -156,21 +150,21 @@ def test_no_byte_of_a_tensor_is_copied_on_its_way(tmp_path: Path) -> None:
     ]
 
 
-def test_a_write_that_the_system_cuts_short_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_cut_short_goes_on_and_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted, real = {"w": torch.rand(64)}, os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
     entry = checkpoint_format.write(tmp_path / "t", tensor_parts(wanted))
     assert torch.equal(safetensors.torch.load_file(tmp_path / "t")["w"], wanted["w"])
     assert entry["sha256"] == hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
 
-
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "write", fail)
-    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 't'}'"):
-        checkpoint_format.write(tmp_path / "t", [b"1"])
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 'u'}'"):
+        checkpoint_format.write(tmp_path / "u", [b"1"])
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:

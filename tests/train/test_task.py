@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.paths import ROOT
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from ttrain.config import TaskConfig, UserTaskConfig
@@ -122,14 +122,13 @@ def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- what a task must bring ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", METHODS)
-def test_a_subclass_that_lacks_a_method_cannot_be_made_and_the_error_names_it(missing: str) -> None:
-    methods = {name: (lambda self, *arguments: None) for name in METHODS if name != missing}
-    kind: Any = type("Lacking", (TrainingTask,), methods)
-    with pytest.raises(TypeError, match=rf"abstract method '?{missing}'?"):
-        kind()
-    whole: Any = type("Whole", (TrainingTask,), {**methods, missing: lambda self, *arguments: None})
-    assert whole()
+def test_a_subclass_that_lacks_a_method_cannot_be_made_and_the_error_names_it() -> None:
+    methods: dict[str, Any] = {name: (lambda self, *arguments: None) for name in METHODS}
+    assert type("Whole", (TrainingTask,), methods)()
+    for missing in METHODS:
+        lacking: Any = type("Lacking", (TrainingTask,), {name: methods[name] for name in METHODS if name != missing})
+        with pytest.raises(TypeError, match=rf"abstract method '?{missing}'?"):
+            lacking()
 
 
 def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +176,10 @@ def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
 
 
 def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
-    settings = ("epochs=3", "rows_per_step=9", "optim.lr=0.05")
+    settings = ("epochs=1", "rows_per_step=9", "optim.lr=0.05")
     whole = run(tmp_path / "whole", *settings)
     with pytest.raises(Interrupted, match="the state is saved"):
-        run(tmp_path / "cut", *settings, stop=StopAfter(10))
+        run(tmp_path / "cut", *settings, stop=StopAfter(5))
     continued = run(tmp_path / "cut", *settings)
     assert 0 < continued["resumed_from_step"] < continued["steps"] == whole["steps"]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
@@ -192,15 +191,13 @@ def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: Path) -> None:
-    settings = ["epochs=3", "rows_per_step=10"]
+    settings = ["epochs=1", "rows_per_step=10"]
     with pytest.raises(Interrupted):
-        run(tmp_path, *settings, stop=StopAfter(8))
+        run(tmp_path, *settings, stop=StopAfter(5))
     with pytest.raises(UsageError, match=r"optim\.lr: 0\.004 → 0\.001"):
         run(tmp_path, *settings, "optim.lr=1e-3")
-    with pytest.raises(UsageError, match=r"rows_per_step: 10 → 20"):
-        run(tmp_path, "epochs=3", "rows_per_step=20")
     with pytest.raises(UsageError, match=r"rows_per_step: 10 → 20") as refused:
-        run(tmp_path, "epochs=3", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
+        run(tmp_path, "epochs=1", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
     assert "optim.lr" not in str(refused.value)
     with pytest.raises(UsageError, match=r"width: 4 → 8"):
         run(tmp_path, *settings, "width=8")
@@ -212,22 +209,21 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
     with pytest.raises(UsageError, match=r"--allow is 'lr'.*did you mean 'optim\.lr'"):
         run(tmp_path, *settings, allow=("lr",))
     figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
-    assert 0 < figures["resumed_from_step"] < figures["steps"] == 30
+    assert 0 < figures["resumed_from_step"] < figures["steps"] == 10
     assert metrics(tmp_path)[-2 if "loss" not in metrics(tmp_path)[-1] else -1]["lr_adamw"] < 1e-3
 
 
 def test_a_parameter_with_two_names_is_saved_once_and_put_back(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, "epochs=4", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(8))
-    run(tmp_path, "epochs=4", "rows_per_step=10", task="test_task:Tied")
+        run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(5))
+    run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied")
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
 
 
 def test_a_filler_takes_part_and_moves_nothing() -> None:
     task = Line(Line.Config())
     model = task.build_model()
-    adapted, rows = Adapted(task, model), Batches(task.rows(), task.collate)
-    batch = rows.batch([3, 4, 5])
+    adapted, batch = Adapted(task, model), Batches(task.rows(), task.collate).batch([3, 4, 5])
     counted, filler = adapted.train_step(model, batch, CPU), adapted.train_step(model, batch.without_targets(), CPU)
     assert counted.count == 3 and counted.total.item() > 0
     assert (filler.count, filler.total.item(), filler.parts["error"].item()) == (0, 0.0, 0.0)
@@ -285,7 +281,6 @@ class Overlapping(Line):
 @pytest.mark.parametrize(
     ("task", "settings", "error", "said"),
     [
-        ("regresion", (), UsageError, r"no task 'regresion' \(did you mean 'regression'\?\); the tasks are .*regression"),
         ("nowhere:Task", (), UsageError, "no module nowhere"),
         ("test_task:Lines", (), UsageError, "has no Lines"),
         ("test_task:CPU", (), UsageError, "not a subclass of ttrain.train.task.UserTask"),
@@ -348,11 +343,3 @@ def test_settings_without_a_default_must_be_given() -> None:
     assert merge(Needy, layers(["answer=42", "optim.lr=1"]))[0].optim.lr == 1
     with pytest.raises(UsageError, match="answer"):
         merge(Needy, layers(["optim.lr=1"]))
-
-
-def test_what_a_step_returns_reaches_the_trainer_untouched() -> None:
-    task = Line(Line.Config())
-    model = task.build_model().eval()
-    batch = Batches(task.rows(), task.collate).batch(range(4))
-    own: Tensor = task.validation_step(model, batch.content, CPU).total
-    assert torch.equal(Adapted(task, model).validation_step(model, batch, CPU).total, own)

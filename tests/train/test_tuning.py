@@ -31,25 +31,43 @@ AXES = [
     Axis("loss_chunk_tokens", [256, 512, 1024], climbs=True),
 ]
 DESCRIBED = {"processor": "a CPU"}
+FASTEST = Choice(16, "masked", 512, False)
 
 
 def seconds(choice: Choice) -> float:
-    """Fastest: 16 rows, masked, 512."""
     rows = {1: 9.0, 2: 7.0, 4: 5.0, 8: 4.0, 16: 3.0, 32: 6.0}[choice.rows_per_device]
     return rows * (0.8 if choice.attention == "masked" else 1.0) * (0.9 if choice.loss_chunk_tokens == 512 else 1.0)
 
 
-def test_the_search_finds_the_fastest_and_tries_no_further_where_a_direction_loses() -> None:
-    tried: list[Choice] = []
+def leaves_out(choice: Choice) -> float:
+    if choice.rows_per_device >= 16:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    if choice.attention == "masked":
+        raise RuntimeError("no kernel")
+    return seconds(choice)
 
-    def measure(choice: Choice) -> float:
-        tried.append(choice)
-        return seconds(choice)
 
-    best, gain = Search(measure, ALONE).run(START, AXES)
-    assert best == Choice(16, "masked", 512, False)
-    assert gain == pytest.approx(5.0 / (3.0 * 0.8 * 0.9))
-    assert not any(choice.rows_per_device == 1 for choice in tried)
+def by_hundredths(choice: Choice) -> float:
+    return (0.985 if choice.attention == "masked" else 1.0) * (0.985 if choice.loss_chunk_tokens == 512 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "axes", "best", "gain"),
+    [
+        pytest.param(seconds, AXES, FASTEST, 5.0 / (3.0 * 0.8 * 0.9), id="the fastest"),
+        pytest.param(leaves_out, AXES, Choice(8, "records", 512, False), 5.0 / (4.0 * 0.9), id="of what can be computed"),
+        pytest.param(lambda choice: 1.0 - 0.01 * (choice != START), [Axis("attention", ["masked"])], START, 1.0, id="noise"),
+        pytest.param(
+            by_hundredths, [AXES[0], AXES[2]], Choice(4, "masked", 512, False), 1 / 0.985**2, id="small gains together"
+        ),
+    ],
+)
+def test_the_search_finds_the_fastest_and_tries_no_further_where_a_direction_loses(
+    measure: Callable[[Choice], float], axes: list[Axis], best: Choice, gain: float
+) -> None:
+    search = Search(measure, ALONE)
+    assert search.run(START, axes) == (best, pytest.approx(gain))
+    assert not any(choice.rows_per_device == 1 for choice in search.seconds)
 
 
 def test_settings_whose_rows_do_not_fit_begin_with_half_of_them_or_a_quarter() -> None:
@@ -77,21 +95,6 @@ def test_where_nothing_can_be_computed_the_settings_stay(error: Exception, measu
     assert len(calls) == measured
 
 
-def test_a_difference_of_noise_changes_nothing() -> None:
-    faster_by_a_hundredth = Axis("attention", ["masked"])
-    found = Search(lambda choice: 1.0 if choice == START else 0.99, ALONE).run(START, [faster_by_a_hundredth])
-    assert found == (START, 1.0)
-
-
-def test_several_gains_of_a_hundredth_are_taken_together() -> None:
-    def measure(choice: Choice) -> float:
-        return (0.985 if choice.attention == "masked" else 1.0) * (0.985 if choice.loss_chunk_tokens == 512 else 1.0)
-
-    best, gain = Search(measure, ALONE).run(START, [AXES[0], AXES[2]])
-    assert best == Choice(4, "masked", 512, False)
-    assert gain == pytest.approx(1 / 0.985**2)
-
-
 def test_what_was_slow_while_another_program_ran_is_measured_again() -> None:
     calls: list[Choice] = []
 
@@ -101,7 +104,7 @@ def test_what_was_slow_while_another_program_ran_is_measured_again() -> None:
         return seconds(choice) * (1.14 if disturbed else 1.0)
 
     best, _ = Search(measure, ALONE).run(START, AXES)
-    assert best == Choice(16, "masked", 512, False)
+    assert best == FASTEST
 
 
 def test_it_ends_when_the_time_is_over_with_the_best_so_far() -> None:
@@ -115,24 +118,6 @@ def test_it_ends_when_the_time_is_over_with_the_best_so_far() -> None:
     best, _ = search.run(START, AXES)
     assert len(search.seconds) == 3 and now[0] == 75.0, "the third begins before the minute is over, and no fourth"
     assert best == Choice(8, "masked", 256, False)
-
-
-def test_what_does_not_fit_in_memory_or_cannot_be_computed_is_left_out() -> None:
-    def measure(choice: Choice) -> float:
-        if choice.rows_per_device >= 16:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if choice.attention == "masked":
-            raise RuntimeError("no kernel")
-        return seconds(choice)
-
-    assert Search(measure, ALONE).run(START, AXES)[0] == Choice(8, "records", 512, False)
-
-
-def test_where_the_settings_themselves_do_not_fit_the_run_says_so_not_the_search() -> None:
-    def measure(choice: Choice) -> float:
-        raise MemoryError
-
-    assert Search(measure, ALONE).run(START, AXES) == (START, 1.0)
 
 
 # --- a run --------------------------------------------------------------------------------------------------------------
@@ -179,7 +164,7 @@ def test_what_is_found_is_remembered_and_not_measured_again(
     fake(monkeypatch, lambda self, choice: seconds(choice))
     caplog.set_level(logging.INFO, "ttrain")
     first = tuned(tmp_path)
-    assert first == Choice(16, "masked", 512, False)
+    assert first == FASTEST
     assert "tuning: took" in caplog.text and f"{first}, 2.31 times the speed of the settings" in caplog.text
 
     def refuse(self: Any, choice: Choice) -> float:
@@ -188,35 +173,28 @@ def test_what_is_found_is_remembered_and_not_measured_again(
     fake(monkeypatch, refuse)
     assert tuned(tmp_path) == first
     assert "remembered for this machine" in caplog.text
-
-
-def test_without_a_home_nothing_is_remembered_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, lambda self, choice: seconds(choice))
-    assert tuned(None) == Choice(16, "masked", 512, False)
+    assert tuned(None) == first, "without a home, too"
 
 
-def test_a_search_that_is_stopped_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_stopped_is_not_remembered_and_after_an_error_the_lock_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = [0]
 
     def measure(self: Any, choice: Choice) -> float:
         count[0] += 1
+        if count[0] > 2:
+            raise KeyboardInterrupt
         return seconds(choice)
 
     fake(monkeypatch, measure)
     tuned(tmp_path, stop=lambda: count[0] >= 2)
-    assert count == [2]
-    assert not (tmp_path / tunings.FILE).exists()
-
-
-def test_an_error_of_another_kind_passes_and_the_lock_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Any, choice: Choice) -> float:
-        raise KeyboardInterrupt
-
-    fake(monkeypatch, interrupt)
+    assert count == [2] and not (tmp_path / tunings.FILE).exists()
     with pytest.raises(KeyboardInterrupt):
         tuned(tmp_path)
     fake(monkeypatch, lambda self, choice: seconds(choice))
-    assert tuned(tmp_path) == Choice(16, "masked", 512, False)
+    assert tuned(tmp_path) == FASTEST
 
 
 def test_of_several_at_once_one_measures_and_the_others_take_its_choice(
@@ -237,7 +215,7 @@ def test_of_several_at_once_one_measures_and_the_others_take_its_choice(
     found.append(tuned(tmp_path))
     count = len(measured)
     second.join()
-    assert found == [Choice(16, "masked", 512, False)] * 2
+    assert found == [FASTEST] * 2
     assert len(measured) == count
 
 

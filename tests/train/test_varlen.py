@@ -109,11 +109,9 @@ def as_on_cuda(plain_kernel: list[bool], monkeypatch: pytest.MonkeyPatch) -> Ite
     yield plain_kernel
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"kv_heads": 1}, {"kind": "qwen3", "kv_heads": 1}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("chunk_tokens", [None, 0])
+@pytest.mark.parametrize(
+    ("options", "chunk_tokens"), [({}, 0), ({"kv_heads": 1}, None), ({"kind": "qwen3", "kv_heads": 1}, None)], ids=str
+)
 def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
     options: dict[str, Any], chunk_tokens: int | None, as_on_cuda: list[bool]
 ) -> None:
@@ -172,7 +170,7 @@ def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_mo
 ) -> None:
     """Without inductor. One layer, since compiling takes most of the time."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    config = settings_of_training(row_length=T, tokens_per_step=4 * T, tokens=3 * 4 * T)
+    config = settings_of_training(row_length=T, tokens_per_step=4 * T, tokens=2 * 4 * T)
 
     def fit(ranks: Ranks, *, compiled: bool) -> tuple[bool, int, list[float]]:
         torch.set_num_threads(1)
@@ -187,9 +185,9 @@ def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_mo
         return trainer.compiled, len(as_on_cuda), recorder.figures("loss")
 
     *_, losses = fit(ALONE, compiled=False)
-    ranks = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled=True), seconds=240)
-    assert [one[:2] for one in ranks] == [(True, 4)] * 2, "the kernel once to try, and once in each step"
-    assert len(losses) == 3 and ranks[0][2] == pytest.approx(losses, rel=1e-4)
+    ranks = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled=True), seconds=240, heavy=True)
+    assert [one[:2] for one in ranks] == [(True, 3)] * 2, "the kernel once to try, and once in each step"
+    assert len(losses) == 2 and ranks[0][2] == pytest.approx(losses, rel=1e-4)
 
 
 def test_in_deterministic_mode_the_backward_kernel_may_not_just_warn(plain_kernel: list[bool]) -> None:
@@ -209,11 +207,11 @@ def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_h
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert varlen.is_usable(cuda, half, 64, 0.0)
-    assert not varlen.is_usable(torch.device("cpu"), half, 64, 0.0)
-    assert not varlen.is_usable(cuda, torch.float32, 64, 0.0)
-    assert not varlen.is_usable(cuda, half, 320, 0.0)
-    assert not varlen.is_usable(cuda, half, 36, 0.0)
-    assert not varlen.is_usable(cuda, half, 64, 0.1)
+    for others in (
+        (torch.device("cpu"), half, 64, 0.0), (cuda, torch.float32, 64, 0.0), (cuda, half, 320, 0.0), (cuda, half, 36, 0.0),
+        (cuda, half, 64, 0.1),
+    ):  # fmt: skip
+        assert not varlen.is_usable(*others), others
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not varlen.is_usable(cuda, half, 64, 0.0)
 

@@ -1,0 +1,193 @@
+"""The files of adapters: what they hold, who opens them, and how adapters are shown, switched and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support.tiny_adapters import CASE_IDS, CASES, KINDS, SHAPES, disturb, logits, save_adapter, save_base, settings
+from support.tiny_trainers import tiny_model
+from transformers import AutoModelForCausalLM
+
+from ttrain.cli.main import main
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import adapters, factory
+from ttrain.store.model_files import weights_digest
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A base and an adapter that moves it, on disk, by the id of the case; with the logits that they give."""
+    root, found = tmp_path_factory.mktemp("saved"), {}
+    for (shape, kind), name in zip(CASES, CASE_IDS, strict=True):
+        place = root / name.replace(" ", "-")
+        base = save_base(tiny_model(**SHAPES[shape]), place / "base")
+        before = logits(factory.load(base))
+        model = disturb(adapters.attach(factory.load(base), settings(kind=kind, targets=("all-linear",))))
+        adapter = save_adapter(model, place / "adapter", base)
+        found[name] = {"base": base, "adapter": adapter, "logits": logits(model), "before": before}
+    return found
+
+
+@pytest.mark.parametrize("name", CASE_IDS)
+def test_an_adapter_gives_the_same_logits_loaded_here_and_by_plain_peft_and_trains_nothing(saved: Any, name: str) -> None:
+    """Up to rounding: products of experts differ in the last bit with where their rows lie in memory."""
+    case = saved[name]
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(case["base"]), case["adapter"])
+    assert not any(type(module).__module__.startswith("ttrain") for module in plain.modules())
+    assert not torch.allclose(case["logits"], case["before"], atol=1e-3), "it moves nothing"
+    torch.testing.assert_close(logits(plain), case["logits"], rtol=1e-5, atol=1e-6)
+    model = adapters.load(factory.load(case["base"]), case["adapter"], weights_digest(case["base"]))
+    torch.testing.assert_close(logits(model), case["logits"], rtol=0, atol=1e-6)
+    assert not any(p.requires_grad for p in model.parameters())
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), case["before"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_file_holds_the_adapter_only_and_what_a_reader_must_know(tmp_path: Path, kind: str) -> None:
+    base = tiny_model(hidden_size=128, vocab=2000)
+    config = settings(kind=kind, rank=1)
+    directory = save_base(base, tmp_path / "base")
+    adapter = save_adapter(adapters.attach(base, config), tmp_path / "adapter", directory)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    parts = {"lora": ("lora_A", "lora_B"), "dora": ("lora_A", "lora_B", "lora_magnitude"), "prefix": ("prompt_embeddings",)}
+    assert all(any(part in name for part in parts[kind]) for name in weights)
+    size = (adapter / adapters.WEIGHTS).stat().st_size
+    assert size < (0.01 if kind == "prefix" else 0.05) * (directory / "model.safetensors").stat().st_size
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    if kind == "prefix":
+        assert (told["num_virtual_tokens"], told["peft_type"]) == (4, "PREFIX_TUNING")
+        assert weights["prompt_embeddings"].shape == (4, 2 * 2 * 128), "keys and values of two layers"
+    else:
+        assert (told["r"], told["lora_alpha"], told["use_dora"], len(told["target_modules"])) == (1, 8.0, kind == "dora", 7)
+    assert json.loads((adapter / "base.json").read_text()) == {"base_weights_sha256": weights_digest(directory)}
+
+
+def test_a_base_in_shards_has_a_digest_too_and_a_changed_shard_is_refused(tmp_path: Path) -> None:
+    whole = save_base(tiny_model(), tmp_path / "whole")
+    base = tmp_path / "sharded"
+    factory.load(whole).save_pretrained(base, max_shard_size="4KB")
+    assert len([*base.glob("model-*.safetensors")]) > 2 and not (base / "model.safetensors").exists()
+    model = disturb(adapters.attach(factory.load(base), settings()))
+    adapter = save_adapter(model, tmp_path / "adapter", base)
+    assert torch.equal(logits(adapters.load(factory.load(base), adapter, weights_digest(base))), logits(model))
+    shard = sorted(base.glob("model-*.safetensors"))[0]
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match="was trained on the base"):
+        adapters.load(factory.load(base), adapter, weights_digest(base))
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: Path) -> None:
+    case = saved["lora on llama"]
+    spoilt = shutil.copytree(case["adapter"], tmp_path / "spoilt")
+    weights = load_file(spoilt / adapters.WEIGHTS)
+    gone, cut, *_ = sorted(weights)
+    save_file({**{n: w for n, w in weights.items() if n != gone}, "odd": torch.zeros(1)}, spoilt / adapters.WEIGHTS)
+    with pytest.raises(ArtifactError, match=rf"missing: {gone.replace('.', '[.]')} \[.*\]\n.*unexpected: odd"):
+        adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
+    save_file({**weights, cut: weights[cut][:1].clone()}, spoilt / adapters.WEIGHTS)
+    with pytest.raises(ArtifactError, match=rf"mis-shaped: {cut.replace('.', '[.]')} "):
+        adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
+    (spoilt / "adapter_config.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"cannot read .*adapter_config"):
+        adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
+
+
+def command(*words: str) -> int:
+    """The status with which `ttrain` ends."""
+    with pytest.raises(SystemExit) as end:
+        main([*words])
+    return int(end.value.code or 0)
+
+
+SHOWN: dict[str, dict[str, Any]] = {
+    "lora on shared experts": {"kind": "lora", "rank": 2, "alpha": 8.0, "dropout": 0.0},
+    "dora on gpt2": {"kind": "dora", "rank": 2, "targets": ["c_attn", "c_fc", "c_proj"]},
+    "prefix on llama": {"kind": "prefix", "virtual_tokens": 4, "layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_show_tells_what_an_adapter_is(saved: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    case = saved[name]
+    assert command("adapter", "show", str(case["adapter"]), "--base", str(case["base"]), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    numbers = sum(tensor.numel() for tensor in load_file(case["adapter"] / adapters.WEIGHTS).values())
+    of_base = sum(tensor.numel() for tensor in load_file(case["base"] / "model.safetensors").values())
+    assert (told["parameters"], told["share_of_base"]) == (numbers, numbers / of_base)
+    assert told["base_fits"] is True and told["base_weights_sha256"] == weights_digest(case["base"])
+    assert {key: told[key] for key in SHOWN[name]} == SHOWN[name]
+
+
+def test_show_says_what_is_wrong(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = saved["lora on llama"]
+    show = ("adapter", "show", str(case["adapter"]), "--base")
+    assert command(*show, str(saved["lora on experts"]["base"])) == 0
+    assert "NO: it was trained on other weights" in capsys.readouterr().out
+    assert command("adapter", "show", str(case["base"])) != 0
+    assert "is a full model, not an adapter" in capsys.readouterr().err
+    shutil.copytree(case["adapter"], tmp_path / "adapter")
+    (tmp_path / "adapter" / adapters.CONFIG).write_text('{"peft_type": "LORA"}')
+    assert command("adapter", "show", str(tmp_path / "adapter"), "--base", str(case["base"])) != 0
+    assert "adapter_config.json does not say 'r'" in capsys.readouterr().err
+
+
+# --- several of them, and none ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lora on experts", "prefix on llama"])
+def test_switching_restores_the_logits_of_each_adapter_and_of_the_base(saved: Any, tmp_path: Path, name: str) -> None:
+    case = saved[name]
+    digest = weights_digest(case["base"])
+    model = adapters.load(factory.load(case["base"]), case["adapter"], digest, "first")
+    other = disturb(adapters.load(factory.load(case["base"]), case["adapter"], digest), seed=2)
+    adapters.add(model, save_adapter(other, tmp_path / "other", case["base"]), digest, "second")
+    for wanted, expected in (("second", logits(other)), ("first", case["logits"]), ("second", logits(other))):
+        adapters.switch(model, wanted)
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
+        assert not any(p.requires_grad for p in model.parameters())
+        with model.disable_adapter():
+            torch.testing.assert_close(logits(model), case["before"], rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="no adapter 'third'; there are first, second"):
+        adapters.switch(model, "third")
+
+
+def test_another_kind_of_adapter_cannot_stand_beside(saved: Any) -> None:
+    case = saved["lora on llama"]
+    digest = weights_digest(case["base"])
+    model = adapters.load(factory.load(case["base"]), case["adapter"], digest)
+    with pytest.raises(UsageError, match="cannot be loaded together with default"):
+        adapters.add(model, saved["prefix on llama"]["adapter"], digest, "second")
+    with pytest.raises(UsageError, match="an adapter 'default' already"):
+        adapters.add(model, case["adapter"], digest, "default")
+
+
+@pytest.mark.parametrize("name", [name for name in CASE_IDS if "prefix" not in name])
+def test_a_merged_model_is_the_unmerged_one_and_a_plain_one(saved: Any, name: str) -> None:
+    case = saved[name]
+    base = factory.load(case["base"])
+    names = {*factory.state(base)}
+    model = adapters.load(base, case["adapter"], weights_digest(case["base"]))
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), case["logits"], rtol=1e-5, atol=1e-5)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), case["logits"], rtol=1e-5, atol=1e-5)
+    merged = adapters.merge(model)
+    torch.testing.assert_close(logits(merged), case["logits"], rtol=1e-5, atol=1e-5)
+    assert {*factory.state(merged)} == names
+
+
+def test_a_merge_that_gives_no_number_is_refused(saved: Any) -> None:
+    case = saved["lora on llama"]
+    model = adapters.load(factory.load(case["base"]), case["adapter"], weights_digest(case["base"]))
+    with torch.no_grad():
+        next(iter(adapters.state(model).values())).fill_(float("inf"))
+    with pytest.raises(ArtifactError, match="cannot be merged"):
+        adapters.merge(model)
