@@ -125,7 +125,7 @@ def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(change:
 def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(shape: str, kind: str) -> None:
     base = tiny_model(**SHAPES[shape])
     frozen = copies(base.state_dict())
-    config = settings(kind=kind, targets=("all-linear",), tokens=4 * 96)
+    config = settings(kind=kind, targets=("all-linear",))
     logits_before = logits(base)
     model = adapters.attach(base, config)
     assert torch.equal(logits(model), logits_before) is (kind != "prefix"), "a fresh one of low rank changes no bit"
@@ -157,7 +157,7 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
         return copies(trainer.parallel.whole(adapters.state(model)))
 
     alone = fit(Ranks(0, 1, CPU))
-    first, _ = in_ranks(2, tmp_path / "ranks", fit, heavy=True)  # which gathers them
+    first, _ = in_ranks(2, tmp_path / "ranks", fit)  # which gathers them
     assert distance(alone, first) < 1e-4
 
 

@@ -72,7 +72,7 @@ def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
             trained("glm4_moe", ranks, sharded, steps=1, optim=MUON),
         )  # fmt: skip
 
-    return in_ranks(2, tmp_path_factory.mktemp("ranks"), work, heavy=True)
+    return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)
 
 
 def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(of_rank: Any) -> None:

@@ -129,7 +129,7 @@ def test_an_adapter_leaves_the_second_head_out() -> None:
 # --- whole stages -------------------------------------------------------------------------------------------------------
 
 
-SHORT = {"epochs": None, "tokens": 2 * 256}
+SHORT = {"epochs": None, "tokens": 3 * 256}
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])

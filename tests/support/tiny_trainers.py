@@ -189,24 +189,22 @@ def make_trainer(
 
 
 @functools.cache
-def import_for_forks() -> None:
-    """Import what sharding and compiling need: it takes two seconds, in each fork or once in this process."""
-    import torch.distributed.fsdp
-
+def import_compiler() -> None:
+    """Import what compiling needs: it takes two seconds, in each fork or once in this process."""
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
     torch._dynamo.reset()
 
 
 def in_ranks(
-    world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60, heavy: bool = False
+    world: int, directory: Path, work: Callable[[Ranks], Any], *, seconds: float = 60, compiles: bool = False
 ) -> list[Any]:
     """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
 
     They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already, and with
-    `heavy` what shards and compiles; one thread each, since OpenMP's threads do not survive it.
+    `compiles` its compiler, too; one thread each, since OpenMP's threads do not survive it.
     """
-    if heavy:
-        import_for_forks()
+    if compiles:
+        import_compiler()
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
 
