@@ -49,7 +49,8 @@ def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, 
     torch.set_num_threads(threads)
     config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
-    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=Clock()) if night else None
+    clock = Clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight, of which the others hear nothing
+    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
     notes.trainer = make_trainer(
         config, model, NumberedRows(52), task=task, callbacks=[notes], cadence=Cadence(log=1, checkpoint=100), night=shift,
         ranks=ranks,
@@ -71,9 +72,14 @@ def test_from_ten_to_eight_micro_batches_and_threads_are_halved_and_losses_are_t
     assert trainer.loader.consumed == 9
 
 
-def test_two_ranks_follow_one_clock(tmp_path: Path) -> None:
-    first, second = in_ranks(2, tmp_path, lambda ranks: fit(True, threads=1, ranks=ranks)[2].passes)
+def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> tuple[int, list[float]]:
+        notes, _, task = fit(True, threads=1, ranks=ranks)
+        return task.passes, notes.figures("night")
+
+    (first, lit), (second, _) = in_ranks(2, tmp_path, work)
     assert first == second, "both made the same change at the same step"
+    assert lit == [0] + [1] * 6 + [0] * 2
 
 
 @pytest.mark.parametrize(
