@@ -44,7 +44,7 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
 
 
 def trained(
-    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, *, steps: int = 3, optim: Optim | None = None,
+    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, *, steps: int = 2, optim: Optim | None = None,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:  # fmt: skip
     """Weights before and after, and curve."""

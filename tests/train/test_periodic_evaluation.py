@@ -127,7 +127,7 @@ def test_adapters_sample_and_ask_what_they_hold_out_and_move_nothing(
 ) -> None:
     monkeypatch.setattr(callbacks, "SAMPLE_TOKENS", 4)
     inputs = {"base": pretrained_base, "shards": stage_home.chats.path}
-    watched = {"eval_every_steps": 3, "eval_limit": 2, "sample_every_steps": 2, "sample_prompts": PROMPTS}
+    watched = {"eval_every_steps": 3, "eval_limit": 1, "sample_every_steps": 2, "sample_prompts": PROMPTS}
     more = {"virtual_tokens": 4} if kind == "prefix" else {"dropout": 0.2}
     for name, runtime in (("without", {}), ("with", watched)):
         settings = stage_settings(**runtime)
