@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.comparing import copies, distance, same
-from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, CPU, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, CPU, in_ranks, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
@@ -230,16 +229,3 @@ def test_8_bit_state_without_torchao_names_the_setting_and_the_command(monkeypat
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UsageError, match=r"optim.kind is adamw8bit, which needs torchao .*; try: pip install torchao"):
         optim.build(Small(), Optim(kind="adamw8bit"))
-
-
-def test_without_a_clip_the_gradients_are_applied_as_they_are() -> None:
-    def weights(clip: float | None) -> dict[str, torch.Tensor]:
-        model = tiny_model()
-        config = settings_of_training(optim=Optim(lr=1e-2, clip=clip), tokens=2 * 96)
-        make_trainer(config, model, NumberedRows(13)).fit()
-        return copies(model.state_dict())
-
-    assert same(weights(None), weights(1e9))
-    assert not same(weights(None), weights(0.01))
-    with pytest.raises(ValueError, match="greater than 0"):
-        Optim(clip=0)

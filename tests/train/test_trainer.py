@@ -224,7 +224,7 @@ def test_the_logged_rate_is_that_of_the_schedule() -> None:
 
 
 def test_the_norm_is_logged_before_the_clip_and_applied_after_it() -> None:
-    def norms(clip: float, steps: int) -> tuple[list[float], list[float]]:
+    def norms(clip: float | None, steps: int) -> tuple[list[float], list[float]]:
         """Of the gradients with which steps were made, and the logged ones."""
         config, model, recorder = settings_of_training(tokens=steps * 96, optim=Optim(clip=clip)), tiny_model(), Recorder()
         task = WatchedTask(config, model)
@@ -235,8 +235,10 @@ def test_the_norm_is_logged_before_the_clip_and_applied_after_it() -> None:
 
     applied, logged = norms(0.05, 4)
     assert max(applied) <= 0.05 * (1 + 1e-5) and min(logged) > 2 * 0.05
-    (unclipped,), _ = norms(1e9, 1)
+    (unclipped,), _ = norms(None, 1)
     assert logged[0] == pytest.approx(unclipped, rel=1e-5)
+    with pytest.raises(ValueError, match="greater than 0"):
+        Optim(clip=0)
 
 
 def test_no_figure_of_a_metrics_file_is_not_json(tmp_path: Path) -> None:
