@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -50,7 +49,6 @@ LIGHT = (
     "core", "config", "store", "data", "tracking", "loggers", "pipeline", "nightly", "export", "reports", "sweep", "cli",
     "flows",
 )  # fmt: skip
-HEAVY = ("torch", "prefect", "mlflow")
 # What a light package has for those who have decided to load a model, or a server, already
 LOADS = {
     "ttrain.cli.chat_screen": "torch",
@@ -59,8 +57,9 @@ LOADS = {
     "ttrain.flows.deployments": "prefect",
     "ttrain.flows.endpoint": "torch",
 }
-HELP = """
-import contextlib, functools, io, json, sys
+STARTED = """
+import contextlib, functools, importlib, io, json, sys
+from unittest.mock import MagicMock
 import typer
 typer.main.get_command = functools.cache(typer.main.get_command)  # else each page builds all commands anew
 from ttrain.cli.main import app, main
@@ -81,7 +80,14 @@ for words in [*walk(typer.main.get_command(app), []), *(["train", name] for name
     found[" ".join(["ttrain", *words])] = [code, "Usage:" in out.getvalue(), [name for name in heavy if name in sys.modules]]
     if not words and "pydantic" in sys.modules:  # the settings: 0.15 s
         found["ttrain"][-1].append("pydantic")
-print(json.dumps(found))
+brought = {}
+sys.modules |= {name: MagicMock() for name in ("wandb", "swanlab")}  # whose own imports take 2.8 s
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    for name in heavy[:3]:
+        if name in sys.modules:
+            brought.setdefault(name, module)
+print(json.dumps([found, brought]))
 """
 
 
@@ -106,17 +112,25 @@ def _names(node: ast.AST, importer: str, is_package: bool) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called in ("import_module", "__import__", "find_spec") and isinstance(node.args[0].value, str):
+        if called in BY_NAME and isinstance(node.args[0].value, str):
             yield node.args[0].value
 
 
-def _scan(tree: ast.AST, importer: str, path: str, *, is_package: bool, in_function: bool = False) -> Iterator[Import]:
+BY_NAME = ("import_module", "__import__", "find_spec")
+
+
+def _scan(
+    tree: ast.AST, importer: str, path: str, *, is_package: bool, by_name: bool = True, in_function: bool = False
+) -> Iterator[Import]:
+    """`by_name`: also calls that import, which takes a look at every expression."""
     for node in ast.iter_child_nodes(tree):
+        if not by_name and not isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            continue
         for name in _names(node, importer, is_package):
             yield Import(importer, name, in_function, f"{path}:{getattr(node, 'lineno', 0)} imports {name}")
         is_for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         inside = in_function or is_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _scan(node, importer, path, is_package=is_package, in_function=inside)
+        yield from _scan(node, importer, path, is_package=is_package, by_name=by_name, in_function=inside)
 
 
 def _modules() -> dict[str, Path]:
@@ -133,16 +147,12 @@ MODULES = _modules()
 @functools.cache
 def imports() -> list[Import]:
     """Of all modules; not when the tests are collected, which each worker does."""
-    return [
-        found
-        for name, path in MODULES.items()
-        for found in _scan(
-            ast.parse(path.read_text(encoding="utf-8")),
-            name,
-            path.relative_to(ROOT).as_posix(),
-            is_package=path.stem == "__init__",
-        )
-    ]
+    found = []
+    for name, path in MODULES.items():
+        code, place = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        by_name = any(call in code for call in BY_NAME)
+        found += _scan(ast.parse(code), name, place, is_package=path.stem == "__init__", by_name=by_name)
+    return found
 
 
 def _package(module: str) -> str:
@@ -245,46 +255,25 @@ def test_tests_have_no_init_files() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
-def _python(code: str) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_what_plans_stores_and_reports_loads_nothing_heavy() -> None:
-    """All modules of the light packages in one process; the first that brings a heavy library along is named."""
+def test_every_help_page_and_what_plans_stores_and_reports_load_nothing_heavy() -> None:
+    """All pages, then all modules of the light packages, in one process; the first that brings a heavy library is named."""
     light = [module for module in MODULES if _package(module) in LIGHT and module not in LOADS]
-    code = f"""
-import importlib, json, sys
-heavy, found = {HEAVY!r}, {{}}
-for module in {light!r}:
-    importlib.import_module(module)
-    for name in heavy:
-        if name in sys.modules:
-            found.setdefault(name, module)
-print(json.dumps(found))
-"""
     assert len(light) > 150
-    assert _python(code) == {}
-
-
-def test_every_help_page_opens_without_anything_heavy() -> None:
-    pages = _python(HELP)
+    command = [sys.executable, "-P", "-c", STARTED, json.dumps(light)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    pages, brought = json.loads(done.stdout.splitlines()[-1])
     assert {"ttrain", "ttrain pipeline", "ttrain pipeline run", "ttrain stage run", "ttrain config show"} <= set(pages)
     assert {page: result for page, result in pages.items() if result != [0, True, []]} == {}
+    assert brought == {}
 
 
-@pytest.mark.parametrize("name", profile_names())
-def test_every_profile_loads(name: str) -> None:
-    loaded = load(profiles=[name], environment={})
-    assert Settings.model_validate(loaded.settings.model_dump(mode="json")) == loaded.settings
-
-
-def test_the_three_profiles_are_there() -> None:
+def test_every_profile_loads() -> None:
     assert {"tiny", "small", "medium"} <= set(profile_names())
+    for name in profile_names():
+        loaded = load(profiles=[name], environment={})
+        assert Settings.model_validate(loaded.settings.model_dump(mode="json")) == loaded.settings
 
 
 @pytest.mark.parametrize("path", sorted((configs_directory() / "profiles").glob("*.yaml")), ids=lambda path: path.name)

@@ -62,13 +62,13 @@ def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name
     assert set_by_hand(loaded) == {"model.layers": str(second), "model.heads": str(first)}
 
 
-@pytest.mark.parametrize("name", ["pretrain", "sft", "lora"])
+@pytest.mark.parametrize("name", ["sft", "lora"])
 def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults_of_the_others(name: str) -> None:
     own = getattr(Settings(), name).optim
     assert getattr(load([f"{name}.optim.lr=0.5"], environment={}).settings, name).optim == own.model_copy(update={"lr": 0.5})
 
 
-@pytest.mark.parametrize("text", ["sft: {}", "sft: {optim: {}}", "", "# nothing\n"])
+@pytest.mark.parametrize("text", ["sft:\nlora: {optim: {}}", "# nothing\n"])
 def test_an_empty_section_in_a_file_changes_nothing(tmp_path: Path, profile: str, text: str) -> None:
     loaded = load(files=[settings_file(tmp_path, text)], profiles=[profile], environment={})
     assert loaded.settings.sft.optim.lr == LAYERS["profile"]
@@ -114,10 +114,8 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         refused(environment={"TTRAIN__RUNTIME__DEVICE": "gpu"}): (
             "runtime.device", "'gpu'", "TTRAIN__RUNTIME__DEVICE", "'auto', 'cpu', 'cuda' or 'mps'",
         ),
-        refused("name=a/b"): ("name", "'a/b'", "command line", "pattern"),
         refused("sft=3"): ("sft", "3", "command line", "a group of names"),
-        refused("pretrain.optim.lr=.nan"): ("pretrain.optim.lr", "nan", "command line", "finite"),
-        refused("pretrain.seed=4294967296"): ("pretrain.seed", "4294967296", "command line", "less than"),
+        refused("pretrain.optim.lr=.nan", "model.layers=0"): ("pretrain.optim.lr", "nan", "finite", "model.layers", "0"),
     }  # fmt: skip
     for message, parts in cases.items():
         assert [part for part in parts if part not in message] == [], message
@@ -132,7 +130,6 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
             ["model.hidden_size=100", "model.heads=3"],
             ["model.hidden_size is 100", "model.heads 3", "try model.hidden_size=102"],
         ),
-        (["model.heads=3"], ["model.hidden_size is 128", "model.heads 3", "try model.hidden_size=132"]),
         (
             ["model.heads=3", "model.hidden_size=129"],
             ["model.hidden_size is 129", "heads of 43", "multiple of 6", "try model.hidden_size=132"],
@@ -147,20 +144,11 @@ def test_a_broken_rule_between_settings_names_both_and_a_cure(overrides: list[st
     assert [part for part in parts if part not in message] == [], message
 
 
-def test_every_wrong_setting_is_named_at_once() -> None:
-    message = refused("sft.optim.lr=-1", "model.layers=0")
-    assert "sft.optim.lr" in message
-    assert "model.layers" in message
-
-
 @pytest.mark.parametrize(
     ("item", "budget"),
     [
         ("pretrain.epochs=2", (None, 2.0)),
-        ("pretrain.tokens=5000", (5000, None)),
         ("sft.tokens=5000", (5000, None)),
-        ("sft.epochs=3", (None, 3.0)),
-        ("lora.tokens=5000", (5000, None)),
     ],
 )
 def test_naming_one_budget_clears_the_default_of_the_other(item: str, budget: tuple[int | None, float | None]) -> None:
@@ -172,11 +160,12 @@ def test_naming_one_budget_clears_the_default_of_the_other(item: str, budget: tu
     assert set_by_hand(loaded) == {f"{name}.{chosen}": "command line", f"{name}.{other}": f"{name}.{chosen} is set"}
 
 
-@pytest.mark.parametrize("overrides", [["sft.tokens=5", "sft.epochs=1"], ["sft.tokens=null", "sft.epochs=null"]])
-def test_two_budgets_or_none_are_refused(overrides: list[str]) -> None:
-    message = refused(*overrides)
-    assert "set one of tokens" in message
-    assert "sft" in message
+def test_two_budgets_or_none_are_refused_and_a_stronger_layer_s_takes_a_weaker_one_s_away(tmp_path: Path) -> None:
+    for overrides in (["sft.tokens=5", "sft.epochs=1"], ["sft.tokens=null", "sft.epochs=null"]):
+        message = refused(*overrides)
+        assert "set one of tokens" in message and "sft" in message
+    loaded = load(["sft.tokens=5000"], files=[settings_file(tmp_path, "sft: {epochs: 3}")], environment={})
+    assert (loaded.settings.sft.tokens, loaded.settings.sft.epochs) == (5000, None)
 
 
 def test_python_docs_do_not_mix_with_files() -> None:
@@ -219,26 +208,12 @@ def test_all_sections_are_frozen_and_closed() -> None:
             type(section).model_validate({**section.model_dump(), "surprise": 1})
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]"],
-        ["model.kv_heads=1", "runtime.threads=3"],
-    ],
-)
-def test_settings_dumped_as_json_and_loaded_again_are_equal(tmp_path: Path, overrides: list[str]) -> None:
+def test_settings_dumped_as_json_and_loaded_again_are_equal(tmp_path: Path) -> None:
+    overrides = ["pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]", "model.kv_heads=1"]
     settings = load(overrides, environment={}).settings
     text = json.dumps(settings.model_dump(mode="json"))
     assert Settings.model_validate(json.loads(text)) == settings
     assert load(files=[settings_file(tmp_path, text)], environment={}).settings == settings
-
-
-def test_the_json_schema_describes_every_section() -> None:
-    schema = Settings.model_json_schema()
-    assert set(schema["properties"]) == set(Settings.model_fields)
-    assert schema["additionalProperties"] is False
-    assert json.loads(json.dumps(schema)) == schema
 
 
 def test_every_known_key_can_be_set_by_its_own_name() -> None:
@@ -267,7 +242,8 @@ def test_config_show_as_json_and_the_schema_are_json() -> None:
     shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
     assert shown["name"] == {"value": "small", "source": "profile small"}
     assert set(shown) == set(known_keys())
-    assert json.loads(runner.invoke(app, ["config", "schema"]).stdout) == Settings.model_json_schema()
+    schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
+    assert set(schema["properties"]) == set(Settings.model_fields) and schema["additionalProperties"] is False
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,15 +252,6 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         main(["--debug", "config", "show", "sft.epoch=2"])
     said = capsys.readouterr().err
     assert ended.value.code != 0 and "Traceback" in said and "UsageError" in said
-
-
-def test_a_stronger_layer_s_budget_takes_a_weaker_one_s_away(tmp_path: Path) -> None:
-    (tmp_path / "weak.yaml").write_text("sft: {epochs: 3}\nlora:\n")
-    loaded = load(["sft.tokens=5000"], files=[tmp_path / "weak.yaml"], environment={})
-    assert (loaded.settings.sft.tokens, loaded.settings.sft.epochs) == (5000, None)
-    assert loaded.settings.lora == load(environment={}).settings.lora, (
-        "a section of which nothing is said keeps its defaults"
-    )
 
 
 def test_a_section_that_is_absent_by_default_can_be_set_by_one_of_its_names() -> None:

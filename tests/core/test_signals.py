@@ -49,7 +49,7 @@ def end_of(process: subprocess.Popen[str], text: str) -> tuple[str, int]:
     return said, process.returncode
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_signal_asks_and_gives_the_exit_code(signum: int, code: int) -> None:
     with program() as process:
         process.send_signal(signum)

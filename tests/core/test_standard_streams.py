@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from ttrain.core.files import ProgressWriter
 from ttrain.core.terminal import READER_IS_GONE
@@ -47,8 +50,8 @@ def test_a_run_goes_on_when_the_disk_of_its_output_is_full() -> None:
 
 def test_a_run_goes_on_when_both_streams_are_gone() -> None:
     gone = pipe_without_a_reader()
-    code = f"import logging, warnings\nlogging.warning('unread')\nwarnings.warn('unread')\n{WORKS}"
-    assert output_of(f"outlast_output()\n{code}", stdout=gone, stderr=gone)[:2] == (0, "to the end")
+    code = f"outlast_output()\nimport logging, warnings\nlogging.warning('unread')\nwarnings.warn('unread')\n{WORKS}"
+    assert output_of(code, stdout=gone, stderr=gone)[:2] == (0, "to the end")
 
 
 def test_a_program_whose_streams_were_closed_opens_its_files_elsewhere(tmp_path: Path) -> None:
@@ -62,13 +65,13 @@ def test_a_program_whose_streams_were_closed_opens_its_files_elsewhere(tmp_path:
 
 def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:
     assert output_of(MANY_LINES, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
-    few = "from ttrain.cli.main import main\nmain(['config', 'show'])"  # what fails is the last flush
+    few = "from ttrain.cli.main import main\nmain(['--help'])"  # what fails is the last flush
     assert output_of(few, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
 
 
 def test_a_command_that_prints_onto_a_full_disk_fails_with_a_message() -> None:
     with Path("/dev/full").open("w") as full:
-        ended = output_of("from ttrain.cli.main import main\nmain(['config', 'show'])", stdout=full)
+        ended = output_of("from ttrain.cli.main import main\nmain(['--help'])", stdout=full)
     assert ended == (1, "", "error: standard output cannot be written: No space left on device\n")
 
 
@@ -90,16 +93,29 @@ def test_a_stage_outlives_a_full_disk_below_its_log() -> None:
         assert output_of(code, stdout=full, stderr=full)[:2] == (0, "to the end")
 
 
+def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.flows import deployments  # with Prefect, which a process of its own would take 3 s to load
+
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
+    monkeypatch.setattr(deployments, "get_run_logger", lambda: logger)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.dup2(pipe_without_a_reader(), 1)
+            sys.stdout = sys.__stdout__
+            deployments.set_up_logging()
+            console = deployments.flow_run_console()
+            console.print("[green]✓[/] pretrain: 3 s")
+            console.print("> sft")
+            os.write(writer, "|".join(lines).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as result:
+        assert result.read().decode() == "✓ pretrain: 3 s|> sft"
+    os.waitpid(child, 0)
+
+
 def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     ProgressWriter(tmp_path / "gone" / "progress.json").update(1, 2, "tokens")
-
-
-def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it() -> None:
-    code = (
-        "from types import SimpleNamespace\nfrom flows import deployments\nlines = []\n"
-        "deployments.get_run_logger = lambda: SimpleNamespace(info=lambda form, line: lines.append(form % line))\n"
-        "deployments.set_up_logging()\nconsole = deployments.flow_run_console()\n"
-        "console.print('[green]✓[/] pretrain: 3 s')\nconsole.print('> sft')\n"
-        "os.write(int(sys.argv[1]), '|'.join(lines).encode())"
-    )
-    assert output_of(code, stdout=pipe_without_a_reader())[:2] == (0, "✓ pretrain: 3 s|> sft")
