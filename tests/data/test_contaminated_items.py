@@ -31,7 +31,6 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more:
     ("kind", "row"),
     [
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
-        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1.0}),
         ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
         ("generation", {"question": QUESTION, "answer": ANSWER}),
         ("text", {"text": POEM}),
@@ -56,7 +55,7 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
         assert contaminated.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
 
 
-@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}, {"answer": "1234"}])
+@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}])
 def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
     items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
     (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import shard_sets
 from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
+from support.shard_sets import ALL
 from support.tiny_data import write_shards
 
 from ttrain.cli.main import main
 from ttrain.config import Reading, Settings
-from ttrain.data import contamination, overlap, sharding
-from ttrain.data.built_blocks import DataFile
+from ttrain.data import contamination, overlap
 from ttrain.data.contamination import OverlapRule
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import TextIndex, TextMatch
-from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet, read_shard
 from ttrain.errors import DataError, UsageError
 from ttrain.pipeline.input_files import data_files, evaluation_files
@@ -51,13 +51,6 @@ def naive(text: bytes, wanted: bytes, ngram: int) -> tuple[int, int]:
     return len(covered), longest
 
 
-def test_plain_text_is_the_same_however_a_text_is_written() -> None:
-    assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
-    assert overlap.plain("你好，世界！") == "你好世界".encode()
-    assert overlap.plain("—… 🙂 \u200b\0") == b""
-    assert overlap.plain("Ａ한글") == "a한글".encode()
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 10**6])
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
     rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(AWKWARD)]
@@ -71,6 +64,8 @@ def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, en
         found += [bytes(part.tobytes()) for part in np.split(data, begins[1:])]
     for text, part in zip(AWKWARD, found, strict=True):
         assert part == overlap.RECORD_BYTES + overlap.plain(text)
+    assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
+    assert overlap.plain("—… 🙂 \u200b\0") == b"" and overlap.plain("你好，世界！") == "你好世界".encode()
 
 
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
@@ -86,7 +81,7 @@ def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path
     assert [(one.record, one.bytes) for one in found] == [(0, 60), (2, 60)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     source = bytes(rng.choice(b"abcdefgh") for _ in range(3000))
@@ -121,17 +116,10 @@ def test_equal_numbers_of_different_bytes_are_no_overlap(monkeypatch: pytest.Mon
     assert TextIndex([wanted], 28).find(data, begins) == true == [TextMatch(0, 0, 30, 30)]
 
 
-def test_texts_of_one_letter_are_not_looked_for_and_cost_nothing() -> None:
-    texts = TextIndex([b"a" * 100_000, b"0" * 24, b"short", b"this one is long enough to be found"], 32)
-    assert texts.searchable.tolist() == [False, False, False, True]
-    assert texts.find(np.full(1_000_000, ord("a"), np.uint8), np.zeros(1, np.int64)) == []
-
-
 def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: Path) -> None:
     rows = [
         {"question": QUESTION, "choices": ["a", ANSWER], "answer": 1},
         {"question": QUESTION, "choices": ["a", ANSWER], "answer": "B"},
-        {"question": QUESTION, "choices": ["a", ANSWER], "answer": ANSWER},
         {"question": QUESTION, "choices": ["a", ANSWER], "answer": 7},
         {"question": QUESTION, "answer": ANSWER},
         {"context": "The old bridge crosses the", "target": " Rhine"},
@@ -142,7 +130,7 @@ def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: P
     ]
     found, tally = contamination.read_items(str(jsonl(tmp_path / "items.jsonl", rows)), "mixed")
     whole = overlap.plain(QUESTION + ANSWER)
-    expected = [whole, whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
+    expected = [whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
     assert [item.text for item in found] == [*expected, whole]
     assert sum(tally.rejected.values()) == 2
     assert found[1].location.endswith("items.jsonl:2")
@@ -170,11 +158,10 @@ def corpus(tmp_path: Path) -> tuple[Path, Path]:
     return jsonl(tmp_path / "documents.jsonl", documents), jsonl(tmp_path / "items.jsonl", items)
 
 
-def build(output: Path, encoder: Encoder, corpus: Path, against: contamination.OverlapCheck | None) -> Any:
-    reading = Reading(heldout_fraction=0.0)
-    recipe = recipe_of(reading, encoder.directory, "documents")
-    files = {"train": [DataFile(str(corpus), corpus.name)]}
-    return sharding.build(output, files, recipe, reading, block_bytes=2048, pool=Here(), against=against)
+def build(
+    output: Path, encoder: Encoder, corpus: Path, against: contamination.OverlapCheck | None, kind: str = "documents"
+) -> Any:
+    return shard_sets.build(output, [corpus], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against)
 
 
 @pytest.mark.parametrize("remove", [True, False])
@@ -209,28 +196,18 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     assert contamination.read_item_shares(tmp_path / "out") == {}
 
 
-@pytest.mark.parametrize(
-    ("rule", "touched", "overlapping"),
-    [
-        (OverlapRule(), 1, 0),
-        (OverlapRule(share=0.4), 1, 1),
-        (OverlapRule(share=0.41), 1, 0),
-        (OverlapRule(ngram_bytes=50, share=0.4), 0, 0),
-    ],
-    ids=str,
-)
-def test_the_rule_says_from_which_length_and_share_on_a_document_holds_an_item(
-    tmp_path: Path, encoder: Encoder, rule: OverlapRule, touched: int, overlapping: int
-) -> None:
+def test_the_rule_says_from_which_length_and_share_on_a_document_holds_an_item(tmp_path: Path, encoder: Encoder) -> None:
     """A document has the first 40 of the 100 letters of an item."""
     item = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=100))
-    documents, items = tmp_path / "documents.jsonl", tmp_path / "items.jsonl"
-    rows = [f"0123 {item[:40]} 4567", *(f"Another document, number {n}." for n in range(5))]
-    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    items.write_text(json.dumps({"text": item}) + "\n")
-    built = build(tmp_path / "out", encoder, documents, contamination.overlap_check([str(items)], rule, remove=False))
-    task = built.contamination["tasks"]["items.jsonl"]
-    assert (task["items"], task["touched"], task["overlapping"]) == (1, touched, overlapping)
+    texts = [f"0123 {item[:40]} 4567", *(f"Another document, number {n}." for n in range(5))]
+    documents = jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    items = jsonl(tmp_path / "items.jsonl", [{"text": item}])
+    for number, (rule, touched, overlapping) in enumerate((
+        (OverlapRule(share=0.4), 1, 1), (OverlapRule(share=0.41), 1, 0), (OverlapRule(ngram_bytes=50, share=0.4), 0, 0),
+    )):  # fmt: skip
+        against = contamination.overlap_check([str(items)], rule, remove=False)
+        task = build(tmp_path / f"{number}", encoder, documents, against).contamination["tasks"]["items.jsonl"]
+        assert (task["items"], task["touched"], task["overlapping"]) == (1, touched, overlapping)
 
 
 def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
@@ -246,10 +223,7 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
     documents = jsonl(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
     items = jsonl(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
     against = contamination.overlap_check([str(items)], OverlapRule(), remove=True)
-    reading = Reading(heldout_fraction=0.0)
-    recipe = recipe_of(reading, encoder.directory, "chats")
-    files = {"train": [DataFile(str(documents), "chats")]}
-    built = sharding.build(tmp_path / "out", files, recipe, reading, block_bytes=1 << 20, pool=Here(), against=against)
+    built = build(tmp_path / "out", encoder, documents, against, "chats")
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
     assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
     assert [place["record"] for place in told["items"][0]["places"]] == [5, 6]
@@ -267,37 +241,33 @@ def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encod
     assert data.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
 
 
-def test_what_many_texts_begin_with_finds_none_of_them_alone() -> None:
+def test_what_says_little_of_a_text_and_what_many_begin_with_finds_none_of_them() -> None:
     rng = random.Random(4)
     instruction = b"translatethefollowingsentenceintothelanguageofourtimeplease"
     ends = [bytes(rng.choice(b"abcdefgh") for _ in range(40)) for _ in range(300)]
     texts = TextIndex([instruction + end for end in ends], 32)
     assert texts.searchable.all()
+    repeated = TextIndex([b"a" * 100_000, b"0" * 24, b"short", b"this one is long enough to be found"], 32)
+    assert repeated.searchable.tolist() == [False, False, False, True], "of one letter, or too short"
     alone = (instruction + b"z" * 9) * 50
     found = texts.find(np.frombuffer(alone + instruction + ends[7], np.uint8), np.array([0, len(alone)]))
     assert {one.record for one in found} == {1}
     assert max(found, key=lambda one: one.bytes) == TextMatch(1, 7, len(instruction) + 40, len(instruction) + 40)
     alike = TextIndex([instruction + bytes([65 + number]) for number in range(50)] * 2, 32)
     assert alike.searchable.all(), "the last letter tells them apart"
+    found = alike.find(np.frombuffer(instruction + b"A", np.uint8), np.array([0]))
+    assert {one.text for one in found if one.bytes > len(instruction)} == {0, 50}, "a text that comes twice, each time"
 
 
 def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -> None:
-    names, numbers = [f"Namenname{one}" for one in "abcdefghijklmnopqrst"], range(100, 120)
+    names, numbers = [f"Namenname{one}" for one in "abcdefghijklmnopqr"], range(100, 118)
     pattern = "howmanyappleshas{}whenmarygiveshimanotherbasketwith{}applesinsideitintheafternoon"
     texts = [pattern.format(name, number).encode() for name in names for number in numbers]
     searched = TextIndex(texts, 32)
     assert searched.searchable.all()
-    for number, text in enumerate(texts):
+    for number, text in list(enumerate(texts))[::7]:
         found = searched.find(np.frombuffer(text, np.uint8), np.array([0]))
         assert number in {one.text for one in found if one.bytes == len(text)}
-
-
-def test_an_item_that_stands_often_in_an_evaluation_is_found_each_time(tmp_path: Path, encoder: Encoder) -> None:
-    documents = jsonl(tmp_path / "documents.jsonl", [{"text": POEM}, {"text": "Nothing of the kind stands here."}])
-    items = jsonl(tmp_path / "items.jsonl", [{"text": POEM}] * 300)
-    build(tmp_path / "out", encoder, documents, contamination.overlap_check([str(items)], OverlapRule(), remove=False))
-    told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    assert told["tasks"]["items.jsonl"]["overlapping"] == len(told["items"]) == 300
 
 
 def test_nothing_is_found_where_it_was_left_out(
@@ -327,9 +297,7 @@ def test_what_was_held_out_is_looked_for_where_no_items_are_named(
     texts = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(100)) for _ in range(40)]
     documents = jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))])
     reading = Reading(heldout_fraction=0.3)
-    recipe = recipe_of(reading, encoder.directory, "documents")
-    files = {"train": [DataFile(str(documents), "documents")]}
-    sharding.build(tmp_path / "out", files, recipe, reading, block_bytes=1 << 20, pool=Here())
+    shard_sets.build(tmp_path / "out", [documents], recipe_of(reading, encoder.directory, "documents"), reading)
     held_out = [record["text"].lower() for record in heldout_records(tmp_path / "out")]
     alone = sum(held_out.count(text) == 1 for text in held_out)  # the other spelling is learnt from
     assert 0 < alone < len(held_out)

@@ -100,7 +100,7 @@ def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
 
 
 def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(1500))
+    path = write_lines(tmp_path / "a.jsonl", rows_of(800))
     build(tmp_path / "whole", [path], recipe)
     code = f"""
 from pathlib import Path
@@ -112,20 +112,17 @@ files = {{"train": [DataFile({str(path)!r}, "a.jsonl")]}}
 recipe = {replace(recipe, heldout_fraction=ALL.heldout_fraction, seed=ALL.seed)!r}
 build(Path({str(tmp_path / "out")!r}), files, recipe, Reading(heldout_fraction=0), block_bytes={BLOCK}, pool=Here())
 """
-    made: list[int] = []
-    for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", code])
-        done = tmp_path / "out" / "run" / "blocks"
-        goal = (made[-1] if made else 0) + 8
-        while len(list(done.glob("*.json"))) < goal and process.poll() is None:
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        made.append(len(list(done.glob("*.json"))))
-    assert made[0] < made[1] < 90
+    process = subprocess.Popen([sys.executable, "-c", code])
+    done = tmp_path / "out" / "run" / "blocks"
+    while len(list(done.glob("*.json"))) < 8 and process.poll() is None:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = len(list(done.glob("*.json")))
+    assert 8 <= finished < 60
     assert not (tmp_path / "out" / "train" / "index.json").exists()
     built = build(tmp_path / "out", [path], recipe)
-    assert built.encoded_blocks == built.blocks - made[-1]
+    assert built.encoded_blocks == built.blocks - finished
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
 
@@ -156,8 +153,8 @@ def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
     tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file operation of the assembly is once the last one of its process."""
-    rows = rows_of(80)
-    a, b = write_lines(tmp_path / "a.jsonl", rows[:50]), write_lines(tmp_path / "b.jsonl", [*rows[30:], b"{"])
+    rows = rows_of(40)
+    a, b = write_lines(tmp_path / "a.jsonl", rows[:25]), write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"])
     reading = Reading(heldout_fraction=0.1)
     build(tmp_path / "lent", [b], recipe, reading)
     lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
@@ -194,16 +191,6 @@ def test_putting_together_can_end_anywhere_and_the_next_run_mends_it(
         build(output, [a, b], lending, reading)
         assert digests(output) == expected
     assert ended > 15
-
-
-def test_a_head_taken_by_several_workers_leaves_nothing_else(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(1000))
-    reading = Reading(heldout_fraction=0.1, limit=20, sample="head")
-    build(tmp_path / "one", [path], recipe, reading)
-    with Processes(2) as pool:
-        build(tmp_path / "two", [path], recipe, reading, pool=pool)
-    one, two = (sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*")) for n in ("one", "two"))
-    assert one == two
 
 
 def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
