@@ -19,23 +19,8 @@ from ttrain.errors import DataError
 NAMES = {"system": "System：", "user": "User：", "assistant": "Assistant：", "tool": "Tool："}
 
 PIECES = (
-    "the fox",
-    " jumps",
-    "\n",
-    "  ",
-    "über",
-    "日本語",
-    "\u3000",
-    "🙂",
-    "e\u0301",
-    "don't",
-    "{{ x }}",
-    "{% if %}",
-    "<",
-    "|>",
-    "",
-    "0x1F",
-)
+    "the fox", " jumps", "\n", "  ", "über", "日本語", "\u3000", "🙂", "e\u0301", "{{ x }}", "{% if %}", "<", "|>", "",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +67,7 @@ def as_dicts(messages: tuple[Message, ...]) -> list[dict[str, str]]:
 
 def test_ids_and_mask_equal_what_transformers_renders_from_the_template(fox_encoder: Encoder, opened: Any) -> None:
     chance = random.Random(1)
-    for _ in range(150):
+    for _ in range(50):
         messages = random_chat(chance)
         rendered = opened.apply_chat_template(
             as_dicts(messages), return_assistant_tokens_mask=True, return_dict=True, tokenize=True
@@ -90,19 +75,13 @@ def test_ids_and_mask_equal_what_transformers_renders_from_the_template(fox_enco
         ids, live = encode_chat(fox_encoder, messages)
         assert ids == rendered["input_ids"], messages
         assert [int(token) for token in live] == rendered["assistant_masks"], messages
-
-
-def test_a_prompt_equals_the_template_with_its_generation_prompt(fox_encoder: Encoder, opened: Any) -> None:
-    chance = random.Random(2)
-    for _ in range(50):
-        messages = random_chat(chance)
         rendered = opened.apply_chat_template(as_dicts(messages), add_generation_prompt=True, return_dict=True)
         assert prompt_ids(fox_encoder, messages) == rendered["input_ids"]
 
 
 def test_the_live_tokens_are_the_answers_and_what_stops_each(fox_encoder: Encoder) -> None:
     chance, end = random.Random(3), fox_encoder.end_id
-    for _ in range(150):
+    for _ in range(50):
         messages = random_chat(chance)
         ids, live = encode_chat(fox_encoder, messages)
         answers: list[list[int]] = [[]]
@@ -119,7 +98,7 @@ def test_the_live_tokens_are_the_answers_and_what_stops_each(fox_encoder: Encode
 
 def test_many_chats_are_encoded_as_each_alone(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     chance = random.Random(4)
-    talks = [random_chat(chance) for _ in range(100)]
+    talks = [random_chat(chance) for _ in range(40)]
     for opened in (fox_encoder, tinyseek):
         many = encode_chats(opened, talks)
         assert [(ids.tolist(), live.tolist()) for ids, live in many] == [encode_chat(opened, talk) for talk in talks]
@@ -142,7 +121,7 @@ def test_an_answer_that_is_not_learnt_changes_the_mask_and_no_token(fox_encoder:
 def test_a_prompt_is_where_the_answer_begins_in_training(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     chance = random.Random(5)
     for opened in (fox_encoder, tinyseek):
-        for _ in range(30):
+        for _ in range(10):
             talk = random_chat(chance)
             ids, live = encode_chat(opened, (*talk, Message("assistant", "the fox")))
             answer = len(opened.encode(["the fox"])[0]) + 1
@@ -213,7 +192,7 @@ def test_tinyseek_is_the_string_of_its_scripts(tinyseek: Encoder) -> None:
 
 def test_tinyseek_names_all_four_roles_and_its_mask_is_transformers(tinyseek: Encoder) -> None:
     opened, chance = in_transformers(tinyseek.directory), random.Random(6)
-    for _ in range(50):
+    for _ in range(20):
         messages = random_chat(chance)
         ends = {role: "<|im_end|>" if role == "assistant" else "\n" for role in ROLES}
         golden = "".join(NAMES[turn.role] + turn.content + ends[turn.role] for turn in messages)
@@ -225,13 +204,12 @@ def test_tinyseek_names_all_four_roles_and_its_mask_is_transformers(tinyseek: En
     assert (rendered["input_ids"], rendered["assistant_masks"]) == (ids, [int(alive) for alive in live])
 
 
-@pytest.mark.parametrize("role", ["bot", "User", "human", ""])
-def test_an_unknown_role_is_an_error_in_every_template(fox_encoder: Encoder, tinyseek: Encoder, role: str) -> None:
+def test_an_unknown_role_is_an_error_in_every_template(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     for opened in (fox_encoder, tinyseek):
-        with pytest.raises(DataError, match=f"unknown role '{role}'"):
-            encode_chats(opened, [(Message(role, "x"), Message("assistant", "y"))])
-        with pytest.raises(Exception, match=f"unknown role {role}"):
-            in_transformers(opened.directory).apply_chat_template([{"role": role, "content": "x"}])
+        with pytest.raises(DataError, match="unknown role 'User'"):
+            encode_chats(opened, [(Message("User", "x"), Message("assistant", "y"))])
+        with pytest.raises(Exception, match="unknown role User"):
+            in_transformers(opened.directory).apply_chat_template([{"role": "User", "content": "x"}])
 
 
 def test_a_small_chat_is_laid_out_by_hand(fox_encoder: Encoder) -> None:

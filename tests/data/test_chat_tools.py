@@ -75,11 +75,9 @@ def test_arguments_as_text_stay_as_they_are_written() -> None:
 
 
 def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
-    for content in (None, "", "absent"):
-        turn = {"role": "assistant", "content": content, "tool_calls": [{"name": "f", "arguments": {}}]}
-        if content == "absent":
-            del turn["content"]
-        text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for content in ({"content": None}, {"content": ""}, {}):
+        turn = {"role": "assistant", **content, "tool_calls": [{"name": "f", "arguments": {}}]}
         assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
 
 
@@ -94,30 +92,21 @@ RESULT = {"role": "tool", "content": "2"}
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (chat(RESULT), "a tool turn without a call before it"),
         (chat(RESULT, call()), "a tool turn without a call before it"),
         (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
         (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
-        (chat(call(id=None), {**RESULT, "tool_call_id": "1"}), "which no call before it has"),
         (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
         (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
-        (chat({**call(), "tool_calls": 3}), "'tool_calls' is a number, not a list"),
         (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
         (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
-        (chat(call(name=" ")), "a tool call has no name"),
-        (chat(call(name=1)), "a tool call has no name"),
         (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
-        (chat(call(arguments="")), "the arguments of a tool call: not valid JSON"),
         (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
-        (chat(call(arguments=None)), "the arguments of a tool call are null, not an object"),
         (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
         (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
-        (chat({"from": "function_call", "value": "{}"}), "a tool call has no name"),
         (chat(tools="{broken"), "'tools': not valid JSON"),
         (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
         (chat(tools=[{"type": "function"}]), "a tool has no name"),
         (chat(tools=["f"]), "a tool is text, not an object"),
-        (chat({"role": "system", "content": "s", "tools": "{broken"}), "'tools': not valid JSON"),
         (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
         (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
     ],

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,8 @@ from ttrain.stages.job import StageContext
 # --- whole files
 
 
-def zstd(data: bytes) -> bytes:
-    packed: bytes = pa.compress(data, codec="zstd", asbytes=True)
-    return packed
-
-
 GOOD_FILE = FIRST + b"\n" + LAST + b"\n"
-LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(20_000))
+LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(10_000))
 
 
 class Shrinking(Here):
@@ -53,16 +47,10 @@ class Shrinking(Here):
             yield function(*task)
 
 
-def make_parquet(path: Path) -> None:
-    pq.write_table(pa.table({"text": [str(n) for n in range(5000)]}), path)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gzip, cut": (lambda path: path.write_bytes(gzip.compress(LARGE)[:-3000]), "is truncated"),
-    "parquet, cut": (make_parquet, "is truncated or corrupt"),
+    "cut": (lambda path: path.write_bytes(gzip.compress(LARGE)[:-3000]), "is truncated"),
     "missing": (lambda path: None, "cannot read"),
-}  # fmt: skip
+}
 if Path("/proc/self/mem").exists():  # a file whose bytes cannot be read, as on a broken disk
     REFUSED["an error of the disk"] = (lambda path: path.symlink_to("/proc/self/mem"), "cannot read")
 
@@ -98,28 +86,6 @@ def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not
     assert raised.value.files == (str(bad),)
 
 
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Root may read everything, so that a test of permissions has to be somebody else."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD_FILE)
-    path.chmod(0)
-    with as_nobody(), pytest.raises(DataError, match=r"cannot read .*Permission denied") as raised:
-        build(path, recipes["documents"])
-    assert str(path) in str(raised.value)
-
-
 def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_and_not_fewer_rows(
     tmp_path: Path, recipes: dict[str, BlockRecipe]
 ) -> None:
@@ -144,34 +110,33 @@ def test_what_is_appended_while_a_file_is_read_is_left_for_the_next_time(
                 yield function(*task)
 
     built, _ = build(path, recipes["documents"], 1 << 16, Growing())
-    assert built.tallies["train"].to_json() == {"rows": 20_000, "kept": 20_000, "skipped": {}, "rejected": {}}
+    assert built.tallies["train"].to_json() == {"rows": 10_000, "kept": 10_000, "skipped": {}, "rejected": {}}
 
 
 LIST = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), pa.nulls(20_000_000))
 INDEXES = pa.Array.from_buffers(pa.int32(), 100_000, [None, pa.py_buffer(bytes(400_000))])
 BOMBS = {
     "a list of nulls in one row": (LIST, "unpacks to"),
-    "one long text": (pa.array(["a" * 100_000_000]), "unpacks to"),
+    "one long text": (pa.array(["a" * 50_000_000]), "unpacks to"),
     "a text in all rows": (
         pa.DictionaryArray.from_arrays(INDEXES, ["a" * 10_000]), r"unpacks to more than 100 times .* 1 MiB, at its row"
     ),
-    "many short rows": (pa.DictionaryArray.from_arrays(INDEXES, ["a"]), r"unpacks to more than 100 times .* 1 MiB"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "reason"), BOMBS.values(), ids=BOMBS)
 def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused_and_the_process_lives(
-    column: Any, reason: str, tmp_path: Path, recipes: dict[str, BlockRecipe], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipes: dict[str, BlockRecipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "bomb.parquet"
-    pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False)
-    assert path.stat().st_size < 20_000
     small = Sandbox(parquet.answer, seconds=5, seconds_per_result=5, memory_bytes=512 << 20, preloaded=("pyarrow.parquet",))
     monkeypatch.setattr(parquet, "OUTPUT_BYTES", 1 << 20)
     with contextlib.closing(small):
         monkeypatch.setattr(parquet, "SANDBOX", small)
-        with pytest.raises(DataError, match=rf"bomb.parquet {reason}.*; fetch it again, or write it as JSON Lines"):
-            build(path, recipes["documents"])
+        for column, reason in BOMBS.values():
+            pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False)
+            assert path.stat().st_size < 20_000
+            with pytest.raises(DataError, match=rf"bomb.parquet {reason}.*; fetch it again, or write it as JSON Lines"):
+                build(path, recipes["documents"])
 
 
 def test_rows_of_parquet_are_numbered_through_empty_groups(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
@@ -221,7 +186,7 @@ def measured(recipe: BlockRecipe, paths: Sequence[Path], max_line_bytes: int) ->
 
 def check_zeros(directory: Path, recipe: BlockRecipe, mebibytes: int, line_mebibytes: int) -> None:
     """140 MiB for the libraries, twice `reading.max_line_bytes`, and pieces."""
-    (directory / "blank").write_bytes(b"\n" * 1_000_000 + FIRST)
+    (directory / "blank").write_bytes(b"\n" * 200_000 + FIRST)
     (directory / "zeros.gz").write_bytes(gzip_bomb(mebibytes))
     (directory / "zeros.zst").write_bytes(zstd_bomb(mebibytes))
     with (directory / "sparse").open("wb") as file:
@@ -236,7 +201,7 @@ def check_zeros(directory: Path, recipe: BlockRecipe, mebibytes: int, line_mebib
 def test_a_line_without_end_costs_the_memory_of_the_longest_that_is_allowed(
     tmp_path: Path, recipes: dict[str, BlockRecipe]
 ) -> None:
-    check_zeros(tmp_path, recipes["documents"], 120, 2)
+    check_zeros(tmp_path, recipes["documents"], 60, 2)
 
 
 @pytest.mark.long

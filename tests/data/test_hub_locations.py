@@ -55,21 +55,22 @@ def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 TRAIN = [f"hf://owner/some-set@{NEW}/data/train-0000{n}-of-00002.jsonl" for n in (0, 1)]
 
 
-def test_a_data_set_is_its_training_split_at_a_commit(online: FakeHub) -> None:
-    assert expand("hf://owner/some-set") == TRAIN
-    assert expand("hf://datasets/owner/some-set", "hf://owner/some-set@main") == TRAIN
+def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(online: FakeHub) -> None:
+    assert expand("hf://owner/some-set") == expand("hf://datasets/owner/some-set") == TRAIN
     assert [locations.version(location) for location in TRAIN] == TRAIN
+    online.repos["owner/some-set"]["main"] = OLD
+    asked = len(online.site.asked)
+    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
+    assert len(online.site.asked) == asked, "one process sees one commit"
 
 
 @pytest.mark.parametrize(
     ("pattern", "commit", "names"),
     [
         ("/constraints.jsonl", NEW, ["constraints.jsonl"]),
-        ("/README.md", NEW, ["README.md"]),
         ("/data", NEW, ["data/test.jsonl", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
         ("/data/t*0*.jsonl", NEW, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
         ("/*.jsonl", NEW, ["constraints.jsonl", "strain.jsonl"]),
-        ("/**/test.*", NEW, ["data/test.jsonl"]),
         ("@v1", OLD, ["only.jsonl.gz"]),
         (f"@{OLD}/only.jsonl.gz", OLD, ["only.jsonl.gz"]),
         ("@refs/convert/parquet", CONVERTED, ["default/train/0.parquet"]),
@@ -82,14 +83,6 @@ def test_files_of_a_data_set_are_named_by_revision_path_folder_or_glob(
     assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
 
 
-def test_one_process_sees_one_commit_and_asks_once(online: FakeHub) -> None:
-    assert expand("hf://owner/some-set") == TRAIN
-    online.repos["owner/some-set"]["main"] = OLD
-    asked = len(online.site.asked)
-    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
-    assert len(online.site.asked) == asked
-
-
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
@@ -98,7 +91,6 @@ def test_one_process_sees_one_commit_and_asks_once(online: FakeHub) -> None:
         ("hf://owner/some-set@v9", "no branch, tag or commit 'v9'"),
         ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
-        ("hf://", "not the name of a data set"),
         ("hf://owner/.some--set", "does not allow this name"),
     ],
 )
@@ -173,8 +165,6 @@ def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
         UsageError, match=r"data\.pretrain is 'hf://owner/name@v2' but the Hub cannot be reached.*hf download"
     ):
         expand("hf://owner/name@v2")
-    with pytest.raises(UsageError, match="its cache does not hold owner/other"):
-        expand("hf://owner/other")
 
 
 def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
@@ -188,12 +178,9 @@ print(json.dumps([found, b"".join(streams.chunks(found[0])).decode()]))
         environment = {**os.environ, "HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
         environment = {name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
         command = [sys.executable, "-c", code]
-        outputs = []
-        for offline in ("0", "1"):
-            environment["HF_HUB_OFFLINE"] = offline
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
-            outputs.append(json.loads(done.stdout))
-    assert outputs == [[[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]] * 2
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == [[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]
+    assert list(tmp_path.glob("hub/datasets--owner--name/snapshots/*/rows.jsonl"))
 
 
 @pytest.mark.parametrize("location", ["dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"])

@@ -28,7 +28,6 @@ from ttrain.data.records import (
     read,
     records,
 )
-from ttrain.data.streams import CHUNK_BYTES
 from ttrain.errors import DataError
 
 MIB = 1 << 20
@@ -49,17 +48,10 @@ def written(tmp_path: Path, data: bytes, name: str = "rows.jsonl") -> Path:
     return path
 
 
-def texts(path: Path, **named: Any) -> list[str]:
-    return [value["text"] for _, value in rows_of(path, **named)[0]]
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         (b'{"text": "a"', "not valid JSON"),
-        (b'{"text": "\xff"}', "not valid UTF-8"),
-        (b"[" * 100_000 + b"]" * 100_000, "not valid JSON"),
-        (b"[1, 2]", "not a JSON object but a list"),
         (b'{"text": "' + b"x" * MIB + b'"}', f"line longer than reading.max_line_bytes={MIB}"),
         (b" " * (MIB + 1), f"line longer than reading.max_line_bytes={MIB}"),
     ],
@@ -83,26 +75,15 @@ def test_a_bad_line_is_counted_with_its_place_and_costs_its_neighbours_nothing(
     assert json.loads(json.dumps(aside)) == aside
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("end", [b"\n", b""])
-def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(tmp_path: Path, extra: int, end: bytes) -> None:
+def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(tmp_path: Path) -> None:
     line = b'{"text": "xxxx"}'
-    found, tally = rows_of(written(tmp_path, line + end), limit=len(line) - extra)
-    assert (len(found), tally.rejected.total()) == (1 - extra, extra)
+    for end in (b"\n", b""):
+        for extra in (0, 1):
+            found, tally = rows_of(written(tmp_path, line + end), limit=len(line) - extra)
+            assert (len(found), tally.rejected.total()) == (1 - extra, extra)
 
 
-def test_lines_are_whole_wherever_the_chunks_are_cut(tmp_path: Path) -> None:
-    """Around the border of the first chunk: a line that ends before it, at it, after it, and one that spans three."""
-    for shift in (-2, -1, 0, 1, 2):
-        first = json.dumps({"text": "x" * (CHUNK_BYTES - 12 + shift)}).encode()
-        long = json.dumps({"text": "y" * (2 * CHUNK_BYTES)}).encode()
-        path = written(tmp_path, b"\n".join((first, b'{"text": "a"}', long, b'{"text": "b"}')))
-        found = texts(path, limit=4 * CHUNK_BYTES)
-        assert [len(text) for text in found] == [CHUNK_BYTES - 12 + shift, 1, 2 * CHUNK_BYTES, 1]
-        assert texts(path, limit=100) == ["a", "b"]
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r", b"\n\n", b" "]), max_size=30),
     cuts=st.lists(st.integers(0, 40)),
@@ -119,7 +100,7 @@ def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(data: list[bytes],
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD * 200_000)
+    path = written(tmp_path, GOOD * 120_000)
     found = records([str(path)], Tally(), MIB)
     next(found)
     os.truncate(path, 2 * MIB)
@@ -141,12 +122,10 @@ def test_several_files_are_read_in_the_given_order_with_their_own_line_numbers(t
 # --- what is told of it
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"")], ids=["nothing", "blank", "mark", "gzip"]
-)
-def test_an_empty_file_has_no_rows_and_the_check_says_so(tmp_path: Path, data: bytes) -> None:
-    found, tally = rows_of(written(tmp_path, data))
-    assert (found, tally.rows) == ([], 0)
+def test_an_empty_file_has_no_rows_and_the_check_says_so(tmp_path: Path) -> None:
+    for data in (b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"")):
+        found, tally = rows_of(written(tmp_path, data))
+        assert (found, tally.rows) == ([], 0)
     with pytest.raises(DataError, match=r"data\.pretrain: no rows are left of 0"):
         tally.check("data.pretrain", 1.0, "the key 'text'")
 
@@ -159,17 +138,8 @@ def test_too_many_bad_rows_name_the_first_the_field_and_the_keys_that_are_there(
     with pytest.raises(DataError) as raised:
         tally.check("data.pretrain", 0.009, "the key 'text'")
     message = str(raised.value)
-    expected = (
-        "data.pretrain",
-        "1 of 100",
-        "rejected_fraction=0.009",
-        f"{path}:100",
-        "one JSON object a line",
-        "'text'",
-        "txet",
-        "id",
-    )
-    for part in expected:
+    for part in ("data.pretrain", "1 of 100", "rejected_fraction=0.009", f"{path}:100", "one JSON object a line", "'text'",
+                 "txet", "id"):  # fmt: skip
         assert part in message
 
 
@@ -185,15 +155,15 @@ def test_a_tally_adds_up_over_parts_and_stays_small() -> None:
     total = Tally()
     for part in range(3):
         tally = Tally()
-        for row in range(1000):
+        for row in range(400):
             tally.rows += 1
             tally.see({f"key {row} {n}": 0 for n in range(2 * KEYS_OF_A_ROW)})
             tally.reject(f"file {part}", row, f"unknown role {part} {row}")
-        assert len(tally.keys_seen) == min(1000, KEYS_LOOKED_AT) * KEYS_OF_A_ROW
+        assert len(tally.keys_seen) == min(400, KEYS_LOOKED_AT) * KEYS_OF_A_ROW
         total.add(tally)
-    assert (total.rows, total.rejected.total()) == (3000, 3000)
+    assert (total.rows, total.rejected.total()) == (1200, 1200)
     assert len(total.rejected) <= REASONS + 1
-    assert total.rejected[OTHER_REASONS] >= 3000 - REASONS
+    assert total.rejected[OTHER_REASONS] >= 1200 - REASONS
     assert total.first_rejected == [f"file 0:{row}: unknown role 0 {row}" for row in range(FIRST_REJECTED)]
 
 
@@ -203,25 +173,18 @@ def assert_adds_up(tally: Tally, kept: int) -> None:
     json.dumps(tally.to_json())
 
 
-SHAPED = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ["text", "messages", "conversations", "role", "content", "from", "value", "instruction", "output"]
-            ),
-            inner | st.sampled_from(["user", "assistant", "system", "human", "gpt"]),
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
 BROKEN_ARCHIVES = [gzip.compress(GOOD)[:10], b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd\x00", b"BZh9", b"\xfd7zXZ\0"]
-SOME_LINES = st.lists(st.binary(max_size=40) | SHAPED.map(lambda value: json.dumps(value).encode()), max_size=12)
+ROWS = [
+    b'{"text": "a"}',
+    b'{"text": 1}',
+    b'{"messages": [{"role": "assistant", "content": "a"}]}',
+    b'{"messages": [{}]}',
+    b"{",
+]
+SOME_LINES = st.lists(st.binary(max_size=40) | st.sampled_from(ROWS), max_size=12)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(some=SOME_LINES, packed=st.booleans(), head=st.just(b"") | st.sampled_from(BROKEN_ARCHIVES))
 @example(some=[b"PAR1"], packed=False, head=b"")
 @example(some=[b"\xff\xfe"], packed=True, head=b"")

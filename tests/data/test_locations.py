@@ -54,12 +54,8 @@ def test_a_file_is_itself_whatever_its_name_and_a_glob_what_it_matches(folder: P
         assert expand(str(folder / name)) == [str(folder / name)]
     assert expand(f"{folder}/*.jsonl") == [str(folder / "[1] 文件?.jsonl"), str(folder / "b.jsonl")]
     assert expand(f"{folder}/**/*.ndjson") == [str(folder / "deep/er/d.ndjson")]
-
-
-def test_several_patterns_keep_their_order_and_name_a_file_once(folder: Path) -> None:
-    expected = [str(folder / name) for name in ("f.parquet", "b.jsonl", "[1] 文件?.jsonl", "a.jsonl.gz")]
-    patterns = (f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl", f"{folder}/[ab]*")
-    assert expand(*patterns) == expected
+    in_order = [str(folder / name) for name in ("f.parquet", "b.jsonl", "[1] 文件?.jsonl")]
+    assert expand(f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl") == in_order
 
 
 def test_a_home_is_written_as_a_tilde(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +75,9 @@ def test_linked_files_and_folders_count_once_and_a_circle_ends(folder: Path) -> 
     assert expand(str(data)) == [str(data / name) for name in ("again/c.jsonl.zst", "again/er/d.ndjson", "x.jsonl")]
 
 
-@pytest.mark.parametrize("pattern", ["nowhere.jsonl", "nowhere/*.jsonl", "*.nothing", "", "a\0b"])
+@pytest.mark.parametrize("pattern", ["nowhere.jsonl", "nowhere/*.jsonl", "a\0b"])
 def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, pattern: str) -> None:
-    named = f"{folder}/{pattern}" if pattern else f"{folder}/.hidden/nothing"
+    named = f"{folder}/{pattern}"
     with pytest.raises(UsageError) as raised:
         expand(str(folder / "b.jsonl"), named)
     assert f"data.pretrain is '{named}' but there is no such file; name a" in str(raised.value)
@@ -99,7 +95,7 @@ def test_a_folder_without_data_and_a_file_that_is_looked_for_in_the_wrong_one_ar
         expand("b.jsonl")
 
 
-@pytest.mark.parametrize("pattern", ["pipe.jsonl", "", "p*.jsonl", "dangling.jsonl"])
+@pytest.mark.parametrize("pattern", ["pipe.jsonl", "p*.jsonl", "dangling.jsonl"])
 def test_a_pipe_or_a_link_to_nothing_is_refused_and_never_waited_for(tmp_path: Path, pattern: str) -> None:
     if pattern.startswith("dangling"):
         (tmp_path / pattern).symlink_to(tmp_path / "nothing")
@@ -121,7 +117,6 @@ def test_local_locations_are_told_from_remote_ones_and_have_no_version(folder: P
     ("location", "name"),
     [
         ("/a/文件 1.jsonl", "文件 1.jsonl"),
-        ("b.jsonl", "b.jsonl"),
         ("https://host/a/b%20c.jsonl.gz?token=x/y#z", "b c.jsonl.gz"),
         ("s3://bucket/a/b#c.jsonl", "b#c.jsonl"),
         (f"hf://o/n@{NEW}/data/train 1.parquet", "train 1.parquet"),
@@ -164,13 +159,9 @@ def test_a_url_is_a_file_a_glob_or_a_folder_as_a_path_is(site: Site) -> None:
     assert expand(f"{url}/**/[cd].*") == everything[2:]
     assert expand(f"{url}/deep/*") == everything[2:3]
     assert expand(url) == everything, "the server names the folder with its slash"
-
-
-def test_a_glob_lists_no_more_folders_than_it_can_match(site: Site) -> None:
-    expand(f"{site.url}/data/*.jsonl")
-    assert site.requests("GET") == [("/data/", "")]
-    expand(f"{site.url}/data/*/*.jsonl")
-    assert [path for path, _ in site.requests("GET")][1:] == ["/data/", "/data/deep/"]
+    site.asked.clear()
+    expand(f"{url}/*/*.jsonl")
+    assert [path for path, _ in site.requests("GET")] == ["/data/", "/data/deep/"], "no more folders than it can match"
 
 
 def test_a_bucket_is_listed_as_a_folder_is() -> None:
@@ -212,9 +203,8 @@ def test_what_a_file_system_remembers_is_not_taken_for_what_is_there() -> None:
     before = locations.version("remembering://remembered/a.jsonl")
     memory.pipe("/remembered/a.jsonl", ROW * 2)
     assert locations.version("remembering://remembered/a.jsonl") != before
-    for number, name in enumerate("bcd", 2):
-        memory.pipe(f"/remembered/{name}.jsonl", ROW)
-        assert len(expand("remembering://remembered/*")) == number
+    memory.pipe("/remembered/b.jsonl", ROW)
+    assert len(expand("remembering://remembered/*")) == 2
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site) -> None:
@@ -224,13 +214,10 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site
             expand(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["data/nowhere.jsonl", "nowhere/", "nowhere/*.jsonl", "data/*.nothing"])
-def test_a_url_that_is_not_there_is_said_as_of_a_path(site: Site, pattern: str) -> None:
-    with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but there is no such file; name a"):
-        expand(f"{site.url}/{pattern}")
-
-
-def test_a_server_that_refuses_or_is_gone_and_an_unknown_protocol_are_told_apart(site: Site) -> None:
+def test_a_url_that_is_not_there_a_server_that_refuses_or_is_gone_and_an_unknown_protocol_are_told_apart(site: Site) -> None:
+    for pattern in ("data/nowhere.jsonl", "nowhere/", "data/*.nothing"):
+        with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but there is no such file; name a"):
+            expand(f"{site.url}/{pattern}")
     site.statuses = [403, 403]
     with pytest.raises(UsageError, match=r"data\.pretrain is .*403"):
         expand(f"{site.url}/data/b.jsonl")
@@ -251,12 +238,11 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
     before = version_of(url)
     assert version_of(url) == before
     assert not site.requests("GET"), "without reading the file"
+    assert before != version_of(f"{site.url}/data/deep/c.jsonl"), "although it has the same mark"
+    site.statuses = [503, 503, 500, 500]
+    assert version_of(url) == before, "a server that fails for a while is asked again"
     site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
     assert version_of(url) != before
-
-
-def test_two_files_with_the_same_mark_are_two_versions(site: Site) -> None:
-    assert version_of(f"{site.url}/data/b.jsonl") != version_of(f"{site.url}/data/deep/c.jsonl")
 
 
 def test_a_version_is_of_date_and_size_where_there_is_no_mark_and_an_error_where_there_is_neither(site: Site) -> None:
@@ -269,35 +255,20 @@ def test_a_version_is_of_date_and_size_where_there_is_no_mark_and_an_error_where
     with pytest.raises(UsageError, match="no ETag, checksum or date; download it") as raised:
         locations.version(url)
     assert url in str(raised.value)
-
-
-def test_a_version_survives_a_server_that_fails_for_a_while(site: Site) -> None:
-    url = f"{site.url}/data/b.jsonl"
-    before = version_of(url)
-    site.statuses = [503, 503, 500, 500]
-    assert version_of(url) == before
     site.statuses = [503] * 100
     with pytest.raises(UsageError, match="503"):
         locations.version(url)
-    site.statuses = []
-    with pytest.raises(UsageError, match="no such file"):
-        locations.version(f"{site.url}/data/nowhere.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_file_systems_tell_is_understood() -> None:
+    for one, other in (
         ({"ETag": "a", "size": 1}, {"ETag": "b", "size": 1}),
         ({"etag": "a", "size": 1, "mtime": 1}, {"etag": "a", "size": 2, "mtime": 1}),
         ({"md5Hash": "a", "size": 1}, {"md5Hash": "b", "size": 1}),
         ({"LastModified": "1", "size": 1}, {"LastModified": "2", "size": 1}),
-        ({"mtime": 1.0, "size": 1}, {"mtime": 1.0, "size": 2}),
-    ],
-    ids=["s3", "etag with size", "gcs", "date", "date with size"],
-)
-def test_what_file_systems_tell_is_understood(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert remote.version_in(one, "x") == remote.version_in(dict(one), "x") != remote.version_in(other, "x")
-    assert remote.version_in(one, "x") != remote.version_in(one, "y")
+    ):
+        assert remote.version_in(one, "x") == remote.version_in(dict(one), "x") != remote.version_in(other, "x")
+        assert remote.version_in(one, "x") != remote.version_in(one, "y")
     assert remote.version_in({"size": 1, "name": "x", "type": "file"}, "x") is None
     assert remote.version_in({"mtime": 1.0, "size": None}, "x") is None
 
@@ -312,14 +283,14 @@ SAS_OLD, SAS_NEW = "sv=2022&sr=b&sp=r&se=1&sig=a", "sv=2023&sr=b&sp=r&st=1&se=2&
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (f"https://b.s3.amazonaws.com/x.jsonl?{S3_OLD}", f"https://b.s3.amazonaws.com/x.jsonl?{S3_NEW}"),
-        (f"https://host/x?{S3_OLD}&versionId=7", f"https://host/x?versionId=7&{S3_NEW}"),
+        (
+            f"https://b.s3.amazonaws.com/x.jsonl?{S3_OLD}&versionId=7",
+            f"https://b.s3.amazonaws.com/x.jsonl?versionId=7&{S3_NEW}",
+        ),
         ("https://host/x?AWSAccessKeyId=A&Signature=a&Expires=1", "https://host/x?AWSAccessKeyId=B&Signature=b&Expires=2"),
         ("https://host/x?Expires=1&Signature=a&Key-Pair-Id=K", "https://host/x?Policy=p&Signature=b&Key-Pair-Id=K"),
         ("https://host/x?X-Goog-Date=1&X-Goog-Signature=a", "https://host/x?X-Goog-Date=2&X-Goog-Signature=b"),
-        ("https://host/x?GoogleAccessId=i&Expires=1&Signature=a", "https://host/x?GoogleAccessId=i&Expires=2&Signature=b"),
         (f"https://a.blob.core.windows.net/c/x?{SAS_OLD}", f"https://a.blob.core.windows.net/c/x?{SAS_NEW}"),
-        ("https://me:old@host/x", "https://me:new@host/x"),
         ("sftp://me:old@host/x", "sftp://me:new@host/x"),
         (f"zip://a.jsonl::https://host/x.zip?{SAS_OLD}", f"zip://a.jsonl::https://host/x.zip?{SAS_NEW}"),
     ],
@@ -336,10 +307,8 @@ def test_a_renewed_signature_or_password_is_the_same_version(old: str, new: str)
         ("https://host/x?file=1", "https://host/x?file=2"),
         ("https://host/x?sig=a&se=1", "https://host/x?sig=b&se=2"),
         ("https://host/x?Expires=1&Signature=a", "https://host/x?Expires=1&Signature=b"),
-        ("https://host/x?X-Amz-Date=1", "https://host/x?X-Amz-Date=2"),
         (f"https://host/x?{SAS_OLD}&snapshot=1", f"https://host/x?{SAS_OLD}&snapshot=2"),
         ("sftp://me@host/x", "sftp://you@host/x"),
-        ("abfs://one@account.dfs.core.windows.net/x", "abfs://two@account.dfs.core.windows.net/x"),
         (f"s3://bucket/x?{S3_OLD}", f"s3://bucket/x?{S3_NEW}"),
         ("https://host/x#a", "https://host/x#b"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import subprocess
 import sys
@@ -50,17 +49,15 @@ def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> N
             assert stream.read(100) == packed[:100]
             assert stream.seek(50) == 50
             assert stream.read() == packed[50:], "as it is stored"
-
-
-def test_a_file_over_http_is_one_request_for_its_bytes(site: Site) -> None:
     site.files = {"/a b.jsonl": TEXT}
+    site.asked.clear()
     assert read(f"{site.url}/a%20b.jsonl?key=1") == TEXT
-    assert site.requests("GET") == [("/a b.jsonl", "")]
+    assert site.requests("GET") == [("/a b.jsonl", "")], "one request for its bytes"
 
 
-@pytest.mark.parametrize("data", [TEXT, gzip.compress(TEXT, 1)], ids=["plain", "gzip"])
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, data: bytes, ranges: bool) -> None:
+def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, ranges: bool) -> None:
+    data = gzip.compress(TEXT, 1)
     site.files, site.ranges = {"/rows": data}, ranges
     third = len(data) // 3
     site.breaks = [third, third if ranges else 2 * third]
@@ -88,7 +85,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again_and_one_that_always_fail
     assert len(site.requests("GET")) == 4, "once, and three times more"
 
 
-@pytest.mark.parametrize(("status", "says"), [(404, "no such file"), (403, "403"), (401, "401")])
+@pytest.mark.parametrize(("status", "says"), [(404, "no such file"), (403, "403")])
 def test_a_refusal_is_told_at_once(site: Site, status: int, says: str) -> None:
     site.statuses = [status] * 100
     with pytest.raises(DataError, match=says) as raised:
@@ -116,6 +113,9 @@ def test_a_file_that_changes_between_two_parts_is_not_put_together(site: Site) -
 
 
 def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
+    nested = [{"messages": [{"role": "user", "content": None}], "x": None}, {"messages": [], "x": 1.5}]
+    path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
+    assert list(streams.parquet_rows(path, 0, 1)) == [(1, nested[0]), (2, nested[1])]
     path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
     assert streams.is_parquet(path)
     groups = streams.parquet_groups(path)
@@ -134,12 +134,6 @@ def test_a_file_of_text_is_no_parquet(tmp_path: Path) -> None:
         assert not streams.is_parquet(str(written(tmp_path, data)))
 
 
-def test_nested_and_missing_values_of_parquet_arrive(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": None}], "x": None}, {"messages": [], "x": 1.5}]
-    path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(rows))))
-    assert [row for _, row in streams.parquet_rows(path, 0, 1)] == rows
-
-
 def test_text_of_parquet_that_is_no_utf8_costs_its_value_alone(tmp_path: Path) -> None:
     text = pa.array([b"before", b"\xff", b"after"]).view(pa.string())
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), pa.array([b"a", b"\xff", b"c"]).view(pa.string()))
@@ -156,7 +150,7 @@ PARQUET = table_bytes(TABLE, row_group_size=1000, write_page_checksum=True)
 FOOTER = int.from_bytes(PARQUET[-8:-4], "little")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), is_cut=st.booleans())
 def test_cut_or_damaged_parquet_is_a_data_error(tmp_path: Path, place: float, bit: int, is_cut: bool) -> None:
     """What a flip in the footer changes (the name of a column, say) is not covered by a checksum, that in a page is."""
@@ -208,8 +202,8 @@ print(count, peak() - before)
 """
 
 
-@pytest.mark.parametrize(("rows", "size"), [(60_000, 1000), (60, 1_000_000)], ids=["many rows", "long rows"])
-def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path, rows: int, size: int) -> None:
+def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path) -> None:
+    rows, size = 60, 1_000_000
     half = os.urandom(size // 2).hex()
     texts = pa.array([f"{n:08}{half[8:]}" for n in range(rows)])
     path = tmp_path / "large.parquet"
@@ -238,8 +232,3 @@ def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_n
     with pytest.raises(DataError, match="whole files only") as raised:
         parquet_rows(location)
     assert location in str(raised.value)
-
-
-def test_json_of_a_parquet_row_is_the_row(tmp_path: Path) -> None:
-    path = str(written(tmp_path, table_bytes(TABLE)))
-    assert [json.loads(json.dumps(row)) for row in parquet_rows(path)] == TABLE.to_pylist()

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.hostile_rows import Outcome, outcome
+from support.hostile_rows import outcome
 from support.shard_sets import build, write_lines
 
 from ttrain.config import Reading
@@ -17,7 +16,6 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED, Preference, is_preference, preference_of
-from ttrain.data.records import content_hash
 from ttrain.data.shards import ShardSet
 
 USER, GOOD, BAD = (
@@ -28,7 +26,6 @@ USER, GOOD, BAD = (
 PAIR = Preference((Message("user", "Q"),), (Message("assistant", "good"),), (Message("assistant", "bad"),))
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
 RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
-EQUAL = "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
 
 
 def row(**values: Any) -> bytes:
@@ -39,8 +36,7 @@ def row(**values: Any) -> bytes:
     "value",
     [
         {"prompt": "Q", "chosen": "good", "rejected": "bad"},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [USER], "chosen": "good", "rejected": BAD},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
         {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"},
@@ -78,84 +74,39 @@ def test_answers_within_the_prompt_are_not_learnt() -> None:
     assert pair.chosen == PAIR.chosen and pair.rejected == PAIR.rejected
 
 
+NO_ANSWER = "has no answer of its own: no assistant's turn with a text after the prompt"
 DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
-# {what is wrong: (the row, the reason)}
-HOSTILE: dict[str, tuple[bytes, str]] = {
-    "equal answers": (row(prompt="Q", chosen="a", rejected="a"), EQUAL),
-    "equal conversations": (row(chosen=[USER, GOOD], rejected=[USER, GOOD]), EQUAL),
-    "an empty answer": (
-        row(prompt="Q", chosen="a", rejected="  "),
-        "'rejected' is empty; write a text, or leave the row out",
-    ),
-    "an invisible answer": (
-        row(prompt="Q", chosen="\u200b", rejected="a"),
-        "'chosen' is empty; write a text, or leave the row out",
-    ),
-    "no turns": (
-        row(prompt="Q", chosen=[], rejected="a"),
-        "'chosen' has no turns; write turns such as {\"role\": \"user\", \"content\": \"...\"}",
-    ),
-    "one answer is missing": (row(prompt="Q", chosen="a"), "'rejected' is missing beside 'chosen'; write both answers"),
-    "one answer is null": (
-        row(prompt="Q", chosen=None, rejected="a"),
-        "'chosen' is null beside 'rejected'; write both answers",
-    ),
-    "a number": (
-        row(prompt="Q", chosen=1, rejected="a"),
-        "'chosen' is a number, not text, a turn or a list of turns such as {\"role\": \"user\", \"content\": \"...\"}",
-    ),
-    "an empty prompt": (
-        row(prompt=" ", chosen="a", rejected="b"),
-        "'prompt' is empty; write a text, or leave the row out",
-    ),
-    "a prompt of another type": (
-        row(prompt={"a": 1}, chosen="a", rejected="b"),
-        "'prompt' is an object, not text or a list of turns such as {\"role\": \"user\", \"content\": \"...\"}",
-    ),
-    "no common prompt": (
-        row(chosen=[USER, GOOD], rejected=[{"role": "user", "content": "R"}, BAD]),
-        "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
-    ),
-    "texts without a prompt": (
-        row(chosen="a", rejected="b"),
-        "'chosen' is a text but there is no 'prompt'; write it, or lists of turns that begin alike",
-    ),
-    "one is the beginning of the other": (
-        row(chosen=[USER, GOOD], rejected=[USER, GOOD, USER, BAD]),
-        "'chosen' has no answer of its own: no assistant's turn with a text after the prompt",
-    ),
-    "no answer but a question": (
-        row(prompt="Q", chosen=[USER], rejected="b"),
-        "'chosen' has no answer of its own: no assistant's turn with a text after the prompt",
-    ),
-    "no label": (
-        row(prompt="Q", completion="a"),
-        "'label' is missing beside 'completion'; write true (the answer is good) or false",
-    ),
-    "a label that is a number": (
-        row(prompt="Q", completion="a", label=1),
-        "'label' is a number beside 'completion'; write true (the answer is good) or false",
-    ),
-    "no prompt of a rated answer": (
-        row(completion="a", label=True),
-        "no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns",
-    ),
-    "a result without a call": (
-        row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"),
-        "a tool turn without a call before it; put the assistant's 'tool_calls' before it",
-    ),
-    "nested deeply": (DEEP, "a turn is a list, not an object such as {\"role\": \"user\", \"content\": \"...\"}"),
-}  # fmt: skip
+# (row, how its reason begins)
+HOSTILE = (
+    (row(prompt="Q", chosen="a", rejected="a"), "'chosen' and 'rejected' are equal; write two different answers"),
+    (row(chosen=[USER, GOOD], rejected=[USER, GOOD]), "'chosen' and 'rejected' are equal; write two different answers"),
+    (row(prompt="Q", chosen="a", rejected="  "), "'rejected' is empty; write a text, or leave the row out"),
+    (row(prompt="Q", chosen="\u200b", rejected="a"), "'chosen' is empty; write a text, or leave the row out"),
+    (row(prompt="Q", chosen=[], rejected="a"), "'chosen' has no turns; write turns such as"),
+    (row(prompt="Q", chosen=None, rejected="a"), "'chosen' is null beside 'rejected'; write both answers"),
+    (row(prompt="Q", chosen=1, rejected="a"), "'chosen' is a number, not text, a turn or a list of turns such as"),
+    (row(prompt=" ", chosen="a", rejected="b"), "'prompt' is empty; write a text, or leave the row out"),
+    (row(prompt={"a": 1}, chosen="a", rejected="b"), "'prompt' is an object, not text or a list of turns such as"),
+    (row(chosen=[USER, GOOD], rejected=[{**USER, "content": "R"}, BAD]), "'chosen' and 'rejected' have no common prompt"),
+    (row(chosen="a", rejected="b"), "'chosen' is a text but there is no 'prompt'; write it"),
+    (row(chosen=[USER, GOOD], rejected=[USER, GOOD, USER, BAD]), f"'chosen' {NO_ANSWER}"),
+    (row(prompt="Q", chosen=[USER], rejected="b"), f"'chosen' {NO_ANSWER}"),
+    (row(prompt="Q", completion="a"), "'label' is missing beside 'completion'; write true (the answer is good) or false"),
+    (row(prompt="Q", completion="a", label=1), "'label' is a number beside 'completion'; write true"),
+    (row(completion="a", label=True), "no key 'prompt' beside 'completion'; write the prompt"),
+    (row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"), "a tool turn without a call before it; put"),
+    (DEEP, "a turn is a list, not an object such as"),
+)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_bad_pair_is_quarantined_with_its_line_and_reason(
-    name: str, tmp_path: Path, recipes: dict[str, BlockRecipe]
-) -> None:
-    line, reason = HOSTILE[name]
-    path = write_lines(tmp_path / "a.jsonl", [row(prompt="1", chosen="a", rejected="b"), line])
-    expected: Outcome = {"kept": 1, "rejected": {reason: 1}}
-    assert outcome(path, recipes["pairs"]) == (expected, [2])
+def test_bad_pairs_are_quarantined_with_their_line_and_reason(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [row(prompt="1", chosen="a", rejected="b"), *(line for line, _ in HOSTILE)])
+    found, numbers = outcome(path, recipes["pairs"])
+    assert found.keys() == {"kept", "rejected"} and found["kept"] == 1
+    assert numbers == list(range(2, len(HOSTILE) + 2))
+    reasons = [json.loads(line)["reason"] for line in next(tmp_path.rglob("rejected.jsonl")).read_bytes().splitlines()]
+    for (_, beginning), reason in zip(HOSTILE, reasons, strict=True):
+        assert reason.startswith(beginning)
 
 
 def parts_of(encoder: Encoder, path: Path, recipe: BlockRecipe) -> list[tuple[list[int], list[int], list[int]]]:
@@ -208,10 +159,3 @@ def test_pairs_of_a_held_out_prompt_leave_the_training_part(tmp_path: Path, reci
     heldout = write_lines(tmp_path / "h.jsonl", [row(prompt="two", chosen="other", rejected="answers")])
     built = build(tmp_path / "s", [write_lines(tmp_path / "a.jsonl", train)], recipes["pairs"], heldout=[heldout])
     assert built.tallies["train"].skipped == {"stands in the held-out part": 1}
-
-
-def test_the_first_half_of_a_content_hash_is_that_of_the_prompt() -> None:
-    other = Preference(PAIR.prompt, PAIR.rejected, PAIR.chosen)
-    assert content_hash(PAIR)[:8] == content_hash(other)[:8]
-    assert content_hash(PAIR)[8:] != content_hash(other)[8:]
-    assert np.frombuffer(content_hash(PAIR), np.uint8).size == 16

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chat_turns import ADD, TALK, chat
+from support.chat_turns import ADD, chat
 
-from ttrain.data.chat_shapes import is_chat, messages_of
+from ttrain.data.chat_shapes import is_chat
 from ttrain.data.chat_templates import Message, is_live
 from ttrain.data.jinja_templates import ROLES
 from ttrain.data.records import (
@@ -20,14 +19,12 @@ from ttrain.data.records import (
     Record,
     Rejected,
     Skipped,
-    Tally,
     TextDocument,
     content_hash,
     document_fields,
     document_parser,
     parse_conversation,
     position,
-    read,
     split,
 )
 
@@ -40,38 +37,31 @@ HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]},
         {"messages": [{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"messages": [
             {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
             {"role": "assistant", "content": "Hello", "tool_calls": None},
         ]},
         {"instruction": "Hi", "output": "Hello"},
-        {"instruction": "Hi", "input": "", "output": "Hello"},
         {"instruction": "Hi", "input": " \n", "output": "Hello"},
         {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "conversations": 1,
          "instruction": "x", "prompt": "y"},
         {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
         {"instruction": "Hi", "output": "Hello", "history": []},
+        {"instruction": "Hi", "output": "Hello", "history": " "},
         {"prompt": "Hi", "completion": "Hello"},
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
         {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
         {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
         {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
          "instruction": "x", "output": "y", "tools": None, "system": ""},
     ],
-    ids=["messages", "conversations", "sharegpt", "sharegpt with plain names", "mixed", "parts", "alpaca", "empty input",
-         "blank input", "null input", "messages come first", "instruction comes first", "no history",
-         "prompt", "prompt of turns", "turns and a text", "a text and turns", "null is as good as absent"],
+    ids=["messages", "conversations", "sharegpt", "mixed", "parts", "alpaca", "blank input", "null input",
+         "messages come first", "instruction comes first", "no history", "blank history", "prompt", "turns and a text",
+         "a text and turns", "null is as good as absent"],
 )  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO
-
-
-def test_an_alpaca_input_follows_its_instruction() -> None:
-    parsed = parse_conversation({"instruction": "Add", "input": "1 2", "output": "3", "system": "S"})
-    assert parsed == Conversation((Message("system", "S"), Message("user", "Add\n\n1 2"), Message("assistant", "3")))
 
 
 def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
@@ -129,14 +119,7 @@ def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
     assert is_chat({"history": [], "instruction": "b"})
 
 
-def test_roles_may_come_in_any_order() -> None:
-    for roles in (("assistant", "user", "user"), ("user", "assistant", "assistant", "system"), ("assistant",)):
-        turns = [{"role": role, "content": role.upper()} for role in roles]
-        parsed = parse_conversation({"messages": turns})
-        assert parsed == Conversation(tuple(Message(turn["role"], turn["content"]) for turn in turns))
-
-
-@pytest.mark.parametrize("role", ["bot", "User", "ASSISTANT", " user", "user ", "human", "gpt", "", None, 3, ["user"], {}])
+@pytest.mark.parametrize("role", ["bot", "User", " user", "human", "", None, ["user"]])
 def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: Any) -> None:
     parsed = parse_conversation({"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]})
     assert parsed == Rejected(f"unknown role {str(role)!r}; write one of system, user, assistant, tool")
@@ -146,64 +129,39 @@ def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: A
         assert parsed.reason.startswith(f"unknown role {str(role)!r}; write one of system, human, user, gpt")
 
 
-@pytest.mark.parametrize("history", [None, "", " ", []])
-def test_an_empty_history_is_none(history: object) -> None:
-    row = {"instruction": "x", "output": "y", "history": history}
-    assert messages_of(row) == [Message("user", "x"), Message("assistant", "y")]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({}, "none of the keys"),
-        ({"text": "a"}, "none of the keys"),
-        ({"messages": None, "conversations": None}, "none of the keys"),
         ({"messages": []}, "'messages' has no turns"),
         ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
-        ({"messages": {"role": "user"}}, "'messages' is an object, not a list of turns"),
         ({"messages": ["Hi"]}, "a turn is text, not an object"),
         ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system, user, assistant, tool"),
         (chat({"role": "user"}), "the 'content' of a turn of role 'user' is missing, not text"),
-        (chat({"role": "user", "value": "x"}), "the 'content' of a turn of role 'user' is missing, not text"),
         (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing, not text"),
         (chat({"role": "system", "content": None}), "the 'content' of a turn of role 'system' is null, not text"),
-        (chat({"role": "assistant", "content": None}), "the 'content' of a turn of role 'assistant' is null, not text"),
-        (chat({"role": "user", "content": 1}), "is a number, not text"),
-        (chat({"role": "user", "content": True}), "is a boolean, not text"),
         (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
         (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
          "the 'type' of a content part is 'image_url'; only text is read: write"),
         (chat({"role": "user", "content": [{"type": "text", "text": 1}]}),
          "the 'text' of a content part is a number; write {\"type\": \"text\""),
         (chat({"role": "user", "content": ["x"]}), 'a content part is a bare text; write {"type": "text", "text": "..."}'),
-        (chat({"role": "user", "content": [1]}), "a content part is a number; write"),
         (chat({"role": "user", "content": [{"text": "x"}]}), "the 'type' of a content part is missing; only text"),
-        (chat({"role": "user", "content": [{"type": "text"}]}), "the 'text' of a content part is missing; write"),
         (chat({"role": "assistant", "content": "a", "weight": 0.5}), "the 'weight' of a turn is 0.5; write 1"),
-        (chat({"role": "assistant", "content": "a", "weight": "0"}), "the 'weight' of a turn is 0; write 1"),
         (chat(system=1), "'system' is a number, not text"),
         (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
         ({"instruction": "x"}, "no key 'output'"),
-        ({"instruction": "x", "output": None}, "'output' is null, not text"),
         ({"instruction": "x", "output": " "}, "'output' is empty"),
-        ({"instruction": "", "output": "x"}, "'instruction' is empty"),
         ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
         ({"instruction": "x", "output": "y", "history": "z"}, "'history' is text; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": {"a": "b"}}, "'history' is an object; write a list of pairs"),
         ({"instruction": "x", "output": "y", "history": ["a", "b"]}, "'history' holds text; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": [{"role": "user"}]}, "'history' holds an object; write a list"),
         ({"instruction": "x", "output": "y", "history": [["a"]]}, "'history' holds a list of 1; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": [["a", "b"], []]}, "'history' holds a list of 0; write"),
         ({"instruction": "x", "output": "y", "history": [["a", None]]}, "'history' holds a pair with null; write"),
         ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
         ({"completion": "x"}, "no key 'prompt' beside 'completion'"),
-        ({"prompt": "x", "completion": None}, "'completion' is null, not text or a list of turns"),
         ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
         ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
-        ({"prompt": "x", "completion": ""}, "'completion' is empty; write a text"),
-        ({"prompt": [], "completion": "x"}, "'prompt' has no turns"),
         ({"prompt": ["x"], "completion": "x"}, "a turn is text, not an object such as"),
-        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "no key 'completion' beside 'prompt'"),
         ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
     ],
 )  # fmt: skip
@@ -217,8 +175,6 @@ def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: s
     "turns",
     [
         [("user", "Hi")],
-        [("system", "Hi")],
-        [("user", "Hi"), ("assistant", " \n")],
         [("user", "Hi"), ("assistant", "\u200b\ufeff")],
         [("assistant", ""), ("user", "Hi")],
     ],
@@ -227,10 +183,11 @@ def test_a_chat_without_an_answer_is_skipped(turns: list[tuple[str, str]]) -> No
     assert parse_conversation({"messages": [{"role": a, "content": b} for a, b in turns]}) == Skipped("no answer")
 
 
-def test_an_empty_turn_beside_an_answer_is_kept() -> None:
-    turns = [("system", ""), ("user", ""), ("assistant", "Hello")]
-    parsed = parse_conversation({"messages": [{"role": role, "content": content} for role, content in turns]})
-    assert parsed == Conversation(tuple(Message(*turn) for turn in turns))
+def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer() -> None:
+    for roles in (("assistant", "user", "user"), ("user", "assistant", "assistant", "system"), ("assistant",)):
+        turns = [*(Message(role, role.upper()) for role in roles), Message("user", "")]
+        rows = [{"role": turn.role, "content": turn.content} for turn in turns]
+        assert parse_conversation({"messages": rows}) == Conversation(tuple(turns))
 
 
 KEYS = (
@@ -246,7 +203,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
 def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
     for parse in (parse_conversation, document_parser("text"), document_parser("content")):
@@ -258,7 +215,7 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
             assert isinstance(parsed, Skipped | Rejected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     turns=st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
@@ -270,7 +227,9 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
 def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
     parsed = parse_conversation({"messages": turns})
     if isinstance(parsed, Conversation):
-        assert parse_conversation(parsed.to_json()) == parsed
+        written = json.loads(json.dumps(parsed.to_json()))
+        assert parse_conversation(written) == parsed
+        assert tuple(map(Message.from_json, written["messages"])) == parsed.messages
         assert {message.role for message in parsed.messages} <= set(ROLES)
 
 
@@ -281,24 +240,17 @@ def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
     ("row", "expected"),
     [
         ({"text": "a"}, TextDocument("a")),
-        ({"text": " a\n"}, TextDocument(" a\n")),
         ({"text": "\ufeffa\ufeff"}, TextDocument("a\ufeff")),
         ({"text": "\0"}, TextDocument("\0")),
         ({"text": "a", "content": "b"}, TextDocument("a")),
         ({"paragraphs": ["x"], "body": "c", "content": "b"}, TextDocument("b")),
-        ({"paragraphs": ["x"], "body": "c"}, TextDocument("c")),
         ({"paragraphs": ["x", "", "y z"]}, TextDocument("x\n\ny z")),
         ({"paragraphs": "x"}, TextDocument("x")),
         ({"paragraphs": ["", " "]}, Skipped("empty text")),
-        ({"paragraphs": []}, Skipped("empty text")),
-        ({"text": ""}, Skipped("empty text")),
         ({"text": " \n\t\u3000\x85"}, Skipped("empty text")),
         ({"text": "\u200b\u200d\ufeff \u2060"}, Skipped("empty text")),
-        ({"text": None}, Rejected("'text' is null, not text")),
         ({"text": None, "content": "b"}, Rejected("'text' is null, not text")),
         ({"text": 1}, Rejected("'text' is a number, not text")),
-        ({"text": 1.5}, Rejected("'text' is a number, not text")),
-        ({"text": True}, Rejected("'text' is a boolean, not text")),
         ({"text": ["a"]}, Rejected("'text' is a list, not text")),
         ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
         ({"paragraphs": ["a", 1]}, Rejected("'paragraphs' holds a number; write a text, or a list of texts")),
@@ -316,74 +268,38 @@ def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -
     assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
 
 
-def test_every_row_is_kept_skipped_or_rejected(tmp_path: Path) -> None:
-    rows = [{"text": "a"}, {"text": ""}, {"text": 1}, {"txt": "b"}, {"text": "c"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tally = Tally()
-    assert list(read([str(path)], document_parser("text"), tally, 1000)) == [TextDocument("a"), TextDocument("c")]
-    assert tally.to_json() == {
-        "rows": 5, "kept": 2, "skipped": {"empty text": 1},
-        "rejected": {"'text' is a number, not text": 1, "no key 'text' or 'content' or 'body' or 'paragraphs'": 1},
-        "first_rejected": [
-            f"{path}:3: 'text' is a number, not text", f"{path}:4: no key 'text' or 'content' or 'body' or 'paragraphs'",
-        ],
-    }  # fmt: skip
-
-
-def test_a_record_written_as_json_is_read_back_equal() -> None:
-    document = TextDocument("a\u2028b")
-    assert document_parser("text")(document.to_json()) == document
-    context = Conversation((Message("assistant", "a", in_loss=False), *HELLO.messages))
-    assert tuple(map(Message.from_json, context.to_json()["messages"])) == context.messages
-    for talk in (HELLO, TALK, context):
-        assert parse_conversation(json.loads(json.dumps(talk.to_json()))) == talk
-
-
 # --- the split
 
 
-def documents(count: int, prefix: str = "document") -> list[TextDocument]:
-    return [TextDocument(f"{prefix} {number}") for number in range(count)]
+def documents(count: int) -> list[TextDocument]:
+    return [TextDocument(f"document {number}") for number in range(count)]
 
 
 def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
     return {record for held, record in split(iter(rows), fraction) if held}
 
 
-def test_the_split_loses_and_doubles_nothing() -> None:
-    for count in (0, 1, 2, 3, 50, 500):
-        for fraction in (0.0, 0.001, 0.1, 0.9):
-            rows = documents(count)
-            after = [record for _, record in split(iter(rows), fraction)]
-            assert sorted(after, key=position) == sorted(rows, key=position)
-
-
-def test_the_split_does_not_depend_on_the_order_of_the_rows() -> None:
-    for count, fraction in ((300, 0.1), (5, 0.01), (40, 0.001)):
+def test_the_split_loses_nothing_and_does_not_depend_on_the_order_of_the_rows() -> None:
+    for count, fraction in ((300, 0.1), (5, 0.01), (40, 0.001), (2, 0.9), (0, 0.1)):
         rows = documents(count)
+        assert sorted((record for _, record in split(iter(rows), fraction)), key=position) == sorted(rows, key=position)
         expected = heldout(rows, fraction)
         for seed in range(5):
             shuffled = random.Random(seed).sample(rows, count)
             assert heldout(shuffled, fraction) == expected
 
 
-def test_files_that_are_added_move_no_row_to_the_other_side() -> None:
-    before, more = documents(300), documents(300, "another")
-    assert heldout(more + before, 0.1) == heldout(before, 0.1) | heldout(more, 0.1)
-
-
 def test_the_fraction_is_respected() -> None:
-    rows = documents(20_000)
+    rows = documents(4000)
     for fraction in (0.01, 0.1, 0.5):
-        expected = 20_000 * fraction
+        expected = 4000 * fraction
         assert abs(len(heldout(rows, fraction)) - expected) < 5 * expected**0.5
     assert heldout(rows, 0.0) == set()
     assert heldout(rows, 0.01) < heldout(rows, 0.1) < heldout(rows, 0.5), "a larger part contains the smaller"
 
 
 def test_at_least_one_row_is_held_out_of_a_small_set() -> None:
-    for count in range(1, 30):
+    for count in (1, 2, 3, 29):
         rows = documents(count)
         assert heldout(rows, 1e-6) == {min(rows, key=position)}
 
@@ -392,7 +308,7 @@ def test_at_least_one_row_is_held_out_of_a_small_set() -> None:
 def test_no_content_stands_on_both_sides(fraction: float) -> None:
     """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
     for count in (1, 3, 20):
-        for seed in range(10):
+        for seed in range(3):
             rows = random.Random(seed).sample(documents(count) * 3, 3 * count)
             sides: dict[bool, set[Record]] = {True: set(), False: set()}
             for held, record in split(iter(rows), fraction):
@@ -400,11 +316,8 @@ def test_no_content_stands_on_both_sides(fraction: float) -> None:
             assert not sides[True] & sides[False]
 
 
-def test_a_place_depends_on_the_content_alone_and_is_uniform() -> None:
-    assert position(TextDocument("a")) == position(TextDocument("a")) != position(TextDocument("b"))
+def test_a_place_depends_on_the_content_alone() -> None:
     assert position(HELLO) == position(Conversation(HELLO.messages))
     assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
     assert len(content_hash(HELLO)) == 16
     assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
-    places = sorted(position(row) for row in documents(5000))
-    assert max(abs(place - number / 5000) for number, place in enumerate(places)) < 0.03
