@@ -38,7 +38,6 @@ def original(directory: Path) -> Tokenizer:
     ("template", "added"),
     [
         ("ttrain", ["<|pad|>", "<|bos|>", *jinja_templates.ROLE_TOKENS, "<|end|>"]),
-        ("tinyseek", ["<|pad|>", "<|bos|>"]),
         ("own", ["<|pad|>", "<|bos|>"]),
     ],
 )
@@ -70,10 +69,8 @@ def test_transformers_opens_what_was_taken(tmp_path: Path) -> None:
         make(tmp_path / "source", CHATML, model_max_length=1234, tokenizer_class="LlamaTokenizer"), tmp_path, "own"
     )
     opened = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert (opened.pad_token_id, opened.bos_token_id, opened.eos_token_id) == (
-        encoder.pad_id, encoder.bos_id, encoder.eos_id,
-    )  # fmt: skip
-    assert len({opened.pad_token_id, opened.eos_token_id}) == 2
+    ids = (opened.pad_token_id, opened.bos_token_id, opened.eos_token_id)
+    assert ids == (encoder.pad_id, encoder.bos_id, encoder.eos_id) and len(set(ids)) == 3
     assert opened.chat_template == CHATML
     assert opened.model_max_length == 1234
     assert opened("the fox, über", add_special_tokens=False)["input_ids"] == encoder.encode(["the fox, über"])[0]
@@ -94,10 +91,9 @@ def test_one_of_ours_is_taken_as_it_is(tmp_path: Path) -> None:
         ({"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
          ("<|pad|>", "<|endoftext|>", "<|endoftext|>")),
         ({"pad_token": "<|im_start|>", "unk_token": "<|im_start|>"}, ("<|pad|>", "<|bos|>", "<|im_end|>")),
-        ({"pad_token": "[PAD]", "bos_token": "[B]"}, ("[PAD]", "[B]", "<|im_end|>")),
-        ({"pad_token": None, "eos_token": None}, ("<|pad|>", "<|bos|>", "<|eos|>")),
+        ({"pad_token": "[PAD]", "bos_token": "[B]", "eos_token": None}, ("[PAD]", "[B]", "<|eos|>")),
     ],
-    ids=["padding is the end", "padding is unknown", "named but not there", "none"],
+    ids=["padding is the end", "padding is unknown", "named but not there, or none"],
 )  # fmt: skip
 def test_padding_is_neither_the_end_of_a_document_nor_unknown(
     tmp_path: Path, config: dict[str, Any], tokens: tuple[str, str, str]
@@ -123,28 +119,20 @@ def test_older_folders_keep_their_tokens_and_templates_elsewhere(tmp_path: Path)
     assert take(source, tmp_path / "file", "own").jinja == "\n" + CHATML
 
 
-def test_a_model_with_an_unknown_token_keeps_it(tmp_path: Path) -> None:
+def test_a_vocabulary_from_which_text_would_vanish_is_refused_unless_it_has_an_unknown_token(tmp_path: Path) -> None:
+    spec = json.loads((make(tmp_path, None) / "tokenizer.json").read_text(encoding="utf-8"))
+    del spec["model"]["vocab"]["é"]
+    spec["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    with pytest.raises(UsageError, match="no token for 1 of the 256 bytes"):
+        take(tmp_path, tmp_path / "out", "ttrain")
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    (tmp_path / "source").mkdir()
-    words.save(str(tmp_path / "source" / "tokenizer.json"))
-    encoder = take(tmp_path / "source", tmp_path / "out", "ttrain")
-    assert encoder.unk_id == 0
-    assert encoder.encode(["the cat"]) == [[1, 0]]
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    encoder = take(tmp_path, tmp_path / "out", "ttrain")
+    assert (encoder.unk_id, encoder.encode(["the cat"])) == (0, [[1, 0]])
     assert tokenizer.measure(encoder, ["the cat", "fox"])["unk_rate"] == 1 / 3
-
-
-@pytest.mark.parametrize("kind", ["some bytes", "no bytes"])
-def test_a_vocabulary_from_which_text_would_vanish_is_refused(tmp_path: Path, kind: str) -> None:
-    spec = json.loads((make(tmp_path, None) / "tokenizer.json").read_text(encoding="utf-8"))
-    if kind == "some bytes":
-        del spec["model"]["vocab"]["é"]
-        spec["model"]["merges"] = []
-    else:
-        spec["pre_tokenizer"] = {"type": "Whitespace"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    with pytest.raises(UsageError, match=f"no token for {1 if kind == 'some bytes' else 256} of the 256 bytes"):
-        take(tmp_path, tmp_path / "out", "ttrain")
 
 
 def test_an_id_that_is_taken_is_not_given_twice(tmp_path: Path) -> None:
@@ -222,13 +210,11 @@ def test_a_name_on_the_hub_is_taken_from_its_cache_without_a_network(
         assert ask(name) == [snapshot / "tokenizer.json", snapshot / "tokenizer_config.json"]
 
 
-@pytest.mark.parametrize("cached", [{}, {"config.json": b"{}"}], ids=["nothing", "a model"])
 def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_what_counts(
-    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch, cached: dict[str, bytes]
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_hub(monkeypatch, hub, tmp_path / "home")
-    if cached:
-        cache(tmp_path / "home", cached)
+    cache(tmp_path / "home", {"config.json": b"{}"})  # of a model
     found = ask("someone/small")
     assert [path.name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
     assert [path.read_bytes() for path in found] == [Hub.files[path.name] for path in found]

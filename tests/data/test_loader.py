@@ -71,8 +71,7 @@ def as_lists(steps: Iterable[list[MicroBatch]]) -> list[Lists]:
 @pytest.mark.parametrize(
     ("per_step", "rows_per_device", "kind"),
     [
-        (2, 1, 0), (2, 3, 1), (2, 16, 2), (5, 1, 1), (5, 3, 2), (5, 16, 0),
-        (8, 1, 2), (8, 3, 0), (8, 16, 1), (13, 1, 0), (13, 3, 1), (13, 16, 2),
+        (2, 3, 1), (5, 1, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2), (13, 3, 0),
     ],
 )  # fmt: skip
 def test_every_number_of_ranks_sees_the_same_global_batch_in_every_step(
@@ -96,17 +95,7 @@ def test_every_number_of_ranks_sees_the_same_global_batch_in_every_step(
             assert together == alone
 
 
-@pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("world", [1, 3])
-def test_preparing_a_step_ahead_changes_nothing(kind: int, world: int) -> None:
-    order = orders(40, 4, 90)[kind]
-    for rank in range(world):
-        ahead = loader(order, rank=rank, world=world)
-        assert as_lists(ahead) == as_lists(ahead.step(step) for step in range(23)) and order.steps == 23
-
-
-@pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("kind", "world"), [(0, 1), (1, 3), (2, 1)])
 def test_what_comes_from_step_n_on_is_what_comes_after_n_steps(kind: int, world: int) -> None:
     order = orders(11, 4, 30, seed=3)[kind]
     for rank in range(world):
@@ -123,6 +112,7 @@ def test_what_comes_from_step_n_on_is_what_comes_after_n_steps(kind: int, world:
 def test_the_state_counts_what_was_consumed_and_not_what_was_prepared(kind: int) -> None:
     order = orders(11, 4, 30)[kind]
     through = as_lists(loader(order))
+    assert through == as_lists(loader(order).step(step) for step in range(order.steps)), "prepared a step ahead"
     for stop in range(order.steps + 1):
         first = loader(order)
         steps = iter(first)

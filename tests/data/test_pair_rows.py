@@ -74,8 +74,11 @@ def write(path: Path, records: list[Record], *, shards: int = 1, weights: tuple[
     return ShardSet(path)
 
 
-def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[tuple[int, float, list[int], list[int], list[int]]]]]:
-    """(ids of the common prefix, (answer id, rating, inputs, targets, positions) of each branch) of every pair."""
+Branch = tuple[int, int, list[int], list[int], list[int]]  # answer id, rating, inputs, targets, positions
+
+
+def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[Branch]]]:
+    """(ids of the common prefix, branches) of every pair."""
     found = []
     for line in range(len(batch.segments_BT)):
         segments = batch.segments_BT[line]
@@ -90,13 +93,8 @@ def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[tuple[int, float, l
                 assert len(answers) == 1, "every position of a branch here has a label"
                 answer = answers.pop()
                 arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
-                branches.append(
-                    (
-                        int(batch.answer_ids_A[answer]),
-                        int(batch.ratings_A[answer]),
-                        *(array[line][inside].tolist() for array in arrays),
-                    )
-                )
+                ids = [array[line][inside].tolist() for array in arrays]
+                branches.append((int(batch.answer_ids_A[answer]), int(batch.ratings_A[answer]), ids[0], ids[1], ids[2]))
             prefix = there & (batch.branches_BT[line] == 0)
             assert (batch.labels_BT[line][prefix] == IGNORE).all() and (batch.answers_BT[line][prefix] == -1).all()
             assert batch.positions_BT[line][prefix].tolist() == list(range(int(prefix.sum())))
@@ -104,9 +102,7 @@ def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[tuple[int, float, l
     return found
 
 
-def expected(
-    record: Record, number: int, first: int
-) -> tuple[list[int], list[tuple[int, float, list[int], list[int], list[int]]]]:
+def expected(record: Record, number: int, first: int) -> tuple[list[int], list[Branch]]:
     prompt = record.prompt_ids(first)
     branches = []
     for side, ids in record.answers():
@@ -121,9 +117,10 @@ def numbers_in_set(count: int, shards: int) -> list[int]:
     return [order.index(number) for number in range(count)]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("rated", [True, False])
-@pytest.mark.parametrize(("seed", "row_length", "shards"), [(1, 24, 1), (2, 32, 3), (3, 64, 2), (4, 12, 5)])
+@pytest.mark.parametrize(
+    ("seed", "row_length", "shards", "rated", "packed"),
+    [(1, 24, 1, False, True), (2, 32, 3, True, False), (3, 64, 2, True, True), (4, 12, 5, False, False)],
+)
 def test_rows_hold_what_a_naive_reference_says(
     tmp_path: Path, seed: int, row_length: int, shards: int, rated: bool, packed: bool
 ) -> None:
@@ -162,13 +159,12 @@ def test_answers_of_a_pair_follow_each_other_in_a_batch_of_any_rows(tmp_path: Pa
         assert (batch.ratings_A == np.tile([1, -1], len(chosen))).all()
         assert set(batch.answers_BT.flatten().tolist()) == {-1, *range(len(batch.answer_ids_A))}
         assert ((batch.labels_BT != IGNORE) == (batch.answers_BT >= 0)).all()
-
-
-def test_a_batch_without_targets_has_no_answers(tmp_path: Path) -> None:
-    batch = PairRows(write(tmp_path, some_records(6, 5)), 48, PAD, END).batch([0]).without_targets()
-    assert isinstance(batch, PairBatch)
-    assert batch.live_tokens == len(batch.answer_ids_A) == len(batch.ratings_A) == 0
-    assert (batch.answers_BT == -1).all()
+    muted = rows.batch([0]).without_targets()
+    assert isinstance(muted, PairBatch) and (muted.answers_BT == -1).all()
+    assert muted.live_tokens == len(muted.answer_ids_A) == len(muted.ratings_A) == 0
+    rated = PairRows(write(tmp_path / "rated", some_records(8, 1, rated=True)), 48, PAD, END).batch([0, 0])
+    assert isinstance(rated, PairBatch)
+    assert len(rated.answer_ids_A) == 2 and len(set(rated.answer_ids_A.tolist())) == 1, "twice in a batch counts twice"
 
 
 def test_answers_of_weighted_sources_have_numbers_of_the_whole_set(tmp_path: Path) -> None:
@@ -179,13 +175,6 @@ def test_answers_of_weighted_sources_have_numbers_of_the_whole_set(tmp_path: Pat
     batch = mixed.batch(range(len(mixed)))
     assert isinstance(batch, PairBatch)
     assert sorted(batch.answer_ids_A.tolist()) == list(range(2 * len(records)))
-
-
-def test_an_answer_that_comes_twice_in_a_batch_counts_twice(tmp_path: Path) -> None:
-    rows = PairRows(write(tmp_path, some_records(8, 1, rated=True)), 48, PAD, END)
-    batch = rows.batch([0, 0])
-    assert isinstance(batch, PairBatch)
-    assert len(batch.answer_ids_A) == 2 and len(set(batch.answer_ids_A.tolist())) == 1
 
 
 def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(tmp_path: Path) -> None:

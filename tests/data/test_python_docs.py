@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import re
 import subprocess
@@ -11,7 +9,6 @@ import sys
 import sysconfig
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +49,7 @@ def test_counts_are_those_of_the_files(built: tuple[Path, dict[str, Any]], rows:
         size = sum(len(text.encode()) for row in rows[name] for text in texts(row))
         assert built[1][name] == {"rows": len(rows[name]), "bytes": size}
         assert all(text.strip() for row in rows[name] for text in texts(row))
-
-
-def test_rows_have_their_source_and_no_group(rows: Rows) -> None:
-    assert {frozenset(row) for name in NAMES for row in rows[name]} == {
-        frozenset({"text", "source"}), frozenset({"messages", "source"}),
-    }  # fmt: skip
+        assert {frozenset(row) for row in rows[name]} == {frozenset(("text" if "pre" in name else "messages", "source"))}
 
 
 def test_the_readme_has_the_figures_of_the_heldout_documents(built: tuple[Path, dict[str, Any]]) -> None:
@@ -87,7 +79,7 @@ def eight_grams(text: str) -> list[tuple[str, ...]]:
     return [tuple(words[start : start + 8]) for start in range(len(words) - 7)]
 
 
-def test_heldout_documents_are_no_copies_of_training_text(rows: Rows) -> None:
+def test_heldout_documents_and_answers_are_no_copies_of_training_text(rows: Rows) -> None:
     known = {gram for row in rows["pretrain"] for gram in eight_grams(row["text"])}
     shares = []
     for row in rows["pretrain_heldout"]:
@@ -95,14 +87,8 @@ def test_heldout_documents_are_no_copies_of_training_text(rows: Rows) -> None:
         shares += [sum(gram in known for gram in grams) / len(grams)] if grams else []
     assert len(shares) > 200
     assert [share for share in shares if share > 0.5] == []
-
-
-def test_no_document_stands_twice(rows: Rows) -> None:
     seen = [" ".join(row["text"].split()) for name in ("pretrain", "pretrain_heldout") for row in rows[name]]
-    assert len(set(seen)) == len(seen)
-
-
-def test_no_answer_is_on_both_sides(rows: Rows) -> None:
+    assert len(set(seen)) == len(seen), "no document stands twice"
     for name in ("sft", "lora"):
         train = {text for row in rows[name] for text in texts(row, "assistant")}
         assert train.isdisjoint(text for row in rows[f"{name}_heldout"] for text in texts(row, "assistant"))
@@ -119,32 +105,6 @@ def test_chats_are_short_and_varied(rows: Rows) -> None:
     assert 0.15 < two_turns / len(rows["sft"]) < 0.25
     forms = Counter(re.sub("`.*`", "``", texts(row, "user")[0]) for row in rows["sft"])
     assert sum(count >= 40 for count in forms.values()) >= 8
-
-
-SAFE = ("collections", "functools", "heapq", "json", "logging", "os", "random", "shutil", "statistics", "string", "zipfile")
-
-
-def answers_about_signatures(rows: Rows) -> Iterator[tuple[Any, str]]:
-    for row in rows["sft"] + rows["sft_heldout"]:
-        found = re.fullmatch("What arguments does `(.*)` take\\?", texts(row, "user")[0])
-        module = row["source"].partition(":")[2]
-        if found and module in SAFE:
-            thing: Any = importlib.import_module(module)
-            for part in found[1].removeprefix(module + ".").split("."):
-                thing = getattr(thing, part)
-            if not isinstance(thing, type) and getattr(thing, "__text_signature__", "") is not None:
-                yield thing, texts(row, "assistant")[0]
-
-
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the text is that of Python 3.11")
-def test_answers_agree_with_inspect(rows: Rows) -> None:
-    checked = 0
-    for thing, answer in answers_about_signatures(rows):
-        parameters = [p for p in inspect.signature(thing).parameters if p not in ("self", "cls")]
-        said = [name.lstrip("*") for name in re.findall("`([^`]*)`", answer)[1:]]
-        assert said == parameters, answer
-        checked += 1
-    assert checked >= 20
 
 
 def test_letters_are_true_and_pairs_stay_together(rows: Rows) -> None:
@@ -206,17 +166,12 @@ def test_a_pair_has_the_right_answer_and_that_to_another_question_about_the_same
         assert not row["chosen"].startswith(row["rejected"]) and not row["rejected"].startswith(row["chosen"])
 
 
-def test_there_are_enough_pairs_and_length_does_not_tell_the_answers_apart(built: tuple[Path, Any]) -> None:
+def test_there_are_enough_pairs_none_held_out_and_length_does_not_tell_the_answers_apart(
+    built: tuple[Path, Any],
+) -> None:
     for part, fewest in (("dpo", 1500), ("dpo_heldout", 300)):
         longer = [len(row["chosen"]) > len(row["rejected"]) for row in pairs(built, part)]
         assert len(longer) >= fewest and 0.45 < np.mean(longer) < 0.55
-
-
-def test_no_answer_of_a_held_out_pair_is_learnt(built: tuple[Path, Any]) -> None:
-    learnt = {row["chosen"] for row in pairs(built, "dpo")}
-    assert not [row for row in pairs(built, "dpo_heldout") if row["chosen"] in learnt]
-
-
-def test_no_prompt_of_a_held_out_pair_is_learnt(built: tuple[Path, Any]) -> None:
-    prompts = [{json.dumps(row["prompt"]) for row in pairs(built, part)} for part in ("dpo", "dpo_heldout")]
-    assert not prompts[0] & prompts[1]
+    learnt, held_out = pairs(built, "dpo"), pairs(built, "dpo_heldout")
+    for side in ("chosen", "prompt"):
+        assert not {json.dumps(row[side]) for row in learnt} & {json.dumps(row[side]) for row in held_out}

@@ -13,51 +13,40 @@ from ttrain.data.loader import LengthGroupedOrder, Loader, Order, ShuffledOrder,
 from ttrain.data.packing import Array, Batch, Rows
 from ttrain.errors import DataError
 
-SIZES = [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4095, 4097, 50_000]
 
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_order_is_a_permutation_of_any_size(size: int) -> None:
-    for seed, epoch in ((1, 0), (2**32 - 1, 3)):
-        assert np.array_equal(np.sort(permute(np.arange(size), size, seed, epoch)), np.arange(size))
-
-
-def test_one_place_can_be_asked_for_alone() -> None:
-    whole = permute(np.arange(1000), 1000, 7, 2)
-    assert [int(permute(np.array([place]), 1000, 7, 2)[0]) for place in (0, 1, 500, 999)] == whole[[0, 1, 500, 999]].tolist()
-
-
-def test_a_huge_set_costs_no_memory() -> None:
-    size = 10**12
-    images = permute(np.arange(size - 1000, size), size, 1, 0)
-    assert len(set(images.tolist())) == 1000
-    assert 0 <= images.min() <= images.max() < size
-
-
-def test_another_seed_and_another_epoch_give_another_order() -> None:
-    orders = {tuple(permute(np.arange(100), 100, seed, epoch)) for seed in range(10) for epoch in range(10)}
-    assert len(orders) == 100
-    assert tuple(range(100)) not in orders
+def test_the_order_is_a_permutation_of_any_size_of_which_any_place_can_be_asked_for_alone() -> None:
+    for size in (1, 2, 3, 7, 16, 39, 63, 64, 65, 257, 1000, 4097, 50_000):
+        whole = permute(np.arange(size), size, 2**32 - 1, 3)
+        assert np.array_equal(np.sort(whole), np.arange(size))
+        assert permute(np.arange(size)[size // 2 :: 7], size, 2**32 - 1, 3).tolist() == whole[size // 2 :: 7].tolist()
+    images = permute(np.arange(10**12 - 1000, 10**12), 10**12, 1, 0)  # a huge set costs no memory
+    assert len(set(images.tolist())) == 1000 and 0 <= images.min() <= images.max() < 10**12
 
 
 def test_the_order_looks_random() -> None:
     """Every row comes about equally often to every tenth of the epoch, and neighbours do not stay neighbours."""
     size, counts = 50, np.zeros((50, 10))
-    for epoch in range(2000):
+    for epoch in range(1000):
         order = permute(np.arange(size), size, 3, epoch)
         counts[order, np.arange(size) * 10 // size] += 1
-    assert abs(counts - 200).max() < 200 * 0.4
+    assert abs(counts - 100).max() < 100 * 0.5
+    orders = {tuple(permute(np.arange(100), 100, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9 and tuple(range(100)) not in orders
     whole = permute(np.arange(10_000), 10_000, 3, 0)
     assert abs(np.corrcoef(whole[:-1], whole[1:])[0, 1]) < 0.05
     assert np.mean(np.diff(whole) == 1) < 0.01
 
 
-def test_the_order_does_not_change_between_versions() -> None:
+def test_the_orders_do_not_change_between_versions() -> None:
     """A run that was saved under one version continues under the next, so these numbers stay."""
     assert permute(np.arange(10), 10, 1, 0).tolist() == [3, 4, 9, 7, 1, 6, 2, 0, 8, 5]
     assert permute(np.arange(10), 10, 1, 1).tolist() == [0, 3, 8, 4, 5, 9, 2, 7, 1, 6]
     last = [915, 986, 916, 652, 650, 123, 871, 84, 425, 366]
     assert permute(np.arange(990, 1000), 1000, 2**32 - 1, 7).tolist() == last
+    weighted = WeightedOrder([6, 4], [3, 1], 8, 100, seed=1)
+    grouped = LengthGroupedOrder(np.array([5, 1, 9, 3, 7, 2, 8, 4]), 2, 100, seed=1)
+    assert [weighted.step_rows(step).tolist() for step in (0, 5)] == [[9, 0, 4, 1, 3, 2, 5, 3], [4, 5, 3, 2, 1, 0, 4, 7]]
+    assert [grouped.step_rows(step).tolist() for step in range(4)] == [[3, 4], [5, 7], [1, 6], [0, 2]]
 
 
 def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its_own() -> None:
@@ -66,12 +55,6 @@ def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its
     expected = [int(permute(np.array([place]), 30, 9, epoch)[0]) for epoch, place in places]
     assert [row for step in range(order.steps) for row in order.step_rows(step).tolist()] == expected
     assert len({tuple(expected[start : start + 30]) for start in (0, 30, 60)}) == 3
-
-
-@pytest.mark.parametrize(("total", "sizes"), [(10, [4, 4, 2]), (8, [4, 4]), (3, [3]), (9, [4, 4, 1])])
-def test_the_last_step_may_be_smaller_and_is_not_dropped(total: int, sizes: list[int]) -> None:
-    order = ShuffledOrder(6, 4, total, seed=1)
-    assert [len(order.step_rows(step)) for step in range(order.steps)] == sizes
 
 
 def all_rows(order: Order) -> list[int]:
@@ -99,7 +82,7 @@ def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed
     return found
 
 
-@pytest.mark.parametrize(("group_rows", "weights"), [([30, 7], [9, 1]), ([5, 40, 11], [0.2, 0.5, 0.3]), ([13], [2.0])])
+@pytest.mark.parametrize(("group_rows", "weights"), [([5, 40, 11], [0.2, 0.5, 0.3]), ([13], [2.0])])
 def test_a_weighted_order_equals_drawing_one_row_after_the_other(
     monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]
 ) -> None:
@@ -111,9 +94,9 @@ def test_a_weighted_order_equals_drawing_one_row_after_the_other(
 
 
 def test_nine_to_one_is_nine_to_one_in_ten_thousand_draws() -> None:
-    order = WeightedOrder([50, 5000], [9, 1], rows_per_step=100, total_rows=30_000, seed=1)
+    order = WeightedOrder([50, 5000], [9, 1], rows_per_step=500, total_rows=10_000, seed=1)
     groups = np.array(all_rows(order)) >= 50
-    assert groups.reshape(3, -1).mean(axis=1).tolist() == [0.1, 0.1, 0.1]
+    assert groups.mean() == 0.1
     share = groups.reshape(-1, 1000).mean(axis=1)
     assert 0.06 < share.min() < share.max() < 0.14, "also evenly over the cycle"
 
@@ -162,7 +145,7 @@ def naive_length_grouped(lengths: Array, per_step: int, total: int, seed: int, p
     return found[:total]
 
 
-@pytest.mark.parametrize(("count", "per_step"), [(60, 4), (61, 4), (10, 7), (130, 8), (33, 5), (8, 8)])
+@pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
 def test_a_length_grouped_order_equals_a_loop_over_the_whole_run(
     monkeypatch: pytest.MonkeyPatch, count: int, per_step: int
 ) -> None:
@@ -197,21 +180,16 @@ class OfLength(Rows):
         return {}
 
 
-@pytest.mark.parametrize(("per_step", "rows_per_device"), [(8, 8), (32, 8), (64, 16)])
-def test_grouping_pads_less_than_half_of_what_a_random_order_does(per_step: int, rows_per_device: int) -> None:
+def test_grouping_pads_less_than_half_of_what_a_random_order_does_with_steps_in_random_order() -> None:
     lengths, pads = log_normal(2000), []
-    for order in (LengthGroupedOrder(lengths, per_step, 4000, seed=1), ShuffledOrder(2000, per_step, 4000, seed=1)):
-        batches = [
-            micro.batch for step in Loader(OfLength(lengths), order, rows_per_device=rows_per_device) for micro in step
-        ]
+    grouped = LengthGroupedOrder(lengths, 32, 2000, seed=1)
+    for order in (grouped, ShuffledOrder(2000, 32, 2000, seed=1)):
+        batches = [micro.batch for step in Loader(OfLength(lengths), order, rows_per_device=8) for micro in step]
         empty = sum(int((batch.segments_BT == -1).sum()) for batch in batches)
         pads.append(empty / sum(batch.segments_BT.size for batch in batches))
     assert pads[0] < pads[1] / 2
-
-
-def test_long_and_short_steps_come_in_random_order() -> None:
-    lengths = log_normal(16_000)
-    order = LengthGroupedOrder(lengths, 16, 16_000, seed=3)
+    lengths = log_normal(8000)
+    order = LengthGroupedOrder(lengths, 16, 8000, seed=3)
     means = np.array([lengths[order.step_rows(step)].mean() for step in range(order.steps)])
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.1
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.1
@@ -241,20 +219,3 @@ def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(monkeypatch
     assert len(order.step_rows(10**6)) == 32
     most = 8 * (loader.DRAWS_PER_CYCLE + 2 * loader.GROUPED_STEPS * 32)
     assert 32 <= work["values"] < most
-
-
-@pytest.mark.parametrize("kind", range(3))
-def test_the_seed_and_nothing_else_decides(kind: int) -> None:
-    first, again = all_rows(made(500)[kind]), all_rows(made(500)[kind])
-    assert first == again
-    longer = all_rows(made(2000)[kind])
-    assert longer[:500] == first, "a longer run begins like a shorter one"
-    assert all_rows(made(500, seed=2)[kind]) != first
-
-
-def test_the_orders_do_not_change_between_versions() -> None:
-    """A run that was saved under one version continues under the next, so these numbers stay."""
-    weighted = WeightedOrder([6, 4], [3, 1], 8, 100, seed=1)
-    grouped = LengthGroupedOrder(np.array([5, 1, 9, 3, 7, 2, 8, 4]), 2, 100, seed=1)
-    assert [weighted.step_rows(step).tolist() for step in (0, 5)] == [[9, 0, 4, 1, 3, 2, 5, 3], [4, 5, 3, 2, 1, 0, 4, 7]]
-    assert [grouped.step_rows(step).tolist() for step in range(4)] == [[3, 4], [5, 7], [1, 6], [0, 2]]

@@ -37,9 +37,9 @@ def write(
     )
 
 
-@pytest.fixture(params=[10**6, 100, 1], ids=str)
+@pytest.fixture(params=[100, 1], ids=str)
 def layout(request: pytest.FixtureRequest) -> int:
-    """Tokens of a shard: all in one, some in each, one record in each."""
+    """Tokens of a shard: some in each, one record in each."""
     return int(request.param)
 
 
@@ -62,7 +62,7 @@ def test_the_stream_is_all_tokens_one_after_the_other(tmp_path: Path, layout: in
     write(tmp_path, rows, tokens_per_shard=layout)
     found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
     chance = random.Random(1)
-    pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(200)]
+    pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(40)]
     for start, end in [(0, len(flat)), (5, 5), (len(flat), len(flat)), *pairs]:
         assert found.stream(start, end).tolist() == flat[start:end]
 
@@ -95,26 +95,14 @@ def test_a_shard_opens_with_arrow_alone_and_holds_the_smallest_type_that_fits(
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
 
 
-def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
-    one, two = (write(tmp_path / name, some_records(30), tokens_per_shard=100) for name in ("1", "2"))
-    assert one == two
-    assert len(one["shards"]) > 2
-
-
-def test_a_folder_without_a_whole_index_holds_no_shards(tmp_path: Path) -> None:
+def test_a_folder_without_a_whole_index_holds_no_shards_and_one_without_records_is_whole(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"index\.json is missing"):
         ShardSet(tmp_path)
-    write(tmp_path, some_records(3))
+    write(tmp_path, [])
+    assert len(ShardSet(tmp_path)) == len(ShardSet(tmp_path).stream(0, 0)) == 0, "without records it is empty"
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"index\.json is missing, damaged"):
         ShardSet(tmp_path)
-
-
-def test_a_set_without_records_is_empty_and_not_broken(tmp_path: Path) -> None:
-    index = write(tmp_path, [])
-    found = ShardSet(tmp_path)
-    assert (len(found), index["rows"], index["shards"]) == (0, 0, [])
-    assert found.stream(0, 0).tolist() == []
 
 
 def test_records_are_views_of_the_mapped_file(tmp_path: Path) -> None:
@@ -137,17 +125,10 @@ def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: P
         _, numbers, firsts, counts = (values.tolist() for values in found.ranges(np.array([start]), np.array([end])))
         by_record = zip(numbers, firsts, counts, strict=True)
         assert [(number, first) for number, first, count in by_record for _ in range(count)] == expected[start:end]
-
-
-def test_ranges_in_any_order_are_what_each_is_alone(tmp_path: Path, layout: int) -> None:
-    write(tmp_path, some_records(40), kind="documents", tokens_per_shard=layout)
-    found = ShardSet(tmp_path)
-    generator = np.random.default_rng(0)
-    bounds = np.sort(generator.integers(0, found.tokens + 1, (60, 2)), axis=1)
-    together = found.ranges(bounds[:, 0], bounds[:, 1])
+    bounds = np.sort(np.random.default_rng(0).integers(0, found.tokens + 1, (20, 2)), axis=1)
     alone = [found.ranges(start, end) for start, end in zip(bounds[:, :1], bounds[:, 1:], strict=True)]
-    for place, column in enumerate(together):
-        assert column.tolist() == [value for one in alone for value in one[place].tolist()]
+    for place, column in enumerate(found.ranges(bounds[:, 0], bounds[:, 1])):
+        assert column.tolist() == [value for one in alone for value in one[place].tolist()], "many at once"
 
 
 def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:
