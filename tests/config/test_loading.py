@@ -99,13 +99,6 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path
         assert f"did you mean '{neighbour}'?" in message
 
 
-def test_a_key_whose_section_was_left_out_names_all_that_end_so() -> None:
-    assert "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?" in refused("lr=1e-3")
-    assert "did you mean 'tokenizer.vocab_size'?" in refused("vocab_size=500")
-    assert "did you mean 'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
-    assert "small" in refused(profiles=["huge"]), "an unknown profile names those there are"
-
-
 def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> None:
     path = settings_file(tmp_path, "model: {layers: many}")
     cases = {
@@ -137,9 +130,21 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
         (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
         (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
+        (["sft.tokens=5", "sft.epochs=1"], ["sft", "set one of tokens"]),
+        (["sft.tokens=null", "sft.epochs=null"], ["sft", "set one of tokens"]),
+        (["data.pretrain=[python-docs, a.jsonl]"], ["data.pretrain mixes python-docs with files"]),
+        (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
+        (["data.lora=null"], ["data.lora is [] (from command line) but must be a list of 1 or more"]),
+        (["nightly.rate=fast"], ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"]),
+        (["nightly.rate=0"], ["must be 'auto' or greater than 0.0"]),
+        (["pretrain.optim.betas=[a, 0.9]"], ["pretrain.optim.betas.0 is 'a'"]),  # a place in a list is no form
+        (["lr=1e-3"], ["did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?"]),
+        (["vocab_size=500"], ["did you mean 'tokenizer.vocab_size'?"]),
+        (["sft"], ["'sft' is not a setting; write key=value"]),
+        (["sft.epochs=[1"], ["not valid YAML"]),
     ],
 )
-def test_a_broken_rule_between_settings_names_both_and_a_cure(overrides: list[str], parts: list[str]) -> None:
+def test_what_breaks_a_rule_is_refused_with_the_rule_and_a_cure(overrides: list[str], parts: list[str]) -> None:
     message = refused(*overrides)
     assert [part for part in parts if part not in message] == [], message
 
@@ -155,41 +160,22 @@ def test_naming_one_budget_clears_the_default_of_the_other(item: str, budget: tu
     loaded = load([item], environment={})
     name, _, chosen = item.partition("=")[0].partition(".")
     section = getattr(loaded.settings, name)
+    weaker = load([item], environment={f"TTRAIN__{name.upper()}__{'TOKENS' if chosen == 'epochs' else 'EPOCHS'}": "7"})
+    assert getattr(weaker.settings, name) == section, "a stronger layer's budget takes a weaker one's away"
     assert (section.tokens, section.epochs) == budget
     other = "epochs" if chosen == "tokens" else "tokens"
     assert set_by_hand(loaded) == {f"{name}.{chosen}": "command line", f"{name}.{other}": f"{name}.{chosen} is set"}
 
 
-def test_two_budgets_or_none_are_refused_and_a_stronger_layer_s_takes_a_weaker_one_s_away(tmp_path: Path) -> None:
-    for overrides in (["sft.tokens=5", "sft.epochs=1"], ["sft.tokens=null", "sft.epochs=null"]):
-        message = refused(*overrides)
-        assert "set one of tokens" in message and "sft" in message
-    loaded = load(["sft.tokens=5000"], files=[settings_file(tmp_path, "sft: {epochs: 3}")], environment={})
-    assert (loaded.settings.sft.tokens, loaded.settings.sft.epochs) == (5000, None)
-
-
-def test_python_docs_do_not_mix_with_files() -> None:
-    assert "data.pretrain mixes python-docs with files" in refused("data.pretrain=[python-docs, a.jsonl]")
-    assert "data.sft_heldout" in refused("data.sft_heldout=held.jsonl")
-    assert "data.lora is [] (from command line) but must be a list of 1 or more" in refused("data.lora=null")
-    assert load(["data.sft=a.jsonl", "data.sft_heldout=held.jsonl"], environment={}).settings.data.sft == ("a.jsonl",)
-
-
-def test_a_setting_of_several_forms_is_told_once_with_all_of_them() -> None:
-    assert refused("nightly.rate=fast") == "nightly.rate is 'fast' (from command line) but must be 'auto' or a number"
-    assert refused("nightly.rate=0").endswith("must be 'auto' or greater than 0.0")
-    assert "pretrain.optim.betas.0 is 'a'" in refused("pretrain.optim.betas=[a, 0.9]"), "a place in a list is no form"
+def test_what_is_not_there_is_told_and_too_many_neighbours_are_not(tmp_path: Path) -> None:
+    assert "did you mean 'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
+    assert "small" in refused(profiles=["huge"]), "an unknown profile names those there are"
+    assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])
 
 
 @pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])
 def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
     assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
-
-
-def test_a_missing_file_and_a_stray_word_are_a_users_mistake(tmp_path: Path) -> None:
-    assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])
-    assert "'sft' is not a setting; write key=value" in refused("sft")
-    assert "not valid YAML" in refused("sft.epochs=[1")
 
 
 def _sections(model: BaseModel) -> list[BaseModel]:

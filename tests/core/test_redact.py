@@ -111,7 +111,8 @@ SECRETS = (
 )  # fmt: skip
 NO_SECRETS = (
     "pretrain.tokens", "tokens_per_step", "tokenizer.vocab_size", "tokenizer.eos_token", "multi_token", "model.keys", "key",
-    "notify.webhook_file", "secret_file", "sft.author", "attention", "secrets.file", "pretrain.validation_tokens",
+    "notify.webhook_file", "secret_file", "sft.author", "attention", "secrets.file", "credentials.path",
+    "pretrain.validation_tokens",
 )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -245,16 +244,7 @@ def test_sets_from_before_the_rule_are_searched_too_and_their_sketches_are_kept(
     assert not [path for path in made if path.startswith(str(old))]
 
 
-def test_damaged_sketches_are_made_again(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
-    shutil.copytree(whole, tmp_path / "out")
-    sketches = sorted((tmp_path / "out" / FOLDER).glob("*.near"))
-    sketches[0].write_bytes(b"")
-    sketches[1].write_bytes(b"\0" * sketches[1].stat().st_size)
-    build(tmp_path / "out", nights, recipe, SPLIT)
-    assert all_digests(tmp_path / "out") == all_digests(whole)
-
-
-def test_a_run_that_ended_early_takes_its_finished_sketches(
+def test_finished_sketches_of_a_run_that_ended_early_are_taken_and_damaged_ones_made_again(
     tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, make = list[str](), near_duplicates.make_sketches
@@ -272,6 +262,11 @@ def test_a_run_that_ended_early_takes_its_finished_sketches(
     assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
     build(tmp_path / "out", nights, recipe, SPLIT)
     assert all(path.stat().st_ino == inode for path, inode in finished.items())
+    assert all_digests(tmp_path / "out") == all_digests(whole)
+    first, second, *_ = sorted((tmp_path / "out" / FOLDER).glob("*.near"))
+    first.write_bytes(b"")
+    second.write_bytes(b"\0" * second.stat().st_size)
+    build(tmp_path / "out", nights, recipe, SPLIT)
     assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
