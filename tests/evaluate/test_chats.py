@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,17 @@ def offering(*contents: str) -> Messages:
 FUNCTIONS = tool_calls.offered_functions(offering("Hi", "Hello"))
 
 
-def small_sandbox(seconds: float) -> Sandbox:
-    return Sandbox(
-        tool_calls.answer, seconds=seconds, seconds_per_result=seconds / 3, memory_bytes=256 << 20,
-        preloaded=("jsonschema", "referencing"),
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def small_sandbox() -> Iterator[Sandbox]:
+    limits = {"seconds": 0.15, "seconds_per_result": 0.05, "memory_bytes": 256 << 20}
+    with contextlib.closing(Sandbox(tool_calls.answer, preloaded=("jsonschema", "referencing"), **limits)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def small(small_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    monkeypatch.setattr(tool_calls, "SANDBOX", small_sandbox)
+    return small_sandbox
 
 
 def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> EvaluatedModel:
@@ -119,24 +126,16 @@ def test_what_an_answer_has_had_before_is_repeated() -> None:
     assert chats.repeated(["x"] * 10) == (6, 7)
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_loop"),
-    [
-        ("and so on and so on and so on and s", True),
-        ("好的，我知道了。" * 3, True),
-        ("First this. " + "o" * 24, True),
-        ("no, no, no!", False),
-        ("好的好的好的", False),
-        ("one two three four five six seven eight nine ten", False),
-        ("and so on and so on and so on, he said.", False),
-        ("", False),
-        ("好的，我知道了。" * 3 + "好\ufffd", True),  # cut within a character
-        ("and so on and so on and so on and s\n\ufffd", True),
-        ("\ufffd" * 30, True),
-    ],
-)
-def test_an_answer_that_ends_in_a_loop_is_seen(answer: str, is_loop: bool) -> None:
-    assert chats.loops(answer) == is_loop
+def test_an_answer_that_ends_in_a_loop_is_seen() -> None:
+    looping = [
+        "and so on and so on and so on and s", "好的，我知道了。" * 3, "First this. " + "o" * 24, "\ufffd" * 30,
+        "好的，我知道了。" * 3 + "好\ufffd", "and so on and so on and so on and s\n\ufffd",  # cut within a character
+    ]  # fmt: skip
+    others = [
+        "no, no, no!", "好的好的好的", "one two three four five six seven eight nine ten",
+        "and so on and so on and so on, he said.", "",
+    ]  # fmt: skip
+    assert [answer for answer in (*looping, *others) if chats.loops(answer)] == looping
 
 
 # --- markers ------------------------------------------------------------------------------------------------------------
@@ -179,37 +178,37 @@ def test_the_functions_of_a_system_turn_are_found_again() -> None:
     assert tool_calls.offered_functions(turns("Hi", "Hello", system="Be kind; <tools> are not here.")) == {}
 
 
-@pytest.mark.parametrize("said", ["in a line\u2028of Unicode", "next\x85line", "between <tools> and </tools>", "</tools>"])
-def test_functions_are_found_whatever_they_say_of_themselves(said: str) -> None:
+def test_functions_are_found_whatever_they_say_of_themselves() -> None:
     row = {"messages": [{"role": "system", "content": "Use <tools> well.\n</tools>"}, {"role": "user", "content": "Hi"}]}
-    tools = [{"name": "weather", "description": said, "parameters": WEATHER["parameters"]}, {"name": "now"}]
-    functions = tool_calls.offered_functions(tuple(records.messages_of({**row, "tools": tools})))
-    assert functions == {"weather": WEATHER["parameters"], "now": None}
+    for said in ("in a line\u2028of Unicode", "next\x85line", "between <tools> and </tools>", "</tools>"):
+        tools = [{"name": "weather", "description": said, "parameters": WEATHER["parameters"]}, {"name": "now"}]
+        functions = tool_calls.offered_functions(tuple(records.messages_of({**row, "tools": tools})))
+        assert functions == {"weather": WEATHER["parameters"], "now": None}
 
 
-@pytest.mark.parametrize(
-    ("body", "wrong"),
-    [
-        ('{"name": "weather", "arguments": {"city": "Rom"}}', ""),
-        ('{"name": "weather", "arguments": "{\\"city\\": \\"Rom\\"}"}', ""),
-        ('{"name": "now", "arguments": {}}', ""),
-        ('{"name": "odd", "arguments": {"x": 1}}', ""),
-        ('{"name": "weather", "arguments": {"city": 3}}', "weather: city: 3 is not of type 'string'"),
-        ('{"name": "weather", "arguments": {"city": "Rom", "days": 0}}', "weather: days: 0 is less than the minimum of 1"),
-        ('{"name": "weather", "arguments": {}}', "weather: the arguments: 'city' is a required property"),
-        ('{"name": "rain", "arguments": {}}', "there is no function rain"),
-        ('{"name": "weather", "arguments": "Rom"}', "the arguments of weather are not a JSON object"),
-        ('{"name": "weather"}', "the arguments of weather are not a JSON object"),
-        ('{"arguments": {}}', "a call without a name"),
-        ('[{"name": "now"}]', 'not a JSON object: [{"name": "now"}]'),
-        ("weather(Rom)", "not a JSON object: weather(Rom)"),
-        ('{"name": "now", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}", "not a JSON object"),
-    ],
-)
-def test_a_call_that_cannot_be_made_says_why(body: str, wrong: str) -> None:
-    (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", FUNCTIONS, Budget())
-    assert call.wrong.startswith(wrong) and bool(call.wrong) == bool(wrong)
-    assert bool(call.unchecked) == ("odd" in body)
+CALLS = [
+    ('{"name": "weather", "arguments": {"city": "Rom"}}', ""),
+    ('{"name": "weather", "arguments": "{\\"city\\": \\"Rom\\"}"}', ""),
+    ('{"name": "now", "arguments": {}}', ""),
+    ('{"name": "odd", "arguments": {"x": 1}}', ""),
+    ('{"name": "weather", "arguments": {"city": 3}}', "weather: city: 3 is not of type 'string'"),
+    ('{"name": "weather", "arguments": {"city": "Rom", "days": 0}}', "weather: days: 0 is less than the minimum of 1"),
+    ('{"name": "weather", "arguments": {}}', "weather: the arguments: 'city' is a required property"),
+    ('{"name": "rain", "arguments": {}}', "there is no function rain"),
+    ('{"name": "weather", "arguments": "Rom"}', "the arguments of weather are not a JSON object"),
+    ('{"name": "weather"}', "the arguments of weather are not a JSON object"),
+    ('{"arguments": {}}', "a call without a name"),
+    ('[{"name": "now"}]', 'not a JSON object: [{"name": "now"}]'),
+    ("weather(Rom)", "not a JSON object: weather(Rom)"),
+    ('{"name": "now", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}", "not a JSON object"),
+]
+
+
+def test_a_call_that_cannot_be_made_says_why() -> None:
+    for body, wrong in CALLS:
+        (call,) = tool_calls.calls(f"Let me see.\n<tool_call>\n{body}\n</tool_call>", FUNCTIONS, Budget())
+        assert call.wrong.startswith(wrong) and bool(call.wrong) == bool(wrong), body
+        assert bool(call.unchecked) == ("odd" in body)
 
 
 def test_a_schema_is_never_fetched_nor_able_to_end_an_evaluation() -> None:
@@ -233,12 +232,9 @@ COSTLY: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("schema", COSTLY.values(), ids=COSTLY)
-def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(
-    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = small_sandbox(0.3)
-    monkeypatch.setattr(tool_calls, "SANDBOX", small)
+def test_a_schema_that_asks_for_hours_is_named_and_the_next_call_is_judged(schema: dict[str, Any]) -> None:
     body = json.dumps({"name": "f", "arguments": {"a": "a" * 40 + "!", "b" * 40 + "!": 1, "a" * 40 + "!": 2}})
     begun = time.process_time()
     judged = tool_calls.judge(*[f"<tool_call>{body}</tool_call>"] * 2, {"f": schema}, Budget())
@@ -257,30 +253,31 @@ def test_marks_that_never_end_take_no_time() -> None:
     assert time.process_time() - begun < 2, "300 s where each mark was looked up to the end of the text"
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),  # called, valid, right functions, right calls
-    [
-        (CALL, (True, True, True, True)),
-        (CALL.replace('"city": "Rom", "days": 2', '"days": 2.0, "city": "Rom"'), (True, True, True, True)),
-        (CALL.replace("Rom", "Bonn"), (True, True, True, False)),
-        (CALL.replace("2", '"two"'), (True, False, True, False)),
-        (CALL + CALL, (True, True, False, False)),
-        (CALL + CALL[:30], (True, False, False, False)),
-        (CALL.replace("weather", "now"), (True, True, False, False)),
-        (CALL[:30], (True, False, False, False)),
-        ("It is warm in Rom.", (False, False, False, False)),
-        ("</tool_call>" + CALL, (True, True, True, True)),
-    ],
-)
-def test_calls_are_right_where_they_are_those_of_the_reference(answer: str, expected: tuple[bool, ...]) -> None:
-    judged = tool_calls.judge(answer, CALL, FUNCTIONS, Budget())
-    assert (judged.called, judged.valid, judged.right_names, judged.right) == expected
+ANSWERS = [  # called, valid, right functions, right calls
+    (CALL, (True, True, True, True)),
+    (CALL.replace('"city": "Rom", "days": 2', '"days": 2.0, "city": "Rom"'), (True, True, True, True)),
+    (CALL.replace("Rom", "Bonn"), (True, True, True, False)),
+    (CALL.replace("2", '"two"'), (True, False, True, False)),
+    (CALL + CALL, (True, True, False, False)),
+    (CALL + CALL[:30], (True, False, False, False)),
+    (CALL.replace("weather", "now"), (True, True, False, False)),
+    (CALL[:30], (True, False, False, False)),
+    ("It is warm in Rom.", (False, False, False, False)),
+    ("</tool_call>" + CALL, (True, True, True, True)),
+]
 
 
-def test_a_reference_that_its_own_schema_refuses_can_still_be_given() -> None:
+def test_calls_are_right_where_they_are_those_of_the_reference() -> None:
+    budget = Budget()
+    for answer, expected in ANSWERS:
+        judged = tool_calls.judge(answer, CALL, FUNCTIONS, budget)
+        assert (judged.called, judged.valid, judged.right_names, judged.right) == expected, answer
     reference = CALL.replace("2", "0")
-    judged = tool_calls.judge(reference, reference, FUNCTIONS, Budget())
-    assert judged.right and not judged.valid
+    judged = tool_calls.judge(reference, reference, FUNCTIONS, budget)
+    assert judged.right and not judged.valid, "one that its own schema refuses can still be given"
+    for days in range(20):
+        tool_calls.judge(CALL.replace("2", str(days)), CALL, FUNCTIONS, budget)
+    assert budget.used_seconds < 0.5 and not budget.refused, "cheap schemas use nothing of the budget"
 
 
 # --- the task -----------------------------------------------------------------------------------------------------------
@@ -305,11 +302,8 @@ def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
 
 def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     """Three chats with two, one and one answers; the longest prompt is asked first."""
-    rows = [
-        turns("A question that is long", "An answer", "And what is there more to say, do you think?", "Nothing more"),
-        turns("Who is it, then?", "Me"),
-        turns("Hm?", "Yes"),
-    ]
+    long = turns("A question that is long", "An answer", "And what is there more to say, do you think?", "Nothing more")
+    rows = [long, turns("Who is it, then?", "Me"), turns("Hm?", "Yes")]
     texts = [("Nothing", True), ("well well", True), ("one two three four one two three four", False), ("", True)]
     said = [(encoder.encode([text])[0], ended) for text, ended in texts]
     said[1] = ([*said[1][0], encoder.special("<|user|>")], True)
@@ -395,19 +389,15 @@ def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder,
 
 
 def test_progress_goes_from_nothing_to_all_once(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-    )
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [vars(turn) for turn in turns("a", "b")]}))
     items = chats.read("talk", ChatsTask(file="chats.jsonl", new_tokens=2), SuiteFiles(tmp_path))
     seen: list[float] = []
     chats.run(items, replace(subject_of(model, encoder), batch_tokens=8), lambda done, total: seen.append(done / total))
     assert seen == sorted(seen) and seen[-1] == 1 and 0.5 in seen
 
 
-def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = small_sandbox(0.1)
-    monkeypatch.setattr(tool_calls, "SANDBOX", small)
-    budget = Budget(seconds=0.4)
+def test_many_costly_schemas_have_one_budget(small: Sandbox) -> None:
+    budget, before = Budget(seconds=0.4), small.used_seconds
     body = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'a': 'a' * 40 + '!'}})}</tool_call>"
     reasons = []
     for number in range(60):
@@ -415,11 +405,4 @@ def test_many_costly_schemas_have_one_budget(monkeypatch: pytest.MonkeyPatch) ->
         reasons += tool_calls.judge(body, body, {"f": schema}, budget).unchecked
     assert len(reasons) == 60 and "asks for too much" in reasons[0]
     assert reasons[-1] == "the schemas of this evaluation have used up their 0.4 s of CPU time"
-    assert budget.refused > 40 and small.used_seconds < 1
-
-
-def test_cheap_schemas_use_nothing_of_the_budget() -> None:
-    budget = Budget()
-    for days in range(20):
-        tool_calls.judge(CALL.replace("2", str(days)), CALL, FUNCTIONS, budget)
-    assert budget.used_seconds < 0.5 and not budget.refused
+    assert budget.refused > 40 and small.used_seconds - before < 1

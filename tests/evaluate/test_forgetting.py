@@ -58,6 +58,9 @@ def test_a_gain_on_the_new_does_not_pay_for_a_loss_on_one_old_night() -> None:
     assert not figures["night-1"].lost and not figures["night-3"].judged
     assert dict(decision.rows())["lost"] == "night-2, all earlier nights"
     assert json.loads(json.dumps(decision.to_json()))["lost"] == ["night-2", "all earlier nights"]
+    costs = {f"night-{number}": 2.0 + number / 10 for number in range(1, 7)}
+    many, _ = judged(model(costs | {"new": 0.1}), model({**dict.fromkeys(costs, 2.0), "new": 9.0}, seed=2))
+    assert many.reason.startswith("it forgets night-6: ") and ", and 4 more; promotion." in many.reason
 
 
 @pytest.mark.parametrize(
@@ -107,12 +110,9 @@ def test_small_nights_beside_large_ones_are_one_text() -> None:
     texts.append(HeldoutText("night", "z", tuple(range(16, 80))))
     figures = forgetting.figures(challenger, champion, texts, Promotion())
     assert {figure.name: (figure.records, figure.judged) for figure in figures} == {
-        "x": (8, False),
-        "y": (8, False),
-        "z": (64, True),
-        "nights of fewer than 20 records": (16, True),
+        "x": (8, False), "y": (8, False), "z": (64, True), "nights of fewer than 20 records": (16, True),
         "all earlier nights": (80, True),
-    }
+    }  # fmt: skip
 
 
 def test_sources_are_judged_like_nights_also_those_of_the_new_text() -> None:
@@ -138,27 +138,14 @@ def test_an_accuracy_that_falls_is_a_loss() -> None:
     assert worse.lost and not better.lost
 
 
-def test_many_losses_are_counted_not_listed() -> None:
-    costs = {f"night-{number}": 2.0 + number / 10 for number in range(1, 7)}
-    decision, _ = judged(model(costs | {"new": 0.1}), model({**dict.fromkeys(costs, 2.0), "new": 9.0}, seed=2))
-    assert decision.reason.startswith("it forgets night-6: ") and ", and 4 more; promotion." in decision.reason
-
-
-def test_figures_without_a_champion_have_intervals_and_lose_nothing() -> None:
-    challenger = model({"night-1": 2.0, "night-2": 1.0})
-    [first, second] = forgetting.figures(
-        challenger, None, heldout_texts(challenger.records, nights_of(challenger), {}, "night-2"), Promotion()
-    )
+def test_figures_without_a_champion_have_intervals_and_scores_that_cannot_be_compared_no_figures() -> None:
+    one, other = model({"a": 2.0, "b": 1.0}), model({"a": 2.0, "c": 2.0})
+    texts = heldout_texts(one.records, nights_of(one), {}, "b")
+    [first, second] = forgetting.figures(one, None, texts, Promotion())
     assert first.challenger_interval is not None and first.champion is None and not first.lost and not second.lost
     assert forgetting.rows([first])[0][3:] == ("", "", "", "", "")
-
-
-def test_scores_that_cannot_be_compared_have_no_figures_by_night() -> None:
-    one, other = model({"a": 2.0, "b": 2.0}), model({"a": 2.0, "c": 2.0})
-    texts = heldout_texts(one.records, nights_of(one), {}, "b")
-    assert forgetting.figures(one, other, texts, Promotion()) == []
     broken = Scores("bits_per_byte", math.nan, one.sums, one.sizes, one.records)
-    assert forgetting.figures(one, broken, texts, Promotion()) == []
+    assert forgetting.figures(one, other, texts, Promotion()) == forgetting.figures(one, broken, texts, Promotion()) == []
 
 
 # --- many nights ---
@@ -190,25 +177,18 @@ def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights() -> None:
     assert told in decision.reason, decision.reason
     assert forgetting.rows([old])[0][-2:] == ("2.00000 of version 1", "lost")
     assert json.loads(json.dumps(old.to_json()))["best_champion"] == "version 1"
-
-
-def test_what_champions_lost_by_chance_refuses_nothing() -> None:
-    """The deviation of what they lost since then widens the interval."""
     decision, figures = drifting(1, **{"night-1": BestFigure(2.0, "version 1", COUNT, deviation=0.5)})
-    assert decision.promote and figures["night-1"].best == 2.0 and not figures["night-1"].lost
+    assert decision.promote and figures["night-1"].best == 2.0 and not figures["night-1"].lost, "it may be chance"
 
 
-@pytest.mark.parametrize(
-    "best",
-    [
+def test_a_best_figure_that_tells_nothing_of_this_text_does_not_count() -> None:
+    for best in (
         BestFigure(2.0, "version 1", COUNT - 1),  # of other records
         BestFigure(2.0, "version 1", COUNT, deviation=math.inf),  # of too few records for an interval
         BestFigure(2.5, "version 1", COUNT),  # worse than the champion
-    ],
-)
-def test_a_best_figure_that_tells_nothing_of_this_text_does_not_count(best: BestFigure) -> None:
-    decision, figures = drifting(1, **{"night-1": best})
-    assert decision.promote and figures["night-1"].best is None
+    ):
+        decision, figures = drifting(1, **{"night-1": best})
+        assert decision.promote and figures["night-1"].best is None
 
 
 def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_champion_was() -> None:
@@ -265,9 +245,6 @@ def test_another_metric_is_compared_with_the_user_s_value_in_its_own_direction()
     metrics = {"bits_per_byte": 1.0, "bits_per_byte_xz": 2.0}
     assert baseline_of(metrics, Scores("chat_loss_sft", 3.0), named).is_beaten  # type: ignore[union-attr]  # of its base
     assert baseline_of({}, Scores("chat_loss_sft", 3.0), named) is None, "without documents there is no xz"
-
-
-def test_a_later_challenger_need_not_beat_the_baseline() -> None:
-    challenger, champion = model({"a": 2.5}), model({"a": 3.0}, seed=2)
-    baseline = baseline_of({"bits_per_byte": 2.5, "bits_per_byte_xz": 2.0}, challenger, Promotion())
-    assert decide(challenger, champion, Promotion(), baseline=baseline).promote
+    later, champion = model({"a": 2.5}), model({"a": 3.0}, seed=2)
+    baseline = baseline_of({"bits_per_byte": 2.5, "bits_per_byte_xz": 2.0}, later, Promotion())
+    assert decide(later, champion, Promotion(), baseline=baseline).promote, "a later challenger need not beat it"

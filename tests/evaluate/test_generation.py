@@ -40,7 +40,7 @@ RESULTS: dict[str, str | None] = {
     "零下负 5 度": "-5",
     "no number": None, "": None, "####": None,
 }  # fmt: skip
-SIGNS = {
+SIGNS: dict[str, str | None] = {
     "答案是-5": "-5", "等于－５": "-5", "温度为−5度": "-5", "气温-5℃": "-5", "x=-5": "-5", "解是3或-3": "-3",
     "从5到-5": "-5",
     "零下五度": "-5", "零下5度": "-5", "零下 5 度": "-5",
@@ -48,7 +48,7 @@ SIGNS = {
     "5%-10%": "10", "5°-10°": "10",
     "周三-5": "5", "a-5": "5",
 }  # fmt: skip
-GROUPS = {
+GROUPS: dict[str, str | None] = {
     "12 000": "12000", "1 000": "1000", "1 234 567 in all": "1234567", "100 000": "100000", "12 000.5": "24001/2",
     "1\u2009234\u2009567": "1234567", "123\u202f456": "123456", "1\u00a0234": "1234",
     "3 12 000": "0", "100 200": "200", "100 200 300": "300", "2010 500": "500", "A1 100": "100", "2 1/2": "5/2",
@@ -56,7 +56,7 @@ GROUPS = {
     "1 0000": "0", "10 000-20 000": "20000", "+1 800-224-7835": "7835", "GPT-3 175B": "175",
     "12 200-kilobyte videos": "200",
 }  # fmt: skip
-WORDS = {
+WORDS: dict[str, str | None] = {
     "2.5 million": "2500000", "$3 Billion.": "3000000000", "2 thousand": "2000", "5 million美元": "5000000",
     "5 millions": "5000000",
     "4 trillion": "4000000000000", "1.2万": "12000", "3 thousandths": "3", "two million": None,
@@ -68,7 +68,7 @@ WORDS = {
     "一百二点五": "205/2", "花了一万二买车": "12000", "詩三百三首": "303", "二百九人": "209", "五千两": "5000", "三两": "3",
     "五千两百": "5200",
 }  # fmt: skip
-UNITS = {
+UNITS: dict[str, str | None] = {
     "十千克": "10", "二千米": "2", "三千克": "3", "五百千克": "500", "一万三千米": "13000", "一亿三千米": "100003000",
     "三千人": "3000",
     "千克": None, "负千克": None,
@@ -111,9 +111,9 @@ def saying(subject: EvaluatedModel, *texts: str) -> EvaluatedModel:
     return subject_of(subject.model, subject.encoder, generate=generate, max_length=None)
 
 
-@pytest.mark.parametrize(("text", "result"), (RESULTS | SIGNS | GROUPS | WORDS | UNITS).items())
-def test_the_result_of_a_text(text: str, result: str | None) -> None:
-    assert answer_in(text) == (None if result is None else Fraction(result))
+@pytest.mark.parametrize("table", [RESULTS, SIGNS, GROUPS, WORDS, UNITS], ids=["plain", "signs", "groups", "words", "units"])
+def test_the_result_of_a_text(table: dict[str, str | None]) -> None:
+    assert {text: answer_in(text) for text in table} == {text: result and Fraction(result) for text, result in table.items()}
 
 
 NUMBERS = (
@@ -125,9 +125,8 @@ MORE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [*NUMBERS, *MORE])
-def test_a_number_and_nothing_else(text: str) -> None:
-    assert is_number(text) == (text in NUMBERS)
+def test_a_number_and_nothing_else() -> None:
+    assert [text for text in (*NUMBERS, *MORE) if is_number(text)] == [*NUMBERS]
 
 
 # Texts on which a pattern that goes back takes for ever, and how often they are repeated.
@@ -140,27 +139,24 @@ AWKWARD = (
 
 def test_a_digit_for_ever_is_no_result_and_takes_no_time() -> None:
     seconds = []
-    for length in (1, 10):
+    for length in (0.4, 4):
         began = time.process_time()
         for start, text, times in AWKWARD:
-            answer_in(start + text * times * length + start)
+            answer_in(start + text * int(times * length) + start)
         seconds.append(time.process_time() - began)
     assert seconds[1] < 30 * seconds[0], "where a pattern is not linear, ten times the text takes 100 times as long"
     assert numbers("9" * 5000) == []
     assert answer_in("9" * 5000 + " so 4") == 4
 
 
-@pytest.mark.parametrize(
-    ("answer", "final", "right"),
-    [
-        ("Paris", "paris.", True), ("  The   Louvre!\nand more", "the louvre", True), ("it is\n#### Paris", "Paris", True),
-        ("\n\nParis\nor Rome", "Paris", True), ("Paris or Rome", "Paris", False), ("", "Paris", False),
-        ("「北京」。", "北京", True), ("『北京』市", "北京市", False), ("北京。", "北京", True), ("ＡＢ", "ab", True),
-        ("one\ntwo", "one\ntwo", True), ("one", "one\ntwo", False),
-    ],
-)  # fmt: skip
-def test_exact_answers(answer: str, final: str, right: bool) -> None:
-    assert generation.judge_answer(answer, final, "exact")[1] == right
+def test_exact_answers() -> None:
+    right = [
+        ("Paris", "paris."), ("  The   Louvre!\nand more", "the louvre"), ("it is\n#### Paris", "Paris"),
+        ("\n\nParis\nor Rome", "Paris"), ("「北京」。", "北京"), ("北京。", "北京"), ("ＡＢ", "ab"),
+        ("one\ntwo", "one\ntwo"),
+    ]  # fmt: skip
+    wrong = [("Paris or Rome", "Paris"), ("", "Paris"), ("『北京』市", "北京市"), ("one", "one\ntwo")]
+    assert [pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]] == right
 
 
 def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:
@@ -181,10 +177,10 @@ def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:
 
 
 @pytest.mark.parametrize("match", ["auto", "exact"])
-@pytest.mark.parametrize("answer", ["...", " ", None, True, float("inf")])
-def test_rows_without_an_answer(answer: Any, match: str) -> None:
-    with pytest.raises(BadRow):
-        generation.parse({"question": "q", "answer": answer}, match)
+def test_rows_without_an_answer(match: str) -> None:
+    for answer in ("...", " ", None, True, float("inf")):
+        with pytest.raises(BadRow):
+            generation.parse({"question": "q", "answer": answer}, match)
 
 
 @pytest.mark.parametrize(("last", "match"), [("one and two\n#### 3", "numeric"), ("3 apples", "exact")])
@@ -239,10 +235,10 @@ def test_no_batch_and_no_piece_changes_an_answer(
     tmp_path: Path, subject: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"question": "why " * count, "answer": "x"} for count in (1, 9, 4, 2)]
-    wanted = [row["answer"] for row in asked(tmp_path, rows, subject, stop=()).rows]
+    wanted = [row["answer"] for row in asked(tmp_path, rows, subject, stop=(), new_tokens=10).rows]
     monkeypatch.setattr(generation, "PIECE", 3)
     small = subject_of(subject.model, subject.encoder, batch_tokens=1)
-    assert [row["answer"] for row in asked(tmp_path, rows, small, stop=("never",)).rows] == wanted
+    assert [row["answer"] for row in asked(tmp_path, rows, small, stop=("never",), new_tokens=10).rows] == wanted
     assert len(set(wanted)) > 1
 
 

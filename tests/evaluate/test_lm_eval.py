@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,18 @@ def subject(place: Path) -> EvaluatedModel:
     return as_evaluated_model(speaker(place / "model"))
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the Hub, and the files of `datasets` go away with the test."""
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The files of `datasets` go away with the tests, and nothing is asked of the Hub."""
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm_eval_tasks.task_index.cache_clear()
     monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
 
@@ -90,26 +97,31 @@ def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> T
     return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
 
 
-@cache
-def theirs(place: Path, name: str) -> dict[str, Any]:
-    """What `lm_eval` makes of the same task and model by itself."""
+@pytest.fixture(scope="module")
+def theirs(place: Path, cache: None) -> dict[str, Any]:
+    """What `lm_eval` makes of the same tasks and model by itself."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(place / "model")
     backend = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu")
-    task = json.loads((place / f"{name}.yaml").read_text())
-    task["dataset_kwargs"] = {"data_files": {"test": str(place / "items.jsonl")}}
-    found: dict[str, Any] = lm_eval.simple_evaluate(
-        backend, tasks=[task], bootstrap_iters=0, task_manager=TaskManager(include_defaults=False)
-    )
-    return {"figures": found["results"][name], "samples": sorted(found["samples"][name], key=lambda one: one["doc_id"])}
+    data = {"dataset_kwargs": {"data_files": {"test": str(place / "items.jsonl")}}}
+    tasks = [{**json.loads((place / f"{name}.yaml").read_text()), **data} for name in TASKS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # processes that ask pip and git: 1.5 s
+        found: dict[str, Any] = lm_eval.simple_evaluate(
+            backend, tasks=tasks, bootstrap_iters=0, task_manager=TaskManager(include_defaults=False)
+        )
+    samples = {name: sorted(found["samples"][name], key=lambda one: one["doc_id"]) for name in TASKS}
+    return {name: {"figures": found["results"][name], "samples": samples[name]} for name in TASKS}
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_item_is_judged_as_by_its_own_backend(place: Path, subject: EvaluatedModel, name: str) -> None:
-    outcome, found = asked(place, name, subject), theirs(place, name)
+def test_every_item_is_judged_as_by_its_own_backend(
+    place: Path, subject: EvaluatedModel, name: str, theirs: dict[str, Any]
+) -> None:
+    outcome, found = asked(place, name, subject), theirs[name]
     assert len(outcome.items) == len(set(outcome.items)) == ITEMS
     for figure in outcome.figures:
         assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
@@ -120,10 +132,10 @@ def test_every_item_is_judged_as_by_its_own_backend(place: Path, subject: Evalua
     ]  # Matthews' correlation is no mean over items
 
 
-def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedModel) -> None:
+def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedModel, theirs: dict[str, Any]) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
     ours = choices.score_choices(choices.read_choices("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
-    samples = theirs(place, "choices")["samples"]
+    samples = theirs["choices"]["samples"]
     for name, metric in (("accuracy", "acc"), ("accuracy_characters", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
         (figure,) = (figure for figure in ours.figures if figure.name == name)
         assert figure.sums == tuple(sample[metric] for sample in samples)
@@ -140,32 +152,30 @@ def test_a_model_in_bf16_is_the_one_that_transformers_opens(place: Path) -> None
         assert torch.equal(speaker(place / "model", dtype="bf16").model(ids_BT).logits, theirs(ids_BT).logits)
 
 
-def test_a_limit_draws_items_by_the_seed(place: Path) -> None:
-    every = read(place, "words").digests
-    some = read(place, "words", limit=4)
+def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
+    place: Path, subject: EvaluatedModel, tmp_path: Path
+) -> None:
+    every, some = read(place, "words").digests, read(place, "words", limit=4)
     assert len(some.digests) == 4
     assert [digest for digest in every if digest in some.digests] == list(some.digests)
     assert read(place, "words", limit=4, seed=2).digests != some.digests
     assert read(place, "choices", shots=1).digests != read(place, "choices").digests
-
-
-def test_two_models_are_asked_the_same_items(place: Path, subject: EvaluatedModel, tmp_path: Path) -> None:
-    items = read(place, "words")
-    first = lm_eval_tasks.run(items, subject, lambda done, total: None)
     other = as_evaluated_model(speaker(write_model(tmp_path / "other", seed=2)))
-    second = lm_eval_tasks.run(items, other, lambda done, total: None)
-    again = lm_eval_tasks.run(items, subject, lambda done, total: None)
+    first, second, again = (lm_eval_tasks.run(some, model, lambda done, total: None) for model in (subject, other, subject))
     assert first.figures == again.figures != second.figures
     assert not math.isnan(second.primary.value)
 
 
-def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
+def test_what_the_harness_does_not_have_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"tasks.theirs.task is .*absent.yaml, which is not a file"):
         read(place, "absent")
-    (place / "broken.yaml").write_text(json.dumps({"task": "broken", **COMMON, **TASKS["words"], "dataset_kwargs": {
-        "data_files": {"test": "absent.jsonl"}}}))  # fmt: skip
+    broken = {**COMMON, **TASKS["words"], "dataset_kwargs": {"data_files": {"test": "absent.jsonl"}}}
+    (place / "broken.yaml").write_text(json.dumps({"task": "broken", **broken}))
     with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, whose data or task file cannot be read"):
         read(place, "broken")
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
+        read(place, "words")
 
 
 RUNS = "!function evil.run"
@@ -251,12 +261,6 @@ def test_a_group_counts_every_item_and_shows_each_task(
     accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
     (place / "both.yaml").unlink()
-
-
-def test_without_the_harness_the_command_that_installs_it_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
-    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
-        read(place, "words")
 
 
 def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:

@@ -81,28 +81,20 @@ def test_the_figures_are_those_of_all_texts_together_and_of_each_group(tmp_path:
         assert found.primary.restricted(numbers).value == pytest.approx(alone.primary.value, rel=1e-6)
 
 
-def test_every_token_of_a_text_counts_also_the_first(tmp_path: Path, encoder: Encoder) -> None:
-    rows = [{"text": "T"}, {"text": "Two lines\nof text."}, {"text": "x" * 300}]
-    found = evaluated(tmp_path, rows, subject_of(Uniform(len(encoder)), encoder))
-    tokens = [len(ids) for ids in encoder.encode([row["text"] for row in rows])]
-    assert found.primary.sums == pytest.approx([count * math.log(len(encoder)) for count in tokens])
-    assert found.primary.sizes == (1, 18, 300)
-    assert found.primary.value * LN2 == pytest.approx(sum(tokens) * math.log(len(encoder)) / 319)
+def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text(tmp_path: Path, encoder: Encoder) -> None:
+    special = f"{encoder.tokens['bos_token']} is no start, {encoder.tokens['eos_token']} no end"
+    texts = ["T", "Two lines\nof text.", "x" * 300, special]
+    found = evaluated(tmp_path, [{"text": text} for text in texts], subject_of(Uniform(len(encoder)), encoder))
+    ids = encoder.encode(texts)
+    assert not set(ids[-1]) & encoder.special_ids()
+    assert found.primary.sums == pytest.approx([len(one) * math.log(len(encoder)) for one in ids])
+    assert found.primary.sizes == (1, 18, 300, len(special))
+    count = sum(map(len, ids))
+    assert found.primary.value * LN2 == pytest.approx(count * math.log(len(encoder)) / (319 + len(special)))
     assert [(row["bytes"], row["tokens"], row["lossy"]) for row in found.rows] == [
-        (1, 1, False),
-        (18, tokens[1], False),
-        (300, tokens[2], False),
+        (size, len(one), False) for size, one in zip(found.primary.sizes, ids, strict=True)
     ]
-
-
-def test_special_tokens_in_a_text_are_text(tmp_path: Path, encoder: Encoder) -> None:
-    said = f"{encoder.tokens['bos_token']} is no start, {encoder.tokens['eos_token']} no end"
-    found = evaluated(tmp_path, [{"text": said}], subject_of(Uniform(len(encoder)), encoder))
-    (ids,) = encoder.encode([said])
-    assert not set(ids) & encoder.special_ids()
-    assert found.rows[0] == {
-        "text": said, "bytes": len(said), "tokens": len(ids), "nats": found.primary.sums[0], "lossy": False,
-    }  # fmt: skip
+    assert (found.rows[-1]["text"], found.rows[-1]["nats"]) == (special, found.primary.sums[-1])
 
 
 def test_models_with_other_tokenizers_are_asked_the_same_bytes(tmp_path: Path, encoder: Encoder) -> None:
@@ -139,15 +131,10 @@ def test_bad_rows_are_told_with_their_line_and_do_not_count(tmp_path: Path) -> N
     rows = [{"text": "good"}, '{"text": ', {"texts": "bad"}, {"text": 7}, {"text": "  "}, {"text": "good too"}]
     items = perplexity.read("prose", task(), places(tmp_path, rows))
     assert items.items == ("good", "good too")
-    name = tmp_path / "file.jsonl"
-    assert [row.location for row in items.left_out] == [f"{name}:{line}" for line in (2, 3, 4, 5)]
+    assert [row.location for row in items.left_out] == [f"{tmp_path / 'file.jsonl'}:{line}" for line in (2, 3, 4, 5)]
     reasons = [row.reason for row in items.left_out]
-    assert "not valid JSON" in reasons[0] and "'text' is a number, not text" in reasons[2:3]
-    assert reasons[3] == "empty text"
+    assert "not valid JSON" in reasons[0] and reasons[2:] == ["'text' is a number, not text", "empty text"]
     assert sum(items.reasons.values()) == 4
-
-
-def test_a_set_without_a_document_is_refused_with_its_first_bad_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tasks.prose.file file.jsonl has no document.*file.jsonl:1: no key 'text'"):
         perplexity.read("prose", task(), places(tmp_path, [{"prose": "here"}]))
     with pytest.raises(DataError, match="has no document; a row needs the key 'body'"):
@@ -155,15 +142,13 @@ def test_a_set_without_a_document_is_refused_with_its_first_bad_row(tmp_path: Pa
 
 
 def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: Path) -> None:
-    where = places(tmp_path, ROWS)
-    texts = tuple(row["text"] for row in ROWS)
+    where, texts = places(tmp_path, ROWS), tuple(row["text"] for row in ROWS)
     drawn = perplexity.read("prose", task(limit=4), where).items
     assert len(drawn) == 4 and drawn == perplexity.read("prose", task(limit=4), where).items
     assert drawn != texts[:4]
-    sizes = [len(one.encode()) for one in texts]
-    assert perplexity.read("prose", task(max_bytes=sum(sizes[:3])), where).items == texts[:3]
-    assert perplexity.read("prose", task(max_bytes=sum(sizes[:3]) - 1), where).items == texts[:2]
-    assert perplexity.read("prose", task(max_bytes=1), where).items == texts[:1]
+    size = sum(len(one.encode()) for one in texts[:3])
+    for most, count in ((size, 3), (size - 1, 2), (1, 1)):
+        assert perplexity.read("prose", task(max_bytes=most), where).items == texts[:count]
 
 
 def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_path: Path) -> None:
@@ -176,16 +161,13 @@ def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_pa
 
 
 def test_a_key_that_tells_most_rows_apart_makes_no_groups(tmp_path: Path) -> None:
-    rows = [
-        {"text": f"text {number}", "source": f"page {number}", "lang": "zh" if number % 2 else "en"} for number in range(21)
-    ]
+    rows = [{"text": f"text {n}", "source": f"page {n}", "lang": "zh" if n % 2 else "en"} for n in range(21)]
     items = perplexity.read("prose", task(by=("source", "lang")), places(tmp_path, rows))
     assert {name: len(numbers) for name, numbers in items.groups.items()} == {"lang=en": 11, "lang=zh": 10}
     few = perplexity.read("prose", task(), places(tmp_path, rows[:20]))
     assert len(few.groups) == 22, "these keys are looked at by themselves"
-    assert perplexity.read("prose", task(), places(tmp_path, rows[1:20:2])).groups.keys() == {
-        f"source=page {n}" for n in range(1, 20, 2)
-    }
+    alike = perplexity.read("prose", task(), places(tmp_path, rows[1:20:2]))
+    assert alike.groups.keys() == {f"source=page {n}" for n in range(1, 20, 2)}
 
 
 def test_a_model_that_knows_no_begin_is_refused(tmp_path: Path, encoder: Encoder) -> None:

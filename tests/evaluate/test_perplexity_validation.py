@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("trained")
     home, tree = Home.make(root / "home"), stage_settings().model_dump(mode="json")
     rows = {"validation_rows": 1000, "row_length": ROW_LENGTH, "tokens_per_step": 4 * ROW_LENGTH}
-    tree["pretrain"] |= {**rows, "row_length": 32, "tokens": 32 * ROW_LENGTH}
+    tree["pretrain"] |= {**rows, "row_length": 32, "tokens": 8 * ROW_LENGTH}
     tree["sft"] |= rows
     tree["model"]["max_length"] = ROW_LENGTH
     settings = Settings.model_validate(tree)

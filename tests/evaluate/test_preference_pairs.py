@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.evaluated_models import subject_of
-from support.tiny_data import make_tokenizer
 from support.tiny_trainers import CPU, tiny_model
 
 from ttrain.config.evaluate import PairsTask
@@ -31,18 +31,23 @@ def pair(chosen: str, rejected: str) -> Preference:
     return Preference((QUESTION,), (Message("assistant", chosen),), (Message("assistant", rejected),))
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: Encoder) -> None:
-    """By hand: the logits of each conversation, summed over the answer's tokens and its end, not divided by them."""
-    pairs = [pair("one", "two or three of them"), pair("你好，世界", "x")]
-    model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
+def scored(model: Any, encoder: Encoder, pairs: Sequence[Preference]) -> list[preferences.Comparison]:
+    """What the stage `evaluate` makes of these pairs."""
     sequences = preferences.sequences(encoder, pairs)
     scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-    for compared, expected in zip(preferences.compare(scores), pairs, strict=True):
+    return preferences.compare(scores)
+
+
+@pytest.fixture(scope="module")
+def model(encoder: Encoder) -> Any:
+    return tiny_model(vocab=len(encoder), init_std=0.5).eval()
+
+
+def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: Encoder, model: Any) -> None:
+    """By hand: the logits of each conversation, summed over the answer's tokens and its end, not divided by them."""
+    pairs = [pair("one", "two or three of them"), pair("你好，世界", "x")]
+    found = scored(model, encoder, pairs)
+    for compared, expected in zip(found, pairs, strict=True):
         log_probabilities = []
         for answer in (expected.chosen, expected.rejected):
             ids, live = encode_chat(encoder, (QUESTION, *answer))
@@ -52,24 +57,13 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
         margin = log_probabilities[0] - log_probabilities[1]
         assert compared.margin == pytest.approx(margin, abs=1e-3)
         assert compared.preferred == (margin > 0)
+    (swapped,) = scored(model, encoder, [pair("two or three of them", "one")])
+    assert (swapped.margin, swapped.preferred) == (pytest.approx(-found[0].margin), 1 - found[0].preferred)
 
 
-@pytest.mark.parametrize(("chosen", "rejected", "preferred"), [(1.0, 2.0, 1.0), (2.0, 1.0, 0.0), (1.0, 1.0, 0.5)])
-def test_the_likelier_answer_is_preferred_and_equal_ones_count_half(
-    chosen: float, rejected: float, preferred: float
-) -> None:
-    assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
-
-
-def test_swapped_pairs_mirror(encoder: Encoder) -> None:
-    model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
-    margins = []
-    for pairs in ([pair("a b", "c")], [pair("c", "a b")]):
-        sequences = preferences.sequences(encoder, pairs)
-        scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-        margins.append(preferences.compare(scores)[0])
-    assert margins[0].margin == -margins[1].margin
-    assert margins[0].preferred == 1 - margins[1].preferred
+def test_the_likelier_answer_is_preferred_and_equal_ones_count_half() -> None:
+    for chosen, rejected, preferred in ((1.0, 2.0, 1.0), (2.0, 1.0, 0.0), (1.0, 1.0, 0.5)):
+        assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
 
 
 def test_rated_answers_are_no_pairs_and_the_limit_counts_pairs(tmp_path: Path) -> None:
@@ -94,13 +88,10 @@ def asked(directory: Path, **settings: Any) -> tuple[PairsTask, SuiteFiles]:
     return PairsTask(file="pairs.jsonl", **settings), SuiteFiles(directory)
 
 
-def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, tmp_path: Path) -> None:
+def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     items = preferences.read("mine", *asked(tmp_path, by="lang"))
-    model = tiny_model(vocab=len(encoder), init_std=0.5).eval()
     result = preferences.run(items, subject_of(model, encoder), lambda done, total: None)
-    sequences = preferences.sequences(encoder, items.items)
-    scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
-    expected = preferences.compare(scores)
+    expected = scored(model, encoder, items.items)
     accuracy, margin = result.figures
     assert (accuracy.name, margin.name) == ("accuracy", "margin") and accuracy.higher_is_better
     assert accuracy.value == sum(pair.preferred for pair in expected) / 2
@@ -113,7 +104,7 @@ def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, tmp_
 
 
 def test_a_pair_that_the_template_refuses_does_not_count(
-    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = preferences.read("mine", *asked(tmp_path))
 
@@ -123,7 +114,7 @@ def test_a_pair_that_the_template_refuses_does_not_count(
         return encode_chat(encoder, messages)
 
     monkeypatch.setattr("ttrain.data.chat.encode_chat", encode)
-    subject = subject_of(tiny_model(vocab=len(encoder), init_std=0.5), encoder)
+    subject = subject_of(model, encoder)
     result = preferences.run(items, subject, lambda done, total: None)
     assert result.rows[1] == {"refused": "no such turn here"} and result.figures[0].sizes == (1.0, 0.0)
     assert result.figures[0].value == result.rows[0]["preferred"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.planned_homes import remember_modules
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
@@ -38,58 +39,49 @@ def settings(*overrides: str) -> Settings:
     return load(overrides, environment={}).settings
 
 
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        ({}, "tasks is missing; under tasks, write a name and the settings of each task, such as poems: {kind"),
-        ({"task": {}}, "task is not a key of a suite; put it under tasks:"),
-        ({"tasks": {}}, "tasks is empty; under tasks, write a name and the settings of each task"),
-        ({"tasks": None}, "tasks is empty, not a mapping; under tasks, write a name"),
-        ({"tasks": [{"kind": "text"}]}, "tasks is a list, not a mapping; under tasks, write a name"),
-        ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
-        ({"tasks": {"a/b": {"kind": "text"}}}, "a task is called 'a/b'; take letters"),
-        ({"tasks": {"a": {"file": "x"}}}, "a has no kind; choose one of text, chats, pairs, choices"),
-        ({"tasks": {"a": {"kind": "chooses"}}}, "a is of kind 'chooses', which does not exist; choose one of text, chats"),
-        ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shot": 1}}}, "setting of kind choices; did you mean 'shots'?"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": -1}}}, "is -1 but must be at least 0"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
-        ({"tasks": {"a": {"kind": "text", "limit": 0}}}, "a.limit is 0 but must be at least 1"),
-        ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
-        ({"tasks": {"a": 3}}, "a is 3, not a mapping; write settings, such as {kind: text"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": 65}}}, "is 65 but must be at most 64"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": "two"}}}, "a.shots is 'two' but must be a whole number"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
-        ({"tasks": {"a": {"kind": "choices", "file": "x", "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
-        ({"tasks": {"a": {"kind": "choices", "file": 3}}}, "a.file is 3 but must be text"),
-        ({"tasks": {"a": {"kind": "generation", "file": "x", "chat": "maybe"}}}, "'maybe' but must be true or false"),
-        ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by is 3 but must be a list"),
-        ({"tasks": {"a": {"kind": "text", "text_field": ""}}}, "a.text_field is '' but must be at least 1 character"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named_with_its_task_and_a_cure(tree: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        suites.checked(tree, "mine.yaml")
-    assert str(caught.value).startswith("mine.yaml: ") and said in str(caught.value)
+CHOICES = {"kind": "choices", "file": "x"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "tasks is missing; under tasks, write a name and the settings of each task, such as poems: {kind"),
+    ({"task": {}}, "task is not a key of a suite; put it under tasks:"),
+    ({"tasks": {}}, "tasks is empty; under tasks, write a name and the settings of each task"),
+    ({"tasks": None}, "tasks is empty, not a mapping; under tasks, write a name"),
+    ({"tasks": [{"kind": "text"}]}, "tasks is a list, not a mapping; under tasks, write a name"),
+    ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
+    ({"tasks": {"a/b": {"kind": "text"}}}, "a task is called 'a/b'; take letters"),
+    ({"tasks": {"a": 3}}, "a is 3, not a mapping; write settings, such as {kind: text"),
+    ({"tasks": {"a": {"file": "x"}}}, "a has no kind; choose one of text, chats, pairs, choices"),
+    ({"tasks": {"a": {"kind": "chooses"}}}, "a is of kind 'chooses', which does not exist; choose one of text, chats"),
+    ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
+    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "setting of kind choices; did you mean 'shots'?"),
+    ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "is -1 but must be at least 0"),
+    ({"tasks": {"a": {**CHOICES, "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
+    ({"tasks": {"a": {**CHOICES, "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
+    ({"tasks": {"a": {**CHOICES, "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
+    ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
+    ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by is 3 but must be a list"),
+]
 
 
-@pytest.mark.parametrize("kind", ["text", "choices"])
-def test_a_key_alone_groups_as_a_list_of_one_does(kind: str) -> None:
-    task = suites.checked({"tasks": {"a": {"kind": kind, "file": "x", "by": "lang"}}}, "mine.yaml").tasks["a"]
-    assert task.by == ("lang",)
+def test_what_is_wrong_is_named_with_its_task_and_a_cure() -> None:
+    for tree, said in WRONG:
+        with pytest.raises(UsageError) as caught:
+            suites.checked(tree, "mine.yaml")
+        assert str(caught.value).startswith("mine.yaml: ") and said in str(caught.value), tree
 
 
-def test_a_suite_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_a_key_alone_groups_as_a_list_of_one_does() -> None:
+    for kind in ("text", "choices"):
+        task = suites.checked({"tasks": {"a": {"kind": kind, "file": "x", "by": "lang"}}}, "mine.yaml").tasks["a"]
+        assert task.by == ("lang",)
+
+
+def test_the_suites_that_ship_read_no_file_but_themselves_and_are_named_where_there_is_none(tmp_path: Path) -> None:
+    for loaded in map(suites.load, suites.names()):
+        assert suites.files_of(loaded) == [loaded.file]
     with pytest.raises(UsageError, match="there is no suite 'heldot'; did you mean 'heldout'"):
         suites.load("heldot")
     with pytest.raises(UsageError, match=r"there is no suite file .*; create it, or use one of chinese, english, heldout"):
         suites.load(str(tmp_path / "none.yaml"))
-
-
-@pytest.mark.parametrize("name", suites.names())
-def test_the_suites_that_ship_load_and_read_no_file_but_themselves(name: str) -> None:
-    loaded = suites.load(name)
-    assert suites.files_of(loaded) == [loaded.file]
 
 
 def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(written: Path) -> None:
@@ -101,33 +93,30 @@ def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(wri
 
 
 def test_settings_for_all_tasks_reach_those_that_have_them_and_are_checked(written: Path) -> None:
-    changed = suites.changed(suites.load(str(written)), shots=3, limit=5)
+    mine = suites.load(str(written))
+    changed = suites.changed(mine, shots=3, limit=5)
     sums, prose = changed.suite.tasks.values()
     assert (getattr(sums, "shots", None), sums.limit, prose.limit) == (3, 5, 5)
     assert not hasattr(prose, "shots")
     with pytest.raises(UsageError, match="but shots is 0; say how many"):
-        suites.changed(suites.load(str(written)), shots=0)
-
-
-def test_two_tasks_of_one_name_are_refused(written: Path) -> None:
-    once = suites.load(str(written))
+        suites.changed(mine, shots=0)
     with pytest.raises(UsageError, match=r"both .*mine\.yaml and the command line have a task 'sums'; rename one"):
-        suites.check_distinct_tasks([once, suites.of_tasks({"sums": {"kind": "choices", "file": "x"}}, "the command line")])
-
-
-def test_a_held_out_part_that_the_run_does_not_have_is_refused(written: Path) -> None:
+        suites.check_distinct_tasks([mine, suites.of_tasks({"sums": CHOICES}, "the command line")])
     with pytest.raises(UsageError, match=r"prose\.file is heldout, but the model's own run held out no documents"):
-        run.read([suites.changed(suites.load(str(written)), shots=1)], {"chats": []})
+        run.read([suites.changed(mine, shots=1)], {"chats": []})
 
 
 # --- suites of a pipeline ----------------------------------------------------------------------------------------------
 
 
-def test_suites_are_given_for_all_models_or_for_one() -> None:
+def test_suites_are_given_for_all_models_or_for_one(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:
     every = settings("evaluate.suites=a.yaml,english").evaluate.suites
     assert every.base == every.sft == every.lora == ("a.yaml", "english")
     one = settings("evaluate.suites.lora=english").evaluate.suites
     assert (one.base, one.sft, one.lora) == ((), (), ("english",))
+    monkeypatch.chdir(written.parent)
+    elsewhere = with_absolute_paths(settings("evaluate.suites.sft=mine.yaml,english")).evaluate.suites
+    assert (elsewhere.base, elsewhere.sft) == ((), (str(written), "english")), "what runs elsewhere has them in full"
 
 
 def key(store: ArtifactStore, *overrides: str) -> str:
@@ -135,6 +124,7 @@ def key(store: ArtifactStore, *overrides: str) -> str:
 
 
 def test_a_suite_counts_by_the_bytes_of_all_its_files_and_by_the_models_it_is_for(tmp_path: Path, written: Path) -> None:
+    remember_modules(tmp_path / "home")
     store = ArtifactStore(tmp_path / "home")
     plain, whole = key(store), key(store, f"evaluate.suites={written}")
     moved = write(tmp_path / "elsewhere")
@@ -146,22 +136,12 @@ def test_a_suite_counts_by_the_bytes_of_all_its_files_and_by_the_models_it_is_fo
     assert len(keys) == 6
 
 
-def test_a_suite_that_cannot_be_used_is_told_with_the_plan(tmp_path: Path, written: Path) -> None:
+def test_a_suite_that_cannot_be_used_is_told_with_the_plan(written: Path) -> None:
     (written.parent / "sums.jsonl").unlink()
     for stage in (EVALUATE, EVALUATE_CHAMPION):
         with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl"):
             data_files(stage, settings(f"evaluate.suites.sft={written}"))
-
-
-def test_a_held_out_part_of_a_training_that_is_left_out_is_told_with_the_plan() -> None:
-    with pytest.raises(
-        UsageError, match=r"heldout: chats\.file is chats, but the model's own run held out no chats; set it to a file"
-    ):
+    told = r"heldout: chats\.file is chats, but the model's own run held out no chats; set it to a file"
+    with pytest.raises(UsageError, match=told):
         data_files(EVALUATE, settings("evaluate.suites=heldout", "lora.start_from=pretrain"))
     assert set(data_files(EVALUATE, settings("evaluate.suites=heldout"))) == {"suites-base", "suites-sft", "suites-lora"}
-
-
-def test_what_runs_elsewhere_has_the_suites_in_full(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:
-    monkeypatch.chdir(written.parent)
-    found = with_absolute_paths(settings("evaluate.suites.sft=mine.yaml,english")).evaluate.suites
-    assert (found.base, found.sft) == ((), (str(written), "english"))
