@@ -1,112 +1,24 @@
-"""What is said before a server starts, and what it refuses. Its answers to real clients: tests/soak/test_serve_kills.py."""
+"""What a server refuses, and what ends a request. Its answers to real clients: tests/soak/test_serve_kills.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.server
 import json
 import re
 import resource
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support.tiny_models import reference, write_model
+from support.tiny_models import write_model
 
 from ttrain.core.sandbox import Sandbox
 from ttrain.data import jinja_templates
-from ttrain.errors import TTrainError, UsageError
-from ttrain.export import prompt_tokens, serve
-from ttrain.export.requests import LimitedRequests
-from ttrain.store.server_records import listens
-
-
-def served(directory: Path, *, port: int = 0, options: Sequence[str] = ()) -> AbstractContextManager[Any]:
-    return serve.served(
-        reference(directory),
-        program="ttrain.flows.endpoint",
-        port=port,
-        device="cpu",
-        dtype="fp32",
-        max_requests=1,
-        options=options,
-    )
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "NEEDED", ("json", "no_such_package"))
-    with pytest.raises(UsageError, match=r"needs no_such_package; install with: pip install 'ttrain\[serve\]'"):
-        serve.check()
-
-
-def test_a_port_that_another_program_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((serve.HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"--port is {port}, which is taken"):
-            with served(write_model(tmp_path), port=port):
-                pass
-
-
-@pytest.mark.parametrize("option", ["--host", "--host=0.0.0.0", "--port"])
-def test_the_servers_own_options_cannot_open_it_to_the_network(option: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="listens on 127"):
-        with served(write_model(tmp_path), options=[option]):
-            pass
-
-
-def test_a_shape_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="MoyunForCausalLM, which transformers serve does not know"):
-        with served(write_model(tmp_path, kind="moyun")):
-            pass
-
-
-def test_a_server_without_the_guard_in_front_is_not_left_running() -> None:
-    class Open(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *unused: Any) -> None:
-            """Say nothing."""
-
-    with http.server.HTTPServer((serve.HOST, 0), Open) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-            with pytest.raises(TTrainError, match="ttrain's guard is not in front of it"):
-                serve.wait_until_ready(server.server_port, process)
-            process.communicate(b"\n")
-
-
-def test_a_program_that_took_the_port_meanwhile_is_not_taken_for_the_server() -> None:
-    """It may answer as the guard does; clients would show it their key."""
-
-    class Refusing(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(401)
-            self.end_headers()
-
-        def log_message(self, *unused: Any) -> None:
-            """Say nothing."""
-
-    with http.server.HTTPServer((serve.HOST, 0), Refusing) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-            with pytest.raises(TTrainError, match=f"port {server.server_port} was taken by another program"):
-                serve.wait_until_ready(server.server_port, process)
-            process.communicate(b"\n")
-        assert listens(psutil.Process(), server.server_port), "the process that has the port"
-
+from ttrain.export import prompt_tokens
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONTEXT = 64
@@ -133,13 +45,28 @@ def restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def small_budget() -> Iterator[None]:
+    """Templates may use less, so that what exceeds it does so soon. Two children are there."""
+    modules = ("transformers.utils.chat_template_utils",)
+    limits = {"seconds": 0.5, "seconds_per_result": 0.1, "memory_bytes": 256 << 20}
+    with (
+        contextlib.closing(Sandbox(jinja_templates.answer, preloaded=modules, **limits)) as sandbox,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(jinja_templates, "SANDBOX", sandbox)
+        for thread in prompt_tokens.warm_up():
+            thread.join()
+        yield
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
     """Makes the application of a model with a small context."""
     return applications(write_model(tmp_path_factory.mktemp("endpoint"), max_length=CONTEXT))
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def endless(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
     """Makes the application of a model whose context takes hours to fill."""
     return applications(write_model(tmp_path_factory.mktemp("endless"), max_length=2 * 10**6))
 
@@ -213,14 +140,14 @@ def message_of(answer: Answer) -> str:
     return str(body["error"]["message"])
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(
-    ("path", "request_body", "field"),
+    ("path", "request_body", "field", "is_streamed"),
     [
-        (CHAT, {"messages": QUESTION}, "max_tokens"),
-        (CHAT, {"messages": QUESTION}, "max_completion_tokens"),
-        (TEXT, {"prompt": "What is a list?"}, "max_tokens"),
-        (RESPONSES, {"input": "What is a list?"}, "max_output_tokens"),
+        (CHAT, {"messages": QUESTION}, "max_tokens", False),
+        (CHAT, {"messages": QUESTION}, "max_completion_tokens", True),
+        (TEXT, {"prompt": "What is a list?"}, "max_tokens", True),
+        (RESPONSES, {"input": "What is a list?"}, "max_output_tokens", False),
+        (RESPONSES, {"input": "What is a list?"}, "max_output_tokens", True),
     ],
 )
 def test_prompt_and_answer_beyond_the_context_are_refused_with_both_numbers(
@@ -300,44 +227,47 @@ def test_an_answer_of_no_length_that_was_asked_for_ends_with_the_context(endpoin
     assert body["usage"]["total_tokens"] == CONTEXT
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "expected"),
-    [
-        (CHAT, {"messages": "hi"}, 'messages is "hi": must be a list'),
-        (CHAT, {"messages": []}, "messages is []: must have 1 or more entries"),
-        (CHAT, {}, "messages is missing"),
-        (CHAT, {"messages": QUESTION, "max_tokens": -5}, "max_tokens is -5: must be at least 1"),
-        (CHAT, {"messages": QUESTION, "max_completion_tokens": 0}, "max_completion_tokens is 0: must be at least"),
-        (CHAT, {"messages": QUESTION, "max_tokens": "many"}, 'max_tokens is "many": must be a whole number'),
-        (CHAT, {"messages": QUESTION, "temperature": -1}, "temperature is -1: must be at least 0"),
-        (CHAT, {"messages": QUESTION, "stop": ["x"] * 100}, "...: must have at most 16 entries"),
-        (CHAT, {"messages": QUESTION, "stop": 7}, "stop is 7: must be text or a list"),
-        (CHAT, {"messages": QUESTION, "stop": ""}, 'stop is "": must have 1 or more characters'),
-        (CHAT, {"messages": QUESTION, "max_tokens": True}, "max_tokens is true: must be a whole number"),
-        (CHAT, {"messages": QUESTION, "temperature": 1e-45}, "temperature is 1e-45: must be 0, or at least 0.01"),
-        (CHAT, {"messages": QUESTION, "frequency_penalty": -0.99}, "must be at least -0.9"),
-        (CHAT, {"messages": QUESTION, "logit_bias": {"3": 1e30}}, "logit_bias.3 is 1e+30: must be at most 100"),
-        (CHAT, {"messages": QUESTION, "generation_config": '{"repetition_penalty": 1e-45, "do_sample": true}'},
-         "generation_config.repetition_penalty is 1e-45: must be at least 0.1"),
-        (CHAT, b"{", "the body of the request must be a JSON object: Expecting property name"),
-        (CHAT, [1], "the body of the request must be a JSON object"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content.0.type is"),
-        (CHAT, {"messages": QUESTION, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "not chat_template"),
-        (CHAT, {"messages": QUESTION, "generation_config": '{"num_beams": 1000}'}, "num_beams is 1000: cannot be set"),
-        (CHAT, {"messages": QUESTION, "generation_config": "{"}, "generation_config"),
-        (CHAT, {"messages": QUESTION, "generation_config": '{"max_new_tokens": 1000000}'}, "1000000, together"),
-        (CHAT, {"messages": QUESTION, "generation_config": '{"max_new_tokens": "x"}'}, "max_new_tokens"),
-        (CHAT, {"messages": QUESTION, "logit_bias": {"999999": 1}}, "vocabulary size"),
-        (TEXT, {"prompt": ["a"]}, 'prompt is ["a"]: must be text'),
-        (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens is -1"),
-        (RESPONSES, {"input": 7}, "input"),
-        (RESPONSES, {"input": "a", "max_output_tokens": -1}, "max_output_tokens is -1"),
-    ],
-)  # fmt: skip
-def test_a_body_that_is_wrong_is_refused_with_its_field(
-    endpoint: Callable[..., Any], path: str, body: object, expected: str
-) -> None:
-    assert expected in message_of(ask(endpoint(), path, body))
+# What a request asks besides its messages, and what its refusal says.
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": -5}, "max_tokens is -5: must be at least 1"),
+    ({"max_tokens": "many"}, 'max_tokens is "many": must be a whole number'),
+    ({"temperature": -1}, "temperature is -1: must be at least 0"),
+    ({"stop": ["x"] * 100}, "...: must have at most 16 entries"),
+    ({"stop": 7}, "stop is 7: must be text or a list"),
+    ({"stop": ""}, 'stop is "": must have 1 or more characters'),
+    ({"max_tokens": True}, "max_tokens is true: must be a whole number"),
+    ({"temperature": 1e-45}, "temperature is 1e-45: must be 0, or at least 0.01"),
+    ({"logit_bias": {"3": 1e30}}, "logit_bias.3 is 1e+30: must be at most 100"),
+    (
+        {"generation_config": '{"repetition_penalty": 1e-45, "do_sample": true}'},
+        "repetition_penalty is 1e-45: must be at least",
+    ),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "not chat_template"),
+    ({"generation_config": '{"num_beams": 1000}'}, "num_beams is 1000: cannot be set"),
+    ({"generation_config": "{"}, "generation_config"),
+    ({"generation_config": '{"max_new_tokens": 1000000}'}, "1000000, together"),
+    ({"generation_config": '{"max_new_tokens": "x"}'}, "max_new_tokens"),
+    ({"logit_bias": {"999999": 1}}, "vocabulary size"),
+]
+WRONG: list[tuple[str, object, str]] = [
+    (CHAT, {"messages": "hi"}, 'messages is "hi": must be a list'),
+    (CHAT, {"messages": []}, "messages is []: must have 1 or more entries"),
+    (CHAT, {}, "messages is missing"),
+    (CHAT, b"{", "the body of the request must be a JSON object: Expecting property name"),
+    (CHAT, [1], "the body of the request must be a JSON object"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content.0.type is"),
+    (TEXT, {"prompt": ["a"]}, 'prompt is ["a"]: must be text'),
+    (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens is -1"),
+    (RESPONSES, {"input": 7}, "input"),
+    (RESPONSES, {"input": "a", "max_output_tokens": -1}, "max_output_tokens is -1"),
+    *((CHAT, {"messages": QUESTION, **more}, expected) for more, expected in WRONG_CHATS),
+]
+
+
+def test_a_body_that_is_wrong_is_refused_with_its_field(endpoint: Callable[..., Any]) -> None:
+    app = endpoint()
+    for path, body, expected in WRONG:
+        assert expected in message_of(ask(app, path, body)), body
 
 
 def test_an_error_of_the_model_is_an_answer_and_a_line_of_the_log(
@@ -357,65 +287,16 @@ def test_an_error_of_the_model_is_an_answer_and_a_line_of_the_log(
     assert record.getMessage().endswith(message) and record.exc_info is None
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json", "/load_model", "/reset"]
-)
-def test_routes_that_load_other_models_or_show_pages_are_not_there(endpoint: Callable[..., Any], path: str) -> None:
-    assert [ask(endpoint(), path, {}, method)[0] for method in ("GET", "POST")] == [404, 404]
+def test_routes_that_load_other_models_or_show_pages_are_not_there(endpoint: Callable[..., Any]) -> None:
+    app = endpoint()
+    for path in ("/v1/systemone", "/v1/audio/transcriptions", "/docs", "/openapi.json", "/load_model", "/reset"):
+        assert [ask(app, path, {}, method)[0] for method in ("GET", "POST")] == [404, 404], path
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read_whole(endpoint: Callable[..., Any]) -> None:
     status, body = ask(endpoint(), CHAT, b" " * (4 * 2**20 + 1))
     assert status == 413 and isinstance(body, dict)
     assert "more than 4,194,304 bytes" in body["error"]["message"]
-
-
-class SlowBodies:
-    """Requests to `LimitedRequests` whose clients send the first bytes of a body, and no more."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.app = LimitedRequests(self._answer, (CHAT,), **limits)
-        self.answers: list[int] = []
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": (await receive())["body"]})
-
-    async def post(self, beginning: bytes, *, is_whole: bool = False) -> None:
-        messages = iter([{"type": "http.request", "body": beginning, "more_body": not is_whole}])
-
-        async def receive() -> Any:
-            message = next(messages, None)
-            return message or await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            self.answers += [message["status"]] if "status" in message else []
-
-        await self.app({"type": "http", "method": "POST", "path": CHAT}, receive, send)
-
-
-def test_bodies_that_do_not_arrive_keep_no_other_request_waiting_and_are_refused_in_time() -> None:
-    async def scenario() -> list[int]:
-        server = SlowBodies(max_requests=1, body_seconds=0.3)
-        waiting = [asyncio.create_task(server.post(b"")) for _ in range(8)]
-        await asyncio.sleep(0)
-        await server.post(b"{}", is_whole=True)
-        await asyncio.wait_for(asyncio.gather(*waiting), 10)
-        await server.post(b"{}", is_whole=True)
-        return server.answers
-
-    assert asyncio.run(scenario()) == [200, *[408] * 8, 200]
-
-
-def test_all_bodies_that_arrive_together_have_a_bound_too() -> None:
-    async def scenario() -> list[int]:
-        server = SlowBodies(max_requests=8, body_seconds=0.3, max_held_bytes=100)
-        waiting = [asyncio.create_task(server.post(b"x" * 40)) for _ in range(3)]
-        await asyncio.wait_for(asyncio.gather(*waiting), 10)
-        await server.post(b"x" * 90, is_whole=True)
-        return server.answers
-
-    assert asyncio.run(scenario()) == [429, 408, 408, 200]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -466,33 +347,17 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def hostile(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
     """Makes the application of a model whose template goes wrong where a message asks for it."""
     directory = write_model(tmp_path_factory.mktemp("hostile"), max_length=CONTEXT)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return applications(directory)
 
 
-@pytest.fixture(scope="module")
-def small_budget() -> Iterator[None]:
-    """Templates may use less, so that what exceeds it does so soon. Two children are there."""
-    modules = ("transformers.utils.chat_template_utils",)
-    limits = {"seconds": 0.5, "seconds_per_result": 0.1, "memory_bytes": 256 << 20}
-    with (
-        contextlib.closing(Sandbox(jinja_templates.answer, preloaded=modules, **limits)) as sandbox,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(jinja_templates, "SANDBOX", sandbox)
-        for thread in prompt_tokens.warm_up():
-            thread.join()
-        yield
-
-
 def messages(text: str, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
 
 
-@pytest.mark.usefixtures("small_budget")
 def test_a_template_that_asks_for_too_much_is_refused_while_other_requests_go_on(hostile: Callable[..., Any]) -> None:
     order: list[str] = []
 
@@ -515,7 +380,6 @@ def test_a_template_that_asks_for_too_much_is_refused_while_other_requests_go_on
     )
 
 
-@pytest.mark.usefixtures("small_budget")
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize(
     ("text", "message"),

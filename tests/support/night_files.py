@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo
 from ttrain.config import Settings
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.pipeline.recipe import Recipe
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -53,3 +54,15 @@ def inbox(tmp_path: Path, **files: str) -> Settings:
 def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None = None) -> InputSnapshot:
     files = night_inputs.watched_files(settings, store, may_be_gone=True)
     return InputSnapshot(files, settings.model_dump(mode="json"), champion)
+
+
+def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The inputs of each stage that a recipe calls."""
+    stages: dict[str, dict[str, Any]] = {}
+
+    def stage(of: Any, **inputs: Any) -> Any:
+        stages[of.name] = {name: value for name, value in inputs.items() if value is not None}
+        return of.name
+
+    recipe(stage, settings)
+    return stages

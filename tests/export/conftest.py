@@ -1,0 +1,45 @@
+"""A home with trained models, which all exports read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import pytest
+from support.loadable_models import TALKATIVE
+from support.tiny_stages import Home, run_here, stage_settings
+
+from ttrain.config import Settings
+from ttrain.pipeline.plan import plan_stage, section_of
+from ttrain.stages import LORA, PRETRAIN, SFT, Stage, lora, pretrain, sft
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
+    """A pretrained model, an SFT model and an adapter, by the real stages, with their manifests."""
+    home = Home.make(tmp_path_factory.mktemp("home"))
+    tree = stage_settings(3, checkpoint_every_steps=100).model_dump()
+    few_steps = {stage: {**tree[stage], "tokens_per_step": 1024} for stage in ("sft", "lora")}
+    settings = Settings.model_validate({**tree, **few_steps, "model": {**tree["model"], **TALKATIVE}})
+
+    def build(stage: Stage, module: ModuleType, inputs: Mapping[str, Artifact]) -> Artifact:
+        planned = plan_stage(stage, settings, home.store, inputs)
+        assert planned.key
+        output = home.store.work(stage.name, planned.key)
+        paths = {name: artifact.path for name, artifact in inputs.items()}
+        result = run_here(module, stage.config.model_validate(section_of(stage, settings)), output, paths, settings.runtime)
+        used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
+        manifest = {"result": result, "ingredients": planned.ingredients, "inputs": used}
+        return home.store.publish(stage.name, planned.key, output, manifest)
+
+    base = build(PRETRAIN, pretrain, home.pretrain_inputs())
+    chat = build(SFT, sft, {"base": base, "shards": home.chats})
+    build(LORA, lora, {"base": chat, "shards": home.chats})
+    return home.store
+
+
+@pytest.fixture
+def use_trained_home(trained: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(trained.root))
