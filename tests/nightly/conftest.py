@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.night_files import artifact
+from support.planned_homes import remember_modules
 
 from ttrain.nightly.records import Champion, Nights
 from ttrain.store.artifacts import ArtifactStore
@@ -20,6 +21,7 @@ def known(tmp_path: Path) -> Nights:
 
 @pytest.fixture
 def store(tmp_path: Path) -> ArtifactStore:
+    remember_modules(tmp_path / "home")  # for the plans of nights
     return ArtifactStore(tmp_path / "home")
 
 

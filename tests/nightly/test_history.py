@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,10 +81,8 @@ def test_a_night_whose_process_was_killed_is_not_told_as_running(nights: Nights)
 
 def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_most(nights: Nights) -> None:
     kept = of_home(nights)[2]
-    texts = kept.texts[1:]
-    lost = history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts}))
-    assert lost == "nothing; worst: source <i> +1.0%"
-    assert history.lost_text(history.NightHistory(**{**vars(kept), "lost": (), "texts": texts[:1]})) == "nothing"
+    assert history.lost_text(replace(kept, lost=(), texts=kept.texts[1:])) == "nothing; worst: source <i> +1.0%"
+    assert history.lost_text(replace(kept, lost=(), texts=kept.texts[1:2])) == "nothing"
 
 
 def test_the_number_of_nights_and_the_pipeline_can_be_chosen(nights: Nights, tmp_path: Path) -> None:
@@ -118,7 +117,6 @@ def test_the_command_prints_the_table_writes_the_page_and_gives_json(nights: Nig
     assert "does not exist" in cli.here("models", "history", "--html", nowhere, settings=False, code=2)
 
 
-@pytest.mark.usefixtures("real_drawings")
 def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
     page = history_page.render("mine", of_home(nights))
     for night in of_home(nights):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.night_files import artifact, walked
 
 from ttrain.config import Nightly, Settings
 from ttrain.errors import UsageError
@@ -22,11 +23,7 @@ TRAINED = {"pretrain.schedule.kind": "infinite", "pretrain.optim.kind": "muon"}
 
 
 def publish(store: ArtifactStore, stage: str, key: str, *files: str, **manifest: Any) -> Artifact:
-    output = store.work(stage, key) / "output"
-    for name in files:
-        (output / name).parent.mkdir(parents=True, exist_ok=True)
-        (output / name).write_text("{}", encoding="utf-8")
-    return store.publish(stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest})
+    return artifact(store, stage, key, dict.fromkeys(files, "{}"), **manifest)
 
 
 def reference(stage: str, key: str) -> dict[str, str]:
@@ -63,14 +60,9 @@ def settings_of(tmp_path: Path, **sections: Any) -> Settings:
 
 
 def inputs(
-    store: ArtifactStore,
-    settings: Settings,
-    keys: Mapping[str, str] = KEYS,
-    *,
-    without: str = "",
-    now: Settings | None = None,
-    **snapshot: Any,
-) -> NightInputs:
+    store: ArtifactStore, settings: Settings, keys: Mapping[str, str] = KEYS, *, without: str = "",
+    now: Settings | None = None, **snapshot: Any,
+) -> NightInputs:  # fmt: skip
     files = night_inputs.watched_files(settings, store, may_be_gone=True)
     files = {name: [] if name == without else entries for name, entries in files.items()}
     frozen = InputSnapshot(files, settings.model_dump(mode="json"), Champion("7", keys), **snapshot)
@@ -78,22 +70,14 @@ def inputs(
 
 
 def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
-    """The inputs of each stage of the recipe."""
-    stages: dict[str, dict[str, Any]] = {}
-
-    def stage(of: Any, **inputs: Any) -> str:
-        stages[of.name] = {name: value for name, value in inputs.items() if value is not None}
-        return str(of.name)
-
-    recipe_of(found)(stage, found.settings)
-    return stages
+    return walked(recipe_of(found), found.settings)
 
 
 # --- pretraining
 
 
-def infinite(tmp_path: Path, **sections: Any) -> Settings:
-    return settings_of(tmp_path, pretrain={"schedule": {"kind": "infinite"}}, **sections)
+def infinite(tmp_path: Path, nightly: Mapping[str, Any] | None = None, **pretrain: Any) -> Settings:
+    return settings_of(tmp_path, pretrain={"schedule": {"kind": "infinite"}, **pretrain}, nightly=nightly or {})
 
 
 def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(store: ArtifactStore, tmp_path: Path) -> None:
@@ -101,6 +85,8 @@ def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(store: 
     assert found.plateau and found.plateau.key == "p" and not found.note
     assert found.settings.pretrain.schedule.warmup_steps == 0 and found.settings.pretrain.schedule.kind == "infinite"
     assert stages_of(found)["pretrain"]["plateau"] is found.plateau
+    another = inputs(store, settings_of(tmp_path))  # schedule warms up again and says nothing
+    assert another.plateau is None and another.note == ""
 
 
 @pytest.mark.parametrize(
@@ -113,8 +99,7 @@ def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(store: 
 def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_message(
     store: ArtifactStore, tmp_path: Path, key: str, sections: dict[str, Any], why: str
 ) -> None:
-    settings = settings_of(tmp_path, pretrain={"schedule": {"kind": "infinite"}, **sections})
-    found = inputs(store, settings, {**KEYS, "pretrain": key})
+    found = inputs(store, infinite(tmp_path, **sections), {**KEYS, "pretrain": key})
     assert found.plateau is None and why in found.note and "version 7" in found.note
     assert found.settings.pretrain.schedule.warmup_steps is None and "plateau" not in stages_of(found)["pretrain"]
 
@@ -132,47 +117,27 @@ def test_shards_and_replay_are_told_what_earlier_nights_hold_out(store: Artifact
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
 
 
-def test_another_schedule_warms_up_again_and_says_nothing(store: ArtifactStore, tmp_path: Path) -> None:
-    found = inputs(store, settings_of(tmp_path))
-    assert found.plateau is None and found.note == ""
+def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
+    for nightly, budget in (({}, (1_800_000, None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))):
+        pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain
+        assert (pretrain.tokens, pretrain.epochs) == budget
+    found = inputs(store, infinite(tmp_path, {"epochs": 1, "start_from": "scratch"}))
+    assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None
+    assert found.settings.pretrain.optim == Settings().pretrain.optim
+    with pytest.raises(ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0; set one"):
+        Nightly(tokens=5, epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("nightly", "budget"),
-    [({}, (1_800_000, None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))],
-)
-def test_a_night_has_its_own_budget(
-    store: ArtifactStore, tmp_path: Path, nightly: dict[str, Any], budget: tuple[int | None, float | None]
+def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length(
+    store: ArtifactStore, tmp_path: Path
 ) -> None:
-    pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain
-    assert (pretrain.tokens, pretrain.epochs) == budget
-
-
-def test_a_night_has_a_share_of_the_rates_whichever_are_set(store: ArtifactStore, tmp_path: Path) -> None:
-    sections = {
-        "pretrain": {"optim": {"kind": "muon", "lr": 0.01, "muon_lr": 0.02, "head_lr": None}},
-        "nightly": {"rate": 0.3},
-    }
-    optim = inputs(store, settings_of(tmp_path, **sections)).settings.pretrain.optim
-    assert (optim.lr, optim.muon_lr, optim.head_lr, optim.kind) == (0.003, 0.006, None, "muon")
-
-
-def test_a_rate_by_the_length_of_the_night_is_part_of_its_schedule(store: ArtifactStore, tmp_path: Path) -> None:
-    pretrain = inputs(store, infinite(tmp_path, nightly={"rate": "auto"})).settings.pretrain
+    optim = {"optim": {"kind": "muon", "lr": 0.01, "muon_lr": 0.02, "head_lr": None}}
+    found = inputs(store, settings_of(tmp_path, pretrain=optim, nightly={"rate": 0.3})).settings.pretrain.optim
+    assert (found.lr, found.muon_lr, found.head_lr, found.kind) == (0.003, 0.006, None, "muon")
+    pretrain = inputs(store, infinite(tmp_path, {"rate": "auto"})).settings.pretrain
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == learning.FULL_RATE_STEPS
     assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
-
-
-def test_a_night_from_scratch_has_the_budget_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
-    found = inputs(store, infinite(tmp_path, nightly={"epochs": 1, "start_from": "scratch"}))
-    assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None
-    assert found.settings.pretrain.optim == Settings().pretrain.optim
-
-
-def test_two_budgets_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0; set one"):
-        Nightly(tokens=5, epochs=1)
 
 
 def test_a_night_that_goes_on_keeps_what_shapes_its_models_and_takes_the_present_deadline(
@@ -237,26 +202,19 @@ def test_sft_continues_the_champion_s_model_with_a_sample_of_learnt_chats(store:
     assert stages["sft"]["base"].key == "q" and stages["sft"]["replay"] == "replay-sft"
     assert stages["replay-sft"] == {"documents": "shards-sft", "learnt-0000": found.replayed_chats[0]}
     assert stages["lora"]["base"] == "sft"
-
-
-def test_without_new_chats_the_champion_s_sft_model_stays(store: ArtifactStore, tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, nightly={"sft_base": "champion", "chats": "new"})
-    found = inputs(store, settings, without="sft", chats=("shards-sft/c",))
+    found = inputs(store, settings, without="sft", chats=("shards-sft/c",))  # without new chats its SFT model stays
     assert found.replacements["sft"].key == "q" and not found.replayed_chats
     assert {"sft", "replay-sft"}.isdisjoint(stages_of(found)) and stages_of(found)["lora"]["base"].key == "q"
 
 
 def test_an_adapter_stays_with_its_model_which_the_evaluation_is_told(store: ArtifactStore, tmp_path: Path) -> None:
     stages = stages_of(inputs(store, settings_of(tmp_path, nightly={"lora_base": "champion"})))
-    assert (
-        stages["lora"]["base"].key == stages["evaluate"]["base_of_lora"].key == "q" and stages["sft"]["base"] == "pretrain"
-    )
-    assert "base_of_lora" not in stages["evaluate-champion"]
-
-
-def test_a_champion_s_adapter_of_an_earlier_model_is_measured_on_that_model(store: ArtifactStore, tmp_path: Path) -> None:
-    stages = stages_of(inputs(store, settings_of(tmp_path), {**KEYS, "lora": "a0"}))
-    assert stages["evaluate-champion"]["base_of_lora"].key == "q0" and "base_of_lora" not in stages["evaluate"]
+    assert stages["lora"]["base"].key == stages["evaluate"]["base_of_lora"].key == "q"
+    assert stages["sft"]["base"] == "pretrain" and "base_of_lora" not in stages["evaluate-champion"]
+    earlier = stages_of(inputs(store, settings_of(tmp_path), {**KEYS, "lora": "a0"}))  # an adapter of an earlier model
+    assert earlier["evaluate-champion"]["base_of_lora"].key == "q0" and "base_of_lora" not in earlier["evaluate"]
+    gone = publish(store, "lora", "b", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "gone")})
+    assert learning.base_of(gone, store) is None, "a base that was removed"
 
 
 def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
@@ -288,8 +246,3 @@ def test_the_chats_of_a_champion_are_those_of_its_night_and_of_the_nights_before
     night.end_try(COMPLETED[0], "", closed=True)
     assert night_inputs.learnt_chats(champion, nights.all(), store) == ("shards-sft/c", "shards-sft/new")
     assert needed_keys(store.root) == {"c", "new"}
-
-
-def test_a_base_that_was_removed_is_no_base(store: ArtifactStore) -> None:
-    adapter = publish(store, "lora", "b", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "gone")})
-    assert learning.base_of(adapter, store) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.night_files import artifact, completed, frozen, inbox, list_of
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.core.files import write_json
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate.task_result import record_name
 from ttrain.flows import night_decision, night_plan
+from ttrain.flows.nightly import run_night
 from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
@@ -37,14 +36,10 @@ def pretrain_of(choice: night_inputs.FileSelection) -> list[str]:
     return [file["sha256"] for file in choice.files["pretrain"]]
 
 
-def test_the_first_night_reads_all_there_is() -> None:
+def test_the_first_night_reads_all_there_is_and_where_all_files_have_been_read_nothing_is_new() -> None:
     choice = night_inputs.select_files(Nightly(), watched("a", "b"), set(), set(), has_champion=False)
     assert pretrain_of(choice) == ["a", "b"] and len(choice.new) == 3
-
-
-def test_where_all_files_have_been_read_nothing_is_new() -> None:
-    choice = night_inputs.select_files(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True)
-    assert choice.new == ()
+    assert night_inputs.select_files(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True).new == ()
 
 
 @pytest.mark.parametrize(
@@ -83,21 +78,24 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
 # --- settings and artifacts of a night ---
 
 
-def test_a_night_starts_from_the_champion_s_tokenizer_and_base(
+def test_a_night_starts_from_the_champion_s_tokenizer_and_base_or_from_scratch(
     tmp_path: Path, store: ArtifactStore, champion: Champion
 ) -> None:
+    empty = inbox(tmp_path)
+    inputs = night_inputs.inputs_of(list_of(empty, store, champion), empty, store)
+    assert inputs.keeps_base and inputs.replacements["pretrain"].key == "p", "without new documents the base stays"
     settings = inbox(tmp_path, a="1", b="2")
     inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
     assert inputs.settings.pretrain.start_from == str(store.path("pretrain", "p") / "model")
     assert inputs.settings.tokenizer.existing == str(store.path("tokenizer", "t"))
     assert inputs.settings.data.pretrain == (str(tmp_path / "inbox/a.jsonl"), str(tmp_path / "inbox/b.jsonl"))
     assert set(inputs.replacements) == {"tokenizer"} and set(inputs.champion) == {"base", "sft"} and not inputs.keeps_base
-
-
-def test_without_new_documents_the_champion_s_base_stays(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
-    settings = inbox(tmp_path)
-    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
-    assert inputs.keeps_base and inputs.replacements["pretrain"].key == "p"
+    scratch = settings.model_copy(update={"nightly": Nightly(start_from="scratch")})
+    inputs = night_inputs.inputs_of(list_of(scratch, store, champion), scratch, store)
+    assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {"tokenizer"}
+    (store.path("sft", "q") / "model" / "config.json").unlink()
+    with pytest.raises(ArtifactError, match=r"version 7, needs the artifact sft q.*ttrain models promote"):
+        night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
 
 
 def test_without_new_documents_the_first_model_that_differs_decides(store: ArtifactStore) -> None:
@@ -121,36 +119,15 @@ def test_without_new_documents_the_first_model_that_differs_decides(store: Artif
     assert night_decision._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
 
 
-def test_a_night_from_scratch_keeps_the_tokenizer_alone(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
-    settings = inbox(tmp_path, a="1").model_copy(update={"nightly": Nightly(start_from="scratch")})
-    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
-    assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {"tokenizer"}
-
-
-def test_a_champion_whose_files_are_gone_is_named_with_the_cure(
-    tmp_path: Path, store: ArtifactStore, champion: Champion
-) -> None:
-    (store.path("sft", "q") / "model" / "config.json").unlink()
-    with pytest.raises(ArtifactError, match=r"version 7, needs the artifact sft q.*ttrain models promote"):
-        night_inputs.inputs_of(list_of(inbox(tmp_path, a="1"), store, champion), inbox(tmp_path), store)
-
-
 def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     tmp_path: Path, store: ArtifactStore
 ) -> None:
     settings = inbox(tmp_path, a="1")
-    listed = list_of(settings, store)
     changed = {"sft": {"epochs": 3.0}, "runtime": {"threads": 1}, "nightly": {"attempts": 9}}
-    now = Settings.model_validate({**settings.model_dump(), **changed})
-    found = night_inputs.settings_of(listed, now)
+    found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
     assert found.sft == settings.sft and found.runtime.threads == 1 and found.nightly.attempts == 9
-
-
-def test_settings_that_a_newer_version_refuses_are_said_to_be(tmp_path: Path, store: ArtifactStore) -> None:
-    settings = inbox(tmp_path, a="1")
-    listed = InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1})
     with pytest.raises(UsageError, match="do not fit this version"):
-        night_inputs.settings_of(listed, settings)
+        night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
 
 def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
@@ -172,21 +149,19 @@ def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
 
 def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path: Path, store: ArtifactStore) -> None:
     settings = inbox(tmp_path)
+
+    def reading(path: str) -> Settings:
+        return settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / path),)})})
+
     with pytest.raises(UsageError, match="no file in that folder ends in"):
         night_inputs.watched_files(settings, store, may_be_gone=False)
     assert night_inputs.watched_files(settings, store, may_be_gone=True)["pretrain"] == []
-    gone = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "typo"),)})})
     with pytest.raises(UsageError, match="there is no such file"):
-        night_inputs.watched_files(gone, store, may_be_gone=True)
-
-
-def test_a_folder_with_a_file_that_cannot_be_read_is_not_an_emptied_one(tmp_path: Path, store: ArtifactStore) -> None:
-    settings = inbox(tmp_path)
+        night_inputs.watched_files(reading("typo"), store, may_be_gone=True)
     (tmp_path / "inbox" / "link.jsonl").symlink_to(tmp_path / "nowhere")
-    for pattern in ("inbox", "inbox/*.jsonl"):
-        data = settings.data.model_copy(update={"pretrain": (str(tmp_path / pattern),)})
+    for pattern in ("inbox", "inbox/*.jsonl"):  # a file that cannot be read does not make a folder an emptied one
         with pytest.raises(UsageError, match=r"link\.jsonl cannot be read: No such file"):
-            night_inputs.watched_files(settings.model_copy(update={"data": data}), store, may_be_gone=True)
+            night_inputs.watched_files(reading(pattern), store, may_be_gone=True)
 
 
 def test_weighted_sources_stay_as_they_are_named(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
@@ -256,21 +231,6 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
         night_inputs.inputs_of(unfinished, settings, store)
 
 
-def test_each_night_has_the_held_out_records_that_it_brought(tmp_path: Path, store: ArtifactStore) -> None:
-    """Also where a record of an earlier version does not name its nights."""
-    whole = artifact(store, "heldout", "h", {"heldout/nights.json": json.dumps([["a", "b"], ["c"], ["d"]])})
-    named = heldout.names_by_night(whole, ["night-000001", "night-000002", "night-000005"])
-    assert named == {"night-000001": ["a", "b"], "night-000002": ["c"], "night-000005": ["d"]}
-    assert list(heldout.names_by_night(whole, ["night-000005"]).items()) == [
-        (heldout.UNNAMED, ["a", "b", "c"]), ("night-000005", ["d"])
-    ]  # fmt: skip
-    assert heldout.names_by_night(artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}), ["x"]) == {}
-    for damaged in ("no JSON", '{"a": 1}', "[1]"):
-        (whole.path / "heldout/nights.json").write_text(damaged)
-        with pytest.raises(ArtifactError, match=r"nights\.json is damaged"):
-            heldout.names_by_night(whole, [])
-
-
 def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifacts(
     store: ArtifactStore, champion: Champion
 ) -> None:
@@ -281,31 +241,32 @@ def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifact
 def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_gone(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = inbox(tmp_path, old="1", new="2")
-    old = settings.model_copy(
-        update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / "inbox/old.jsonl"),)})}
-    )
+    def chosen() -> InputSnapshot | None:
+        return night_plan.choose_inputs(settings, store, known, None)[0]
+
+    def names(snapshot: InputSnapshot | None) -> str:
+        assert snapshot is not None
+        return records.shortened_names(file["location"] for file in snapshot.files["pretrain"])
+
+    settings = inbox(tmp_path, old="1")
     shutil.rmtree(store.path("shards-pretrain", "s"))
-    trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(old, store).files["pretrain"]]}}
+    trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(settings, store).files["pretrain"]]}}
     artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
     champions = [champion]
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champions[-1])
-    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
-    assert (
-        frozen is not None and records.shortened_names(file["location"] for file in frozen.files["pretrain"]) == "new.jsonl"
-    )
+    inbox(tmp_path, new="2")
+    frozen = chosen()
+    assert frozen is not None and names(frozen) == "new.jsonl"
     night = known.begin(frozen, None)
     assert known.all()[0].frozen == frozen
     night.note(version="8")
     night.end_try("promoted", "", closed=True)
     shutil.rmtree(store.path("shards-pretrain", "s"))
     champions.append(Champion("8", {}))
-    assert night_plan.choose_inputs(settings, store, known, None)[0] is None, "nothing is new"
-    (tmp_path / "inbox" / "newer.jsonl").write_text("3")
-    after, _ = night_plan.choose_inputs(settings, store, known, None)
-    assert (
-        after is not None and records.shortened_names(file["location"] for file in after.files["pretrain"]) == "newer.jsonl"
-    )
+    assert chosen() is None, "nothing is new"
+    inbox(tmp_path, newer="3")
+    after = chosen()
+    assert after is not None and names(after) == "newer.jsonl"
     assert after.learnt == (), "the night before has it"
 
 
@@ -350,94 +311,6 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
     ],
 )
 def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore, given: dict[str, Any], cure: str) -> None:
-    from rich.console import Console
-
-    from ttrain.flows.nightly import run_night
-
     with pytest.raises(UsageError, match=cure):
         run_night(Settings.model_validate(given), store, Console(), engine="none")
     assert not (store.root / "nightly").exists()
-
-
-# --- the held-out documents of all nights ---
-
-
-def held_out(directory: Path, texts: list[str], **labels: str) -> Path:
-    """A set of shards with these held-out documents."""
-    part = directory / "heldout"
-    part.mkdir(parents=True)
-    lines = (json.dumps({"text": text, **labels}) + "\n" for text in texts)
-    (part / "r.jsonl").write_text("".join(lines), encoding="utf-8")
-    write_json(part / "index.json", {"format": 2, "shards": [{"records": "r.jsonl", "rows": len(texts), "tokens": 9}]})
-    return directory
-
-
-def held_out_set(output: Path, earlier: Path, documents: Path, max_bytes: int = 10**6) -> dict[str, Any]:
-    """Run the stage `heldout`; returns its figures."""
-    from support.tiny_stages import run_here
-
-    from ttrain.config import HeldoutConfig, Runtime
-    from ttrain.stages import heldout as stage
-
-    config = HeldoutConfig.model_validate({"evaluate": {"max_bytes": max_bytes}})
-    figures: dict[str, Any] = run_here(stage, config, output, {"earlier": earlier, "documents": documents}, Runtime())
-    return figures
-
-
-def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_new(tmp_path: Path) -> None:
-    from ttrain.stages import heldout as stage
-    from ttrain.stages.shards import heldout_records
-
-    old, new = [f"old {n}" for n in range(40)], [f"new {n}" for n in range(40)]
-    inputs = held_out(tmp_path / "a", old), held_out(tmp_path / "b", [*new, "old 3"], lang="en")
-    figures = held_out_set(tmp_path / "output", *inputs)
-    texts = [record["text"] for record in heldout_records(tmp_path / "output")]
-    assert sorted(texts) == sorted([*old, *new])
-    assert figures == {"records": 80, "new": 40, "unscored": 0, "nights": [40, 40]}
-    assert stage.read_nights(tmp_path / "output") == [sorted(map(record_name, texts)) for texts in (old, new)]
-    assert 8 <= sum(text.startswith("old") for text in texts[:40]) <= 32
-    assert held_out_set(tmp_path / "again", *inputs) == figures
-    name = "heldout/records.jsonl"
-    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "output" / name).read_bytes()
-    later = held_out_set(tmp_path / "third", tmp_path / "output", held_out(tmp_path / "c", ["newer", "new 3"]))
-    assert later["nights"] == [40, 40, 1]
-    assert stage.read_nights(tmp_path / "third")[:2] == stage.read_nights(tmp_path / "output")
-
-
-def test_what_is_measured_of_a_night_is_bounded_and_stays_the_same_in_all_later_nights(tmp_path: Path) -> None:
-    from ttrain.stages import evaluate
-    from ttrain.stages import heldout as stage
-
-    last = held_out(tmp_path / "0", [f"before {n:03}" for n in range(100)])
-    for night in range(1, 31):
-        documents = held_out(tmp_path / f"new-{night}", [f"night {night:02} {n:03}" for n in range(100)])
-        figures = held_out_set(tmp_path / str(night), last, documents, max_bytes=5000)
-        before, nights = stage.read_nights(last), stage.read_nights(tmp_path / str(night))
-        assert nights[: len(before)] == before
-        assert (figures["nights"][-1], figures["unscored"], len(nights)) == (41, 59, night + 1), "500 bytes of 12 each"
-        last = tmp_path / str(night)
-    scored = evaluate._documents(last, 5000)
-    assert len(scored) == sum(figures["nights"]) > 30 * 41, "of each night all that it brought"
-    everything = held_out(tmp_path / "all", [f"night {night:02} {n:03}" for night in range(32) for n in range(100)])
-    again = held_out_set(tmp_path / "again", last, everything, max_bytes=5000)
-    assert (again["nights"][-1], again["unscored"]) == (41, 159), "what is beyond a night's share is not another night's"
-
-
-def test_a_set_of_an_earlier_build_is_measured_within_the_limit_too(tmp_path: Path) -> None:
-    from ttrain.stages import evaluate
-
-    texts = [f"night {n // 100} {n:04}" for n in range(300)]
-    old = held_out(tmp_path / "old", texts)
-    write_json(old / "heldout/nights.json", [list(map(record_name, texts[n : n + 100])) for n in (0, 100, 200)])
-    scored = [record["text"] for record in evaluate._documents(old, 5000)]
-    assert [sum(text.startswith(f"night {night}") for text in scored) for night in range(3)] == [41, 41, 41]
-
-
-def test_a_document_that_does_not_fit_keeps_no_others_from_being_scored() -> None:
-    from ttrain.stages.shards import scored_documents
-
-    def sizes(*bytes_each: int, most: int = 100) -> list[int]:
-        return [len(document["text"]) for document in scored_documents([{"text": "x" * n} for n in bytes_each], most)]
-
-    assert sizes(10, 10, 90, 30, 40) == [10, 10, 30, 40] and sizes(10, 51, 50, 41, 20) == [10, 51]
-    assert sizes(60, 60, 60, 1) == [60] and sizes(300, 200, 250) == [200] and sizes() == []

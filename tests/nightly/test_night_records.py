@@ -40,7 +40,7 @@ def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_be
 # --- which slot is whose ---
 
 
-def test_ten_late_slots_give_one_night(known: Nights) -> None:
+def test_ten_late_slots_give_one_night_and_one_that_somebody_asks_for_is_never_covered(known: Nights) -> None:
     now = datetime.now(UTC)
     slots = [now - timedelta(days=days) for days in range(10, 0, -1)]
     ran = []
@@ -50,7 +50,7 @@ def test_ten_late_slots_give_one_night(known: Nights) -> None:
             ran.append(slot)
     assert ran == slots[:1]
     tomorrow = now + timedelta(days=1)
-    assert known.covered(tomorrow, None, tomorrow.timestamp()) is None
+    assert known.covered(tomorrow, None, tomorrow.timestamp()) is known.covered(None, None, time.time()) is None
 
 
 def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_came_of_it(known: Nights) -> None:
@@ -61,18 +61,13 @@ def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_c
         assert said and known.newest().name in said  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "runs"), [("failed", True), ("refused", True), ("unfinished", True), ("kept", False), ("promoted", False)]
-)
-def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights, outcome: str, runs: bool) -> None:
+def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
-    known.begin(NONE, slot).end_try(outcome, "", closed=True)
-    assert (known.covered(slot, None, time.time()) is None) == runs
-
-
-def test_a_night_that_somebody_asks_for_is_never_covered(known: Nights) -> None:
-    known.begin(NONE, None).end_try("kept", "", closed=True)
-    assert known.covered(None, None, time.time()) is None
+    for outcome in ("failed", "refused", "unfinished", "kept", "promoted"):
+        known = Nights(tmp_path, outcome)
+        known.directory.mkdir(parents=True)
+        known.begin(NONE, slot).end_try(outcome, "", closed=True)
+        assert (known.covered(slot, None, time.time()) is None) == (outcome not in ("kept", "promoted"))
 
 
 def test_a_clock_that_ran_ahead_does_not_cover_the_slots_until_it_is_right_again(
@@ -101,25 +96,19 @@ def test_an_hour_that_comes_twice_has_one_night(known: Nights, monkeypatch: pyte
 # --- deadlines ---
 
 
-@pytest.mark.parametrize(
-    ("began", "deadline", "ends"),
-    [
+def test_a_deadline_is_the_next_such_hour_of_its_time_zone_or_so_many_hours_that_pass() -> None:
+    for began, deadline, ends in (
         ("2026-11-21T02:00", "06:00", "2026-11-21T06:00"),
         ("2026-11-21T22:00", "06:00", "2026-11-22T06:00"),  # over midnight
         ("2026-11-21T06:00", "06:00", "2026-11-22T06:00"),  # the very minute: a whole day
         ("2026-10-24T23:00", "02:30", "2026-10-25T02:30"),  # the first of the two
         ("2026-03-28T23:00", "02:30", "2026-03-29T03:30"),  # an hour that the clock leaves out
-    ],
-)
-def test_a_deadline_is_the_next_such_hour_of_its_time_zone(began: str, deadline: str, ends: str) -> None:
-    found = records.stop_at(Nightly(deadline=deadline, timezone=BERLIN), at(began, BERLIN).timestamp())
-    assert found == at(ends, BERLIN).timestamp()
-
-
-def test_a_deadline_in_hours_is_counted_in_time_that_passes() -> None:
-    began = at("2026-10-24T23:00", BERLIN).timestamp()
-    assert records.stop_at(Nightly(deadline_hours=5), began) == began + 5 * 3600
-    assert records.stop_at(Nightly(), began) is None
+    ):
+        found = records.stop_at(Nightly(deadline=deadline, timezone=BERLIN), at(began, BERLIN).timestamp())
+        assert found == at(ends, BERLIN).timestamp()
+    began_at = at("2026-10-24T23:00", BERLIN).timestamp()
+    assert records.stop_at(Nightly(deadline_hours=5), began_at) == began_at + 5 * 3600
+    assert records.stop_at(Nightly(), began_at) is None
 
 
 def test_two_deadlines_and_unknown_time_zones_are_refused() -> None:
@@ -149,12 +138,15 @@ def test_a_frozen_list_reads_back_as_it_was(known: Nights) -> None:
 def test_many_nights_without_news_are_one_record(known: Nights) -> None:
     for _ in range(3):
         known.add_empty("nothing-new", None, "nothing new")
-    known.add_empty("failed", None, "no such folder", "failed")
-    known.add_empty("failed", None, "no such folder", "failed")
+    for _ in range(2):
+        known.add_empty("failed", None, "no such folder", "failed")
     completed(known, frozen("a"), "promoted", "1")
     known.add_empty("nothing-new", None, "nothing new")
     assert [night.outcome for night in known.all()] == ["nothing-new", "promoted", "failed", "nothing-new"]
     assert not any(night.is_open for night in known.all()) and known.read() == {"a"}
+    known.begin(frozen("b"), None).end_try("failed", "", closed=True)
+    known.add_empty("failed", None, "no such folder", "failed")
+    assert len(known.all()) == 6, "a failed night of files is not overwritten by one that found none"
 
 
 @pytest.mark.parametrize("outcome", ["nothing-new", "failed"])
@@ -180,25 +172,15 @@ def test_a_kill_while_a_night_without_a_list_is_noted_leaves_none_to_go_on_with(
     assert night is not None and not night.is_open and (night.outcome, night.data["reason"]) == (outcome, "now")
 
 
-def test_a_failed_night_of_files_is_not_overwritten_by_one_that_found_none(known: Nights) -> None:
-    known.begin(frozen("a"), None).end_try("failed", "", closed=True)
-    known.add_empty("failed", None, "no such folder", "failed")
-    assert len(known.all()) == 2
-
-
-def test_being_stopped_or_killed_is_no_failure(known: Nights) -> None:
+def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_still_to_be_told_of(known: Nights) -> None:
     night = known.begin(frozen("a"), None)
     for outcome in ("unfinished", "failed", "crashed", "failed"):
         night.end_try(outcome, "", closed=False)
         night.begin_try(None)
     assert night.failures == 2
-
-
-def test_a_killed_night_goes_on_and_is_still_to_be_told_of(known: Nights) -> None:
-    known.begin(frozen("a"), None)
-    night = known.settle()
-    assert night is not None and night.is_open and (night.outcome, night.data["untold"]) == ("crashed", "failed")
-    assert known.settle() is not None and len(known.all()[0].data["tries"]) == 1
+    settled = known.settle()
+    assert settled is not None and settled.is_open and (settled.outcome, settled.data["untold"]) == ("crashed", "failed")
+    assert known.settle() is not None and len(known.all()[0].data["tries"]) == 5
 
 
 def test_skipped_slots_are_noted_without_the_lock(known: Nights, tmp_path: Path) -> None:

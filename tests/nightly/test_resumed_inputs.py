@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, completed, inbox, list_of
+from support.night_files import artifact, completed, inbox, list_of, walked
 
 from ttrain.config import Nightly, Settings
 from ttrain.errors import ArtifactError
@@ -19,7 +19,6 @@ from ttrain.nightly import heldout
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.plan import plan
-from ttrain.pipeline.recipe import Recipe
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunRecord
 
@@ -53,25 +52,12 @@ def night_with_shards(
     return settings, listed, unfinished(known, listed, store, outcome, **keys, shards_pretrain="made")
 
 
-def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
-    """The inputs of each stage that a recipe calls."""
-    stages: dict[str, dict[str, Any]] = {}
-
-    def stage(of: Any, **inputs: Any) -> Any:
-        stages[of.name] = inputs
-        return of.name
-
-    recipe(stage, settings)
-    return stages
-
-
 @pytest.mark.parametrize("change", ["grew", "gone"])
 def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_file(
     change: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings, listed, night = night_with_shards(tmp_path, store, known, "unfinished", champion)
-    file = tmp_path / "inbox/b.jsonl"
-    file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
+    becomes(tmp_path / "inbox/b.jsonl", change)
     for _ in range(2):  # and in the slot after the next one
         frozen, reason = night_plan.choose_inputs(settings, store, known, night)
         assert frozen is not None and frozen.files == listed.files and "changed or gone since it began: b.jsonl" in reason
@@ -83,6 +69,10 @@ def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_f
     assert stages["evaluate"]["documents"].key == "made"
 
 
+def becomes(file: Path, change: str) -> None:
+    file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
+
+
 @pytest.mark.parametrize("change", ["grew", "gone"])
 def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
     change: str, tmp_path: Path, store: ArtifactStore, known: Nights
@@ -90,8 +80,7 @@ def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
     """Which is made of the same files."""
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
     settings, _, night = night_with_shards(tmp_path, store, known, "unfinished", tokenizer="t")
-    file = tmp_path / "inbox/b.jsonl"
-    file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
+    becomes(tmp_path / "inbox/b.jsonl", change)
     planned = night_plan.choose_inputs(settings, store, known, night)[0]
     assert planned is not None
     inputs = night_inputs.inputs_of(planned, settings, store)
@@ -179,9 +168,8 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     night = unfinished(known, first, store, "failed")
     corrected = settings.model_copy(update={"nightly": Nightly.model_validate(nightly)})
     frozen, reason = night_plan.choose_inputs(corrected, store, known, night)
-    assert (
-        frozen is not None and "with the current settings, by which its inputs are chosen anew: 1 new: new.jsonl" in reason
-    )
+    assert frozen is not None
+    assert "with the current settings, by which its inputs are chosen anew: 1 new: new.jsonl" in reason
     assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
     assert (frozen.replay, bool(frozen.documents)) == (replay, documents)
     night.begin_try(None)
@@ -204,9 +192,8 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     listed = replace(list_of(settings, store, champion), documents=night.learnt_documents, replay=0.05)
     assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
     shutil.rmtree(store.path("shards-pretrain", "own"))
-    with pytest.raises(
-        ArtifactError, match=r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
-    ):
+    told = r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
+    with pytest.raises(ArtifactError, match=told):
         night_inputs.inputs_of(listed, settings, store)
     with caplog.at_level(logging.WARNING, "ttrain"):
         learnt = night_inputs.learnt_documents(Champion("8", champion.keys), known.all(), store)

@@ -21,19 +21,17 @@ METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 5.0, "eval/document_byte
 
 
 def tokenizer(content: str = "t1") -> Made:
-    return Made(
-        "tokenizer", files={"docs.jsonl": "a" * 64}, result={"vocab_size": 400, "bytes_per_token": 3.5}, key=content * 32
-    )
+    result = {"vocab_size": 400, "bytes_per_token": 3.5}
+    return Made("tokenizer", files={"docs.jsonl": "a" * 64}, result=result, key=content * 32)
 
 
 def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
+    left_out = {"not JSON": rejected} if rejected else {}
     result = {
         "train": {"rows": rows, "tokens": 43 * rows, "live_tokens": 42 * rows, "bytes": 100 * rows},
-        "heldout": {"rows": 5},
-        "blocks": 1,
-        "encoded_blocks": 1,
-        "rows": {"train": {"rows": 300, "skipped": {}, "rejected": {"not JSON": rejected} if rejected else {}}},
-    }
+        "heldout": {"rows": 5}, "blocks": 1, "encoded_blocks": 1,
+        "rows": {"train": {"rows": 300, "skipped": {}, "rejected": left_out}},
+    }  # fmt: skip
     inputs = {"tokenizer": ("tokenizer", "t1" * 32, "t1")}
     return Made("shards-pretrain", result=result, files={"docs.jsonl": digest * 64}, inputs=inputs)
 
@@ -72,20 +70,9 @@ def test_each_setting_that_differs_is_one_line_and_the_rest_are_none(tmp_path: P
 
 
 def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_percent(tmp_path: Path) -> None:
-    figures_of = {
-        "eval/bits_per_byte": 2.0,
-        "pretrain/tokens_per_second": 100.0,
-        "eval/documents": 5.0,
-        "tok/bytes_per_token": 3.0,
-    }
-    make_run(tmp_path, A, [], metrics=figures_of)
-    others = {
-        "eval/bits_per_byte": 1.5,
-        "pretrain/tokens_per_second": 150.0,
-        "eval/documents": 6.0,
-        "tok/bytes_per_token": 3.0,
-    }
-    make_run(tmp_path, B, [], metrics=others)
+    names = ("eval/bits_per_byte", "pretrain/tokens_per_second", "eval/documents", "tok/bytes_per_token")
+    for run, values in ((A, (2.0, 100.0, 5.0, 3.0)), (B, (1.5, 150.0, 6.0, 3.0))):
+        make_run(tmp_path, run, [], metrics=dict(zip(names, values, strict=True)))
     found = {one.name: one for one in compared(tmp_path, A, B).metrics}
     assert (found["eval/bits_per_byte"].best, found["eval/bits_per_byte"].percent) == (1, (0.0, -25.0))
     assert (found["pretrain/tokens_per_second"].best, found["pretrain/tokens_per_second"].percent) == (1, (0.0, 50.0))
@@ -94,34 +81,28 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
     assert next(iter(found)) == "eval/bits_per_byte"  # what decides stands first
 
 
+BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/validation_loss"
+
+
 @pytest.mark.parametrize(
-    ("values", "verdict"),
+    ("metrics", "verdict"),
     [
-        ((2.0, 1.5), "B is better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
-        ((1.5, 1.5), "equal by eval/bits_per_byte: 1.5000"),
-        ((1.50000001, 1.5, 1.49999999), "equal by eval/bits_per_byte: 1.5000"),
-        ((2.0, 1.5, 1.5), "B and C are better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
-        ((2.0, math.nan), "the runs share no metric that decides which is better"),
+        ([{BITS: 2.0}, {BITS: 1.5}], "B is better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+        ([{BITS: 1.50000001}, {BITS: 1.5}, {BITS: 1.49999999}], "equal by eval/bits_per_byte: 1.5000"),
+        ([{BITS: 2.0}, {BITS: 1.5}, {BITS: 1.5}],
+         "B and C are better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+        ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
+        ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
+         "equal by eval/bits_per_byte: 1.5000; B is better by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
+        ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
+         "B is better by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
     ],
-)
-def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, values: tuple[float, ...], verdict: str) -> None:
-    names = [A, B, C][: len(values)]
-    for name, value in zip(names, values, strict=True):
-        make_run(tmp_path, name, [], metrics={"eval/bits_per_byte": value})
+)  # fmt: skip
+def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[dict[str, float]], verdict: str) -> None:
+    names = [A, B, C][: len(metrics)]
+    for name, of_run in zip(names, metrics, strict=True):
+        make_run(tmp_path, name, [], metrics=of_run)
     assert compared(tmp_path, *names).verdict == verdict
-
-
-def test_runs_that_share_a_base_are_told_apart_by_the_model_after_it(tmp_path: Path) -> None:
-    for name, value in ((A, 4.5), (B, 4.0)):
-        make_run(tmp_path, name, [], metrics={"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": value})
-    verdict = compared(tmp_path, A, B).verdict
-    assert verdict.startswith("equal by eval/bits_per_byte: 1.5000; B is better by eval/chat_loss_sft: 4 against 4.5")
-
-
-def test_without_an_evaluation_the_validation_loss_decides(tmp_path: Path) -> None:
-    for name, value in ((A, 3.5), (B, 3.25)):
-        make_run(tmp_path, name, [], metrics={"pretrain/validation_loss": value, "pretrain/tokens": 5.0})
-    assert compared(tmp_path, A, B).verdict.startswith("B is better by pretrain/validation_loss")
 
 
 def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
@@ -176,17 +157,13 @@ def test_one_other_held_out_record_makes_evaluations_incomparable(tmp_path: Path
     assert found.verdict.endswith("(-50 %)")
 
 
-def test_a_run_that_did_not_end_well_is_said_to_be_no_whole_one(tmp_path: Path) -> None:
-    make_run(tmp_path, A, [], metrics=METRICS)
-    make_run(tmp_path, B, [], outcome="failed")
-    assert compared(tmp_path, A, B).remarks == ("not all runs are complete: B failed",)
-
-
-def test_samples_stand_side_by_side_by_their_prompts(tmp_path: Path) -> None:
+def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_well_is_told(tmp_path: Path) -> None:
     make_run(tmp_path, A, [evaluation({"Hello": "world", "Only A": "yes"})])
-    make_run(tmp_path, B, [evaluation({"Hello": "moon"})])
-    found = {one.prompt: one.answers for one in compared(tmp_path, A, B).samples}
-    assert found == {"Hello": ("world", "moon"), "Only A": ("yes", "–")}
+    make_run(tmp_path, B, [evaluation({"Hello": "moon"})], outcome="failed")
+    found = compared(tmp_path, A, B)
+    answers = {one.prompt: one.answers for one in found.samples}
+    assert answers == {"Hello": ("world", "moon"), "Only A": ("yes", "–")}
+    assert found.remarks == ("not all runs are complete: B failed",)
 
 
 def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:
@@ -208,15 +185,10 @@ def compared_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate((A, B, C)):
-        made = [
-            shards(rows=295 - number),
-            Made("pretrain", falling(8, 3.0 - number)),
-            evaluation({"Hello": f"world {number}"}),
-        ]
-        metrics = {**METRICS, "eval/bits_per_byte": 2.5 - number / 4}
-        make_run(
-            tmp_path, name, made, number=number, metrics=metrics, settings={"pretrain": {"optim": {"lr": 0.001 + number}}}
-        )
+        trained, samples = Made("pretrain", falling(8, 3.0 - number)), evaluation({"Hello": f"world {number}"})
+        metrics, settings = {**METRICS, BITS: 2.5 - number / 4}, {"pretrain": {"optim": {"lr": 0.001 + number}}}
+        made = [shards(rows=295 - number), trained, samples]
+        make_run(tmp_path, name, made, number=number, metrics=metrics, settings=settings)
     return tmp_path
 
 
@@ -226,23 +198,13 @@ def said(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_command_prints_settings_data_figures_and_samples(compared_home: Path) -> None:
-    told = said("compare", A, B)
-    for words in (
-        "B is better by eval/bits_per_byte",
-        "pretrain.optim.lr",
-        "shards-pretrain: rows",
-        "2.2500  -10 %  *",
-        "world 1",
-    ):
-        assert words in told, words
-
-
-def test_the_json_is_the_comparison(compared_home: Path) -> None:
-    told = json.loads(said("compare", A, B, "--json"))
-    assert told.pop("page") is None
-    assert told == json.loads(json.dumps(compared(compared_home, A, B).to_json()))
-    assert told["settings"] == [{"name": "pretrain.optim.lr", "values": ["0.001", "1.001"]}]
+def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_the_comparison(compared_home: Path) -> None:
+    told, shown = said("compare", A, B), ("B is better by eval/bits_per_byte", "pretrain.optim.lr", "shards-pretrain: rows")
+    assert [words for words in (*shown, "2.2500  -10 %  *", "world 1") if words not in told] == []
+    found = json.loads(said("compare", A, B, "--json"))
+    assert found.pop("page") is None
+    assert found == json.loads(json.dumps(compared(compared_home, A, B).to_json()))
+    assert found["settings"] == [{"name": "pretrain.optim.lr", "values": ["0.001", "1.001"]}]
 
 
 def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
