@@ -10,7 +10,7 @@ import pytest
 
 from ttrain.config.evaluate import ChoicesTask, TextTask
 from ttrain.evaluate.items import Items, LeftOut, groups
-from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results, number
+from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.reports import summary
@@ -161,10 +161,6 @@ def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
     assert set(task["models"]["a"]["groups"]) == {"lang=en", "lang=zh/tw"}
     assert (task["left_out"], told["models"]) == ({"no text": 2}, ["a", "b"])
     assert told["comparisons"][0]["interval"] is None
-
-
-def test_numbers_are_short() -> None:
-    assert all(len(number(value)) <= 10 for value in (0.5, 9.99994, 12345.678, 6.05e9, math.nan, math.inf))
 
 
 def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_say_of_two() -> None:

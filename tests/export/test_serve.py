@@ -165,12 +165,9 @@ def test_prompt_and_answer_beyond_the_context_are_refused_with_both_numbers(
     assert ask(app, path, {**body, field: room})[0] == 200
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_prompt_that_leaves_no_room_is_refused_whatever_is_asked_for(
-    endpoint: Callable[..., Any], is_streamed: bool
-) -> None:
-    for limits in ({}, {"max_tokens": 1}):
-        refusal = message_of(ask(endpoint(), TEXT, {"prompt": "xyz" * CONTEXT, "stream": is_streamed, **limits}))
+def test_a_prompt_that_leaves_no_room_is_refused_whatever_is_asked_for(endpoint: Callable[..., Any]) -> None:
+    for more in ({}, {"max_tokens": 1}, {"stream": True}):
+        refusal = message_of(ask(endpoint(), TEXT, {"prompt": "xyz" * CONTEXT, **more}))
         assert f"the model's context of {CONTEXT} leaves no room for an answer" in refusal
 
 
@@ -299,11 +296,10 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read_whole(endpoint: C
     assert "more than 4,194,304 bytes" in body["error"]["message"]
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_generation_ends_when_its_client_is_gone(endless: Callable[..., Any], is_streamed: bool) -> None:
+def test_a_stream_ends_when_its_client_is_gone(endless: Callable[..., Any]) -> None:
     async def scenario() -> Answer:
         app = endless()
-        client = Client(app, CHAT, {**ENDLESS, "stream": is_streamed})
+        client = Client(app, CHAT, {**ENDLESS, "stream": True})
         answering = asyncio.create_task(client.answer())
         await client.is_read.wait()
         client.leave()
@@ -313,7 +309,7 @@ def test_generation_ends_when_its_client_is_gone(endless: Callable[..., Any], is
     assert asyncio.run(scenario())[0] == 200
 
 
-def test_more_requests_than_the_bound_are_told_to_come_back(endless: Callable[..., Any]) -> None:
+def test_more_requests_than_the_bound_are_told_to_come_back_until_clients_are_gone(endless: Callable[..., Any]) -> None:
     async def scenario() -> list[Answer]:
         app = endless(max_requests=2)
         clients = [Client(app, CHAT, ENDLESS) for _ in range(2)]
@@ -329,11 +325,8 @@ def test_more_requests_than_the_bound_are_told_to_come_back(endless: Callable[..
         return [*answers, await Client(app, TEXT, {"prompt": "a", "max_tokens": 1}).answer()]
 
     (status, refusal), (status_after, _) = asyncio.run(scenario())
-    assert (status, status_after) == (429, 200)
-    assert (
-        isinstance(refusal, dict)
-        and "2 requests are being answered, as many as --max-requests allows" in refusal["error"]["message"]
-    )
+    assert (status, status_after) == (429, 200) and isinstance(refusal, dict)
+    assert "2 requests are being answered, as many as --max-requests allows" in refusal["error"]["message"]
 
 
 # --- the model's own template -------------------------------------------------------------------------------------------
