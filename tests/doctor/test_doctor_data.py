@@ -119,6 +119,9 @@ def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
     faults = (without(some_letter), into_the_next_document)
     for spoil in faults:
         assert not ok(labels.document_labels(Spoilt(data.documents, spoil), data.encoder)), spoil
+    masked = Spoilt(data.documents, without(data.encoder.eos_id))  # regions that are masked leave next tokens
+    assert ok(labels.masked_labels(masked, data.encoder))
+    assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), data.encoder))
 
 
 def test_labels_of_chats_are_the_answers_with_their_ends(data: Data) -> None:
@@ -141,11 +144,6 @@ def test_an_answer_longer_than_a_row_may_be_learnt_in_parts(data: Data, tmp_path
     assert rows.counts()["cut_records"]
     assert ok(labels.chat_labels(rows, data.encoder, rows, answers))
     assert not ok(labels.chat_labels(rows, data.encoder, rows, answers[:1]))
-
-
-def test_masked_regions_leave_next_tokens(data: Data) -> None:
-    assert ok(labels.masked_labels(Spoilt(data.documents, without(data.encoder.eos_id)), data.encoder))
-    assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), data.encoder))
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------

@@ -47,15 +47,12 @@ def test_a_byte_costs_what_the_definition_says(data: bytes, order: int) -> None:
     assert baselines.adaptive_bits(data, order).tolist() == pytest.approx(naive_bits(data, order), rel=1e-12)
 
 
-def test_the_table_has_two_compressors_and_two_byte_models_over_the_same_bytes() -> None:
+def test_the_table_has_two_compressors_and_two_byte_models_over_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = baselines.bits_per_byte(TEXT)
     assert tuple(found) == baselines.BASELINES
     assert found["zlib"] == 8 * len(zlib.compress(TEXT, 9)) / len(TEXT)
     assert found["xz"] == 8 * len(lzma.compress(TEXT, preset=9 | lzma.PRESET_EXTREME)) / len(TEXT)
     assert found["order3"] == baselines.adaptive_bits(TEXT, 3).mean()
     assert baselines.bits_per_byte(b"") == {}
-
-
-def test_of_a_long_text_the_beginning_stands_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "MOST_BYTES", 500)
-    assert baselines.bits_per_byte(TEXT) == baselines.bits_per_byte(TEXT[:500])
+    assert baselines.bits_per_byte(TEXT) == baselines.bits_per_byte(TEXT[:500]), "the beginning stands for a long text"

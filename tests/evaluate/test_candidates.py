@@ -97,10 +97,11 @@ def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
     assert compared({**GAIN, **changes}, forgetting=None).decision.promote
 
 
-def test_a_reason_names_both_figures_of_a_metric(compared: Any) -> None:
+def test_a_reason_names_both_figures_of_a_metric_which_is_lost_on_few_records_if_it_is_no_number(compared: Any) -> None:
     assert "chat_loss_sft: 1.50000 became 9.00000, 500.0% worse" in compared({**GAIN, "sft": 9.0}).decision.reason
-    reason = compared({**GAIN, "sft": math.nan}).decision.reason
-    assert "chat_loss_sft: 1.50000 became nan, which is not a finite number;" in reason, reason
+    few = compared({**GAIN, "sft": math.nan, "count": 2}, {"count": 2}).decision
+    assert few.lost == ("chat_loss_sft",)
+    assert "chat_loss_sft: 1.50000 became nan, which is not a finite number;" in few.reason, few.reason
     both = compared({**GAIN, "sft": math.nan, "lora": 1.1}).decision.reason
     assert both.startswith("it forgets chat_loss_sft: ") and "; domain_loss_lora: " in both, "the worst first"
 
@@ -124,11 +125,6 @@ def test_what_cannot_be_compared_or_may_be_chance_loses_nothing(
 ) -> None:
     decision = compared({**GAIN, **challenger}, champion).decision
     assert decision.promote and decision.lost == (), decision.reason
-
-
-def test_a_metric_that_is_no_number_is_lost_on_however_few_records(compared: Any) -> None:
-    judged = compared({**GAIN, "sft": math.nan, "count": 2}, {"count": 2})
-    assert judged.decision.lost == ("chat_loss_sft",)
 
 
 def test_the_metric_that_decides_is_not_judged_twice_and_the_others_are(compared: Any) -> None:
@@ -186,8 +182,5 @@ def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
     assert compared({"quiz": 0.9, **challenger}, champion, forgetting=None, **rules).decision.promote
     assert "what it forgets" not in compared({"quiz": 0.5, **challenger}, champion, **rules).decision.reason
     assert compared({"quiz": 0.9}, **rules).decision.promote
-
-
-def test_a_champion_without_a_finite_figure_has_nothing_to_lose(compared: Any) -> None:
-    for rules in ({}, {"metric": ACCURACY}):
-        assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **rules).decision.promote
+    for metric in ({}, rules):  # a champion without a finite figure has nothing to lose
+        assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **metric).decision.promote

@@ -128,11 +128,15 @@ def test_nights_are_ordered_by_their_numbers_not_by_the_clock(known: Nights, mon
     assert [night.name for night in known.all()] == ["night-000002", "night-000001"]
 
 
-def test_a_frozen_list_reads_back_as_it_was(known: Nights) -> None:
+def test_a_frozen_list_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(known: Nights) -> None:
     given = InputSnapshot(frozen("a").files, {"name": "mine"}, Champion("3", {"sft": "k"}), "heldout/k")
     known.begin(given, None)
     night = known.newest()
     assert night is not None and night.frozen == given and night.is_open and night.outcome == "running"
+    known.skipped(datetime.now(UTC), "still running")
+    known.skipped(None, "still running")
+    lines = (known.directory / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["still running"] * 2
 
 
 def test_many_nights_without_news_are_one_record(known: Nights) -> None:
@@ -181,13 +185,6 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_still_to_be
     settled = known.settle()
     assert settled is not None and settled.is_open and (settled.outcome, settled.data["untold"]) == ("crashed", "failed")
     assert known.settle() is not None and len(known.all()[0].data["tries"]) == 5
-
-
-def test_skipped_slots_are_noted_without_the_lock(known: Nights, tmp_path: Path) -> None:
-    known.skipped(datetime.now(UTC), "still running")
-    known.skipped(None, "still running")
-    lines = (tmp_path / "nightly" / "mine" / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["reason"] for line in lines] == ["still running"] * 2
 
 
 # --- one at a time ---
