@@ -7,42 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.paths import ROOT
 
 CODE = """
 import flows.mine, tasks
 assert (flows.mine.NAME, tasks.NAME) == ("my flow", "my tasks")
-{ours}
+import ttrain.flows.full, ttrain.tasks.best_effort
+assert flows.__file__ != ttrain.flows.__file__ and tasks.__file__ != ttrain.tasks.__file__
 from ttrain.cli.main import main
 main(["pipeline", "plan", "full", "--json"])
 """
-OURS = "import ttrain.flows.deployments, ttrain.tasks.stage; assert flows.__file__ != ttrain.flows.__file__"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A Prefect user's folder, with packages of these names."""
+def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path) -> None:
+    """In the working directory of a Prefect user; ttrain is imported as it is installed."""
     for name in ("flows", "tasks"):
         (tmp_path / name).mkdir()
     (tmp_path / "flows" / "__init__.py").write_text("")
     (tmp_path / "flows" / "mine.py").write_text("NAME = 'my flow'\n")
     (tmp_path / "tasks" / "__init__.py").write_text("NAME = 'my tasks'\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("where", "ours"), [("in the working directory", OURS), ("installed", "")], ids=["flows", "command"]
-)
-def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(folder: Path, where: str, ours: str) -> None:
-    """ttrain is imported as it is installed."""
-    elsewhere = folder / "elsewhere"
-    elsewhere.mkdir()
-    cwd, path = (folder, "") if where == "in the working directory" else (elsewhere, str(folder))
-    environment = {**os.environ, "TTRAIN_HOME": str(folder / "home"), "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(ours=ours)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "TTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"pipeline": "full"' in done.stdout
 

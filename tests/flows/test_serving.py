@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import uuid
 from datetime import UTC, datetime, timedelta
@@ -38,16 +37,6 @@ def test_of_slots_that_passed_unserved_the_newest_stands_for_all() -> None:
     assert serving.missed_slots([late[0], other]) == []
 
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from ttrain.flows import serving
-with serving.serve_lock(Path(sys.argv[1])):
-    print(os.getpid(), flush=True)
-    sys.stdin.readline()
-"""
-
-
 def test_who_asks_who_serves_does_not_keep_anyone_from_serving(tmp_path: Path) -> None:
     folder = schedule_files.folder_of(tmp_path)
     folder.mkdir(parents=True)
@@ -61,15 +50,21 @@ def test_who_asks_who_serves_does_not_keep_anyone_from_serving(tmp_path: Path) -
 
 def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "LOCK_SECONDS", 0.1)
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdin is not None and first.stdout is not None
-    pid = int(first.stdout.readline())
-    assert serving.served_by(tmp_path) == pid
+    ours, theirs = multiprocessing.Pipe()
+
+    def hold() -> None:
+        with serving.serve_lock(tmp_path):
+            theirs.send(os.getpid())
+            theirs.recv()
+
+    first = multiprocessing.get_context("fork").Process(target=hold)
+    first.start()
+    pid = ours.recv()
+    assert serving.served_by(tmp_path) == pid == first.pid
     with pytest.raises(UsageError, match=f"is served already, by process {pid}"), serving.serve_lock(tmp_path):
         pass
-    first.communicate("\n")
+    ours.send("end")
+    first.join()
     assert serving.served_by(tmp_path) is None
 
 

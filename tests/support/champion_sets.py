@@ -16,7 +16,7 @@ from ttrain.tracking import ModelSet
 from ttrain.tracking import database as databases
 from ttrain.tracking.database import database_of
 
-SUFFIXES = {"pretrain": "base", "sft": "sft", "lora": "lora", "tokenizer": "tokenizer"}
+SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the four of a run: each costs a write more wherever an alias moves
 
 
 def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine", **metrics: float) -> str | None:
@@ -36,7 +36,7 @@ def register(home: Path, number: int, stages: Any = SUFFIXES, name: str = "mine"
     return store.register_models(name, run=run, run_name=f"full-{number}", models=models, keys=keys, metrics=figures)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with three sets, none of them champion; made once, since its database takes 1 s to make."""
     home = tmp_path_factory.mktemp("three")
@@ -44,7 +44,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def used(three: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The one home that all tests use: to open another one costs MLflow 0.3 s."""
     home = tmp_path_factory.mktemp("used") / "a home"

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,18 +17,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from support.waiting import wait_until
+
+from ttrain import tracking
+
 # Without uvicorn and its workers, whose start takes 6 s on two cores: the same routes, the same database, in 2 s.
 SERVER = """
 import os, sys
 home, port = sys.argv[1:]
 os.environ["_MLFLOW_SERVER_SERVE_ARTIFACTS"] = "true"
 os.environ["_MLFLOW_SERVER_ARTIFACT_DESTINATION"] = f"file://{home}/artifacts"
-os.environ["_MLFLOW_SERVER_FILE_STORE"] = f"sqlite:///{home}/mlflow.db"
+os.environ["_MLFLOW_SERVER_FILE_STORE"] = f"sqlite:///{home}/mlflow/mlflow.db"
 os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = "mlflow-artifacts:/"
 from mlflow.server import app
 from mlflow.server.handlers import initialize_backend_stores
 from werkzeug.serving import make_server
-initialize_backend_stores(f"sqlite:///{home}/mlflow.db", None, "mlflow-artifacts:/")
+initialize_backend_stores(f"sqlite:///{home}/mlflow/mlflow.db", None, "mlflow-artifacts:/")
 make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 """
 
@@ -47,6 +50,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def mlflow_server(directory: Path) -> Iterator[str]:
     """The address of a server whose database and artifacts, which it hands on itself, lie in `directory`."""
     port = free_port()
+    tracking.prepare(directory)  # its 67 migrations take 1 s
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true"}
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(
@@ -54,10 +58,8 @@ def mlflow_server(directory: Path) -> Iterator[str]:
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 180
-        while not _answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, (directory / "server.log").read_text()
-            time.sleep(0.1)
+        wait_until(lambda: answers(f"{url}/health") or process.poll() is not None, 180)
+        assert process.poll() is None, (directory / "server.log").read_text()
         yield url
     finally:
         process.send_signal(signal.SIGKILL)
@@ -176,7 +178,8 @@ def _chunks(stream: Any) -> Iterator[bytes]:
     stream.readline()
 
 
-def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+def answers(url: str) -> bool:
+    """Whether a server is there."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
         return True
     return False

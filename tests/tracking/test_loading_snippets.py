@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.loadable_models import adapted, fresh
+from support.loadable_models import adapted, fresh, said_without_ttrain
 from support.tiny_trainers import CPU
 
 from ttrain.data.encoder import Encoder
@@ -115,7 +112,10 @@ def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_he
         adapter = adapted(tmp_path / name, base, **settings)
         found = loadable(artifact(tmp_path / name, "lora"), ADAPTER, base=base, card="# card", examples=EXAMPLES)
         places[name], ours[name] = laid_out(adapter, found, tmp_path / "out" / name), said_by_us(base, adapter)
-    said = said_elsewhere(places, tmp_path)
+    words = [json.dumps({name: str(place) for name, place in places.items()}), PROMPT]
+    uri = f"sqlite:///{tmp_path}/unused.db"
+    modules = str(tmp_path / "modules")
+    said = said_without_ttrain(PLAIN, *words, directory=tmp_path, HF_MODULES_CACHE=modules, MLFLOW_TRACKING_URI=uri)
     assert {name: said[name][0] for name in ours} == ours
     assert len({tuple(tokens) for tokens in ours.values()}) == len(ours), "models that all say the same prove little"
     assert [said[name][1] for name in DTYPES] == [str(kind) for kind in DTYPES.values()]
@@ -123,17 +123,6 @@ def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_he
     assert all("Hi" in said[name][3] for name in places), "the chat template is there"
     assert said["example"] == list(EXAMPLES)
     assert "string" in said["signature"]["inputs"] and "string" in said["signature"]["outputs"]
-
-
-def said_elsewhere(places: Mapping[str, Path], folder: Path) -> dict[str, Any]:
-    words = [json.dumps({name: str(place) for name, place in places.items()}), PROMPT]
-    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/unused.db"
-    command = [sys.executable, "-P", "-c", PLAIN, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.partition("SAID")[2])
-    return found
 
 
 def test_an_adapter_whose_base_does_not_come_along_has_a_card_and_says_nothing_to_mlflow(tmp_path: Path) -> None:

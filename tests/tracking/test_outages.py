@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from ttrain import tracking
 from ttrain.cli.main import app
-from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, open_store, outbox
+from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, outbox
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,24 @@ def rows(first: int, last: int) -> str:
     now = 1.7e9 + time.time() % 1e6
     made = ({"step": s, "tokens": s, "time": now, "metrics": {"loss": 5 / s}} for s in range(first, last + 1))
     return "".join(json.dumps(row) + "\n" for row in made)
+
+
+def curve_of(store: MlflowStore, name: str = "stage") -> TrackedRun:
+    """A run that tells a curve of twenty steps and its end."""
+    run, path = started(store, name), store.home / f"{name}.jsonl"
+    path.write_text(rows(1, 20))
+    MetricsFollower(path, run).stop()
+    run.finish("FINISHED")
+    return run
+
+
+CURVE = {"params": 1, "rows": 1, "end": 1}  # what waits of it where nothing could be told
+
+
+def assert_curve_is_there(store: MlflowStore, run: TrackedRun) -> None:
+    (only,) = runs_of(store.client, run.identity)
+    assert (only.info.status, only.data.params) == ("FINISHED", {"lr": "0.02"})
+    assert steps(store.client, only.info.run_id) == list(range(1, 21))
 
 
 def also(*values: object) -> Any:
@@ -151,18 +169,14 @@ def test_what_an_outage_from_the_start_missed_is_delivered_by_sync(
 def test_a_server_that_is_no_mlflow_is_no_refusal(proxy: Proxy, empty_home: Path, mode: str, status: int) -> None:
     """What another web server says, or a door before MLflow, drops nothing; `track sync` tells what it said."""
     proxy.mode = mode
-    store, path = opened(empty_home), empty_home / "metrics.jsonl"
-    path.write_text(rows(1, 20))
-    run = started(store)
-    MetricsFollower(path, run).stop()
-    run.finish("FINISHED")
+    store = opened(empty_home)
+    run = curve_of(store)
     assert store.close() == 3
     (left,) = tracking.sync(empty_home)
-    assert left.things == {"params": 1, "rows": 1, "end": 1} and str(status) in left.why
+    assert left.things == CURVE and str(status) in left.why
     proxy.mode = "well"
     assert [one.things for one in tracking.sync(empty_home)] == [{}]
-    (only,) = runs_of(store.client, run.identity)
-    assert (steps(store.client, only.info.run_id), only.info.status) == (list(range(1, 21)), "FINISHED")
+    assert_curve_is_there(store, run)
 
 
 @pytest.mark.parametrize(("part", "mode"), [(4, "hanging"), also(2, "no replies"), also(3, "error"), also(6, "dead")])
@@ -204,14 +218,16 @@ def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(pro
     assert chosen.tags["ttrain.run_id"] == runs_of(store.client, parent.identity)[0].info.run_id
 
 
-def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, server: str, empty_home: Path) -> None:
+def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, empty_home: Path) -> None:
     proxy.mode = "dead"
-    parent, child = whole_life(empty_home, lambda part: None)
+    before = opened(empty_home)
+    run = curve_of(before)
+    before.close()
     proxy.mode = "well"
     store = opened(empty_home)
     wait_until(lambda: not outbox.list_outboxes(empty_home))
     store.close()
-    assert_all_is_there(server, parent, child)
+    assert_curve_is_there(store, run)
 
 
 def test_a_run_whose_making_was_not_answered_is_there_once(proxy: Proxy, server: str, empty_home: Path) -> None:
@@ -269,12 +285,7 @@ def test_what_arrived_before_a_kill_that_came_before_its_note_is_there_once(serv
 def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, empty_home: Path) -> None:
     proxy.mode = "dead"
     stores = [opened(empty_home), opened(empty_home)]
-    runs = [started(store, f"full-{number}") for number, store in enumerate(stores)]
-    for number, run in enumerate(runs):
-        path = empty_home / f"metrics-{number}.jsonl"
-        path.write_text(rows(1, 50))
-        MetricsFollower(path, run).stop()
-        run.finish("FINISHED")
+    runs = [curve_of(store, f"full-{number}") for number, store in enumerate(stores)]
     for store in stores:
         assert store.close() == 3
     proxy.mode = "well"
@@ -285,9 +296,7 @@ def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, 
         thread.join()
     assert not outbox.list_outboxes(empty_home)
     for run in runs:
-        (only,) = runs_of(stores[0].client, run.identity)
-        assert (only.info.status, only.data.params) == ("FINISHED", {"lr": "0.02"})
-        assert steps(stores[0].client, only.info.run_id) == list(range(1, 51))
+        assert_curve_is_there(stores[0], run)
 
 
 def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Proxy, empty_home: Path) -> None:
@@ -302,77 +311,6 @@ def test_what_is_no_number_is_there_once_also_where_it_was_sent_twice(proxy: Pro
     found = store.client.get_metric_history(run.id, "loss")
     assert sorted(point.step for point in found) == [1, 2, 3] and all(math.isnan(point.value) for point in found)
     store.close()
-
-
-def _be_killed(home: str, said: Any) -> None:
-    store = tracked_stores.opened(Path(home), "x")
-    parent = started(store, "full")
-    child = started(store, "sft", parent=parent)
-    (Path(home) / "metrics.jsonl").write_text(rows(1, 7))
-    child.lock.acquire()  # so that none of it is sent before the end
-    MetricsFollower(Path(home) / "metrics.jsonl", child)
-    MetricsFollower(Path(home) / "never-written.jsonl", child)
-    (Path(home) / "removed.jsonl").write_text(rows(1, 7))
-    MetricsFollower(Path(home) / "removed.jsonl", child)
-    wait_until(lambda: sum("begun" in entry.parts for entry in child.outbox.entries) == 2)
-    (Path(home) / "removed.jsonl").unlink()
-    said.send((parent.id, child.id, child.identity))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_run_and_its_child_end_as_killed_when_the_next_one_starts(
-    empty_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of its curves only the one is missed that had been written and is gone, not one that was never begun."""
-    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  # before the fork
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    heard, said = multiprocessing.Pipe()
-    victim = multiprocessing.get_context("fork").Process(target=_be_killed, args=(str(empty_home), said))
-    victim.start()
-    parent, child, identity = heard.recv()
-    victim.join()
-    store = tracked_stores.opened(empty_home, "another experiment")
-    wait_until(lambda: not outbox.list_outboxes(empty_home))
-    assert [store.client.get_run(run).info.status for run in (parent, child)] == ["KILLED", "KILLED"]
-    assert steps(store.client, child) == list(range(1, 8)), "also what it had not sent"
-    (missed,) = [record.getMessage() for record in caplog.records if "the curve is gone" in record.getMessage()]
-    assert "removed.jsonl" in missed
-    again = started(store, "sft", run_id=child, identity=identity)
-    assert again.id == child
-    assert store.client.get_run(child).info.status == "RUNNING"
-    again.finish("FINISHED")
-    store.close()
-    assert store.client.get_run(child).info.status == "FINISHED"
-
-
-def _write_cold(home: str, number: int) -> None:
-    os.environ.pop("MLFLOW_TRACKING_URI", None)
-    store = open_store(Path(home), "cold")
-    run = store.start_run(f"writer-{number}", run_id=None, tags={}, params={"number": number})
-    run.log_metrics([{"step": step, "metrics": {"loss": 1.0 / step}} for step in range(1, 51)])
-    run.finish("FINISHED")
-    os._exit(store.close())
-
-
-@pytest.mark.soak
-def test_eight_writers_on_a_cold_home_all_get_through(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlflow.store.tracking.sqlalchemy_store
-    import mlflow.tracking  # noqa: F401  # once, before the eight fork
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write_cold, args=(str(empty_home), number)) for number in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(120)
-    assert [writer.exitcode for writer in writers] == [0] * 8
-    store = tracking.open_reader(empty_home)
-    (experiment,) = [one for one in store.client.search_experiments() if one.name == "cold"]
-    found = store.client.search_runs([experiment.experiment_id])
-    assert sorted(run.data.params["number"] for run in found) == list("01234567")
-    assert all(steps(store.client, run.info.run_id) == list(range(1, 51)) for run in found)
 
 
 def test_uploads_hold_up_no_metrics_and_an_interrupted_one_goes_on_where_it_was(proxy: Proxy, empty_home: Path) -> None:
@@ -420,20 +358,16 @@ def test_sync_says_what_it_did_and_what_waits(proxy: Proxy, empty_home: Path, mo
     command = CliRunner().invoke
     proxy.mode = "dead"
     store = opened(empty_home)
-    path = empty_home / "metrics.jsonl"
-    path.write_text(rows(1, 3))
-    run = started(store, "full-1")
-    MetricsFollower(path, run).stop()
-    run.finish("FAILED")
+    curve_of(store, "full-1")
     store.close()
     (waits,) = json.loads(command(app, ["track", "sync", "--dry-run", "--json"]).stdout)
-    assert waits["waiting"] == {"params": 1, "rows": 1, "end": 1} and waits["tracker"] == proxy.url
+    assert waits["waiting"] == CURVE and waits["tracker"] == proxy.url
     silent = command(app, ["track", "sync", "full", "--json"])
     assert silent.exit_code == 1 and "refused" in json.loads(silent.stdout)[0]["why"]
     proxy.mode = "well"
     told = command(app, ["track", "sync", "full-1", "--json"])
     assert told.exit_code == 0
-    assert json.loads(told.stdout)[0]["told"] == {"params": 1, "rows": 1, "end": 1}
+    assert json.loads(told.stdout)[0]["told"] == CURVE
     assert "nothing waits" in command(app, ["track", "sync"]).stdout
     unknown = command(app, ["track", "sync", "other"])
     assert unknown.exit_code and "there is no run 'other'" in str(unknown.exception)

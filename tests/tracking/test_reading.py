@@ -65,30 +65,20 @@ def ids(home: Path) -> dict[str, str]:
         return dict(db.execute("SELECT name, run_uuid FROM runs"))
 
 
-def test_a_run_is_found_by_every_name_it_has(read_home: Path) -> None:
-    known = ids(read_home)
-    for text in (FIRST, FIRST[:16], FIRST[-5:], known[FIRST]):
-        assert read_run(read_home, text).name == FIRST
-    assert read_run(read_home, "latest").name == KILLED
-    assert [view.name for view in read_runs(read_home, [SECOND, FIRST])] == [SECOND, FIRST]
-
-
-def test_a_stages_id_leads_to_its_run(read_home: Path) -> None:
-    view = read_run(read_home, SECOND, tracked=True)
-    stage = view.stages["pretrain"].run_id
-    assert stage and stage != view.run_id
-    assert read_run(read_home, stage).name == SECOND
-
-
-def test_a_registered_model_leads_to_the_run_that_made_it(read_home: Path) -> None:
-    store = opened(read_home)
+def test_a_run_is_found_by_every_name_it_its_stages_and_its_models_have(read_home: Path) -> None:
+    store, known = opened(read_home), ids(read_home)
+    first, second = (read_run(read_home, name, tracked=True) for name in (FIRST, SECOND))
+    stages = [view.stages["pretrain"].run_id for view in (first, second)]
     store.client.create_registered_model("mine-base")
-    view = read_run(read_home, FIRST, tracked=True)
     tags = {"ttrain.stage": "pretrain", "ttrain.key": PRETRAIN.key}
-    store.client.create_model_version("mine-base", "file:///nowhere", view.stages["pretrain"].run_id, tags=tags)
+    store.client.create_model_version("mine-base", "file:///nowhere", stages[0], tags=tags)
     store.client.set_registered_model_alias("mine-base", "champion", "1")
     store.close()
-    assert read_run(read_home, "mine-base/1").name == read_run(read_home, "models:/mine-base@champion").name == FIRST
+    for text in (FIRST, FIRST[:16], FIRST[-5:], known[FIRST], stages[0], "mine-base/1", "models:/mine-base@champion"):
+        assert read_run(read_home, text).name == FIRST
+    assert stages[1] != second.run_id and read_run(read_home, stages[1]).name == SECOND
+    assert read_run(read_home, "latest").name == KILLED
+    assert [view.name for view in read_runs(read_home, [SECOND, FIRST])] == [SECOND, FIRST]
 
 
 def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(read_home: Path) -> None:
@@ -109,19 +99,16 @@ def test_an_empty_home_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(read_home: Path) -> None:
-    curve = read_run(read_home, FIRST).curve("pretrain", "loss")
+    view = read_run(read_home, FIRST)
+    assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
+    assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
+    curve = view.curve("pretrain", "loss")
     assert [point.step for point in curve] == list(range(1, 9))
     assert [point.tokens for point in curve] == [TOKENS_PER_STEP * step for step in range(1, 9)]
     assert [point.time for point in curve] == [BEGAN + 2.0 * step for step in range(1, 9)]
     assert math.isnan(curve[2].value)
     assert [point.value for point in curve if point.step != 3] == [loss for loss in LOSSES if loss is not None]
-    assert [point.step for point in read_run(read_home, FIRST).curve("pretrain", "validation_loss")] == [4, 8]
-
-
-def test_names_of_curves_are_those_that_were_measured_at_steps(read_home: Path) -> None:
-    view = read_run(read_home, FIRST)
-    assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
-    assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
+    assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
 
 
 def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value_and_a_torn_line_not_at_all(tmp_path: Path) -> None:

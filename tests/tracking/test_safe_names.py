@@ -13,7 +13,7 @@ from ttrain.core.redact import HIDDEN
 from ttrain.tracking import MlflowStore, TrackedRun
 from ttrain.tracking.calls import artifact_path, below, clean, run_name
 
-HOSTILE, WRITTEN = 10_000, 1_000
+HOSTILE, WRITTEN = 3_000, 300
 PIECES = [
     "..", ".", "...", "/", "//", "\\", "\\..\\", "%2e%2e", "%2E.", "%252e%252e%252f", "%2f", "%5c", "%00", "\0", "\n",
     "\x1b[2J", "\x7f", "\u202e", "\u2024\u2024", "\uff0e\uff0e", "\uff0f", "\u2215", "\u2044", "\ud800", "\u2028", "\u200b",
@@ -105,8 +105,8 @@ def test_mlflow_takes_every_metrics_name(store: MlflowStore) -> None:
         _validate_metric_name(clean(name))
         _validate_tag_name(clean(name))
     run = started(store)
-    assert run.log_metrics([{"step": 1, "metrics": dict.fromkeys(hostile_names(2)[:2000], 1.0)}])
-    assert len(store.client.get_run(run.id).data.metrics) > 500
+    assert run.log_metrics([{"step": 1, "metrics": dict.fromkeys(hostile_names(2)[:700], 1.0)}])
+    assert len(store.client.get_run(run.id).data.metrics) > 200
 
 
 def test_runs_of_any_name_and_identity_are_made(store: MlflowStore) -> None:
