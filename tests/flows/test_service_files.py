@@ -190,17 +190,17 @@ def test_what_never_fires_is_refused_with_rule_and_example(cron: str, timezone: 
 DAYS = 3
 
 
-# The nights before those of the change in both places; 02:30 is skipped in spring, and comes twice in autumn
+# From the night before that of the change: 02:30 or 02:00 is skipped, or 02:30 or 01:30 comes twice, or none of them
 @pytest.mark.parametrize(
-    ("timezone", "first"),
+    ("cron", "timezone", "first"),
     [
-        pytest.param("Europe/Berlin", (2027, 3, 27), id="Berlin, spring"),
-        pytest.param("Europe/Berlin", (2027, 10, 30), id="Berlin, autumn"),
-        pytest.param("America/New_York", (2027, 3, 13), id="New York, spring"),
-        pytest.param("America/New_York", (2027, 11, 6), id="New York, autumn"),
+        ("30 2 * * *", "Europe/Berlin", (2027, 3, 27)),
+        ("30 2 * * *", "Europe/Berlin", (2027, 10, 30)),
+        ("0 2 * * *", "America/New_York", (2027, 3, 13)),
+        ("30 1 * * *", "America/New_York", (2027, 11, 6)),
+        ("0 3 * * *", "America/New_York", (2027, 11, 6)),
     ],
 )
-@pytest.mark.parametrize("cron", ["30 2 * * *", "0 2 * * *", "30 1 * * *", "0 3 * * *"])
 def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     cron: str, timezone: str, first: tuple[int, int, int]
 ) -> None:
@@ -258,6 +258,8 @@ def test_a_systemd_unit_starts_the_command_in_any_home(odd_home: Path, tmp_path:
         == 'Environment="TTRAIN_HOME=' + str(odd_home).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
     )
     assert "KillMode=mixed" in text and "OOMPolicy=continue" in text
+    with pytest.raises(UsageError, match="a unit cannot hold"):
+        service_files.unit("systemd", tmp_path / "two\nlines")
 
 
 def test_a_launchd_agent_holds_command_and_home(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,15 +269,20 @@ def test_a_launchd_agent_holds_command_and_home(odd_home: Path, monkeypatch: pyt
     assert agent["EnvironmentVariables"] == {"TTRAIN_HOME": str(odd_home), "PREFECT_API_URL": "http://127.0.0.1:4200/api"}
 
 
+def started_by_cron(line: str, home: Path) -> str:
+    """What the command of a line of crontab prints, as cron starts it."""
+    assert line.startswith("*/5 * * * * ")
+    words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")  # as cron does before it asks the shell
+    subprocess.run(["/bin/sh", "-c", words], check=True, env={"PATH": os.environ["PATH"]})
+    return (home / "schedules" / "serve.log").read_text()
+
+
 def test_a_cron_line_means_to_a_shell_what_was_meant(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says = [sys.executable, "-c", "import os, sys; print(os.environ['TTRAIN_HOME'], os.getcwd(), sys.argv[1:])"]
     monkeypatch.setattr(service_files, "command", lambda: says)
     line = service_files.unit("cron", odd_home)
-    assert line.count("\n") == 1 and line.startswith("*/5 * * * * ")
-    words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")  # as cron does before it asks the shell
-    subprocess.run(["/bin/sh", "-c", words], check=True, env={"PATH": os.environ["PATH"]})
-    folder = odd_home / "schedules"
-    assert (folder / "serve.log").read_text() == f"{odd_home} {folder} ['--unless-served']\n"
+    assert line.count("\n") == 1
+    assert started_by_cron(line, odd_home) == f"{odd_home} {odd_home / 'schedules'} ['--unless-served']\n"
 
 
 @pytest.fixture
@@ -308,14 +315,11 @@ def test_what_cron_and_launchd_start_has_the_secrets_of_that_file(
     monkeypatch.setattr(service_files, "command", lambda: says)
     secret.write_text("PREFECT_API_KEY=of-the-file\n")
     told = f"{['of-the-file', str(odd_home)]}\n"
-    bare = {"PATH": os.environ["PATH"]}
     comment, line, end = service_files.unit("cron", odd_home).split("\n")
     assert comment.startswith("#") and end == ""
-    words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")
-    subprocess.run(["/bin/sh", "-c", words], check=True, env=bare)
-    assert (odd_home / "schedules" / "serve.log").read_text() == told
+    assert started_by_cron(line, odd_home) == told
     agent = plistlib.loads(service_files.unit("launchd", odd_home).encode())
-    env = {**bare, **agent["EnvironmentVariables"]}
+    env = {"PATH": os.environ["PATH"], **agent["EnvironmentVariables"]}
     assert subprocess.run(agent["ProgramArguments"], check=True, env=env, capture_output=True, text=True).stdout == told
 
 
@@ -323,11 +327,6 @@ def test_the_command_of_a_unit_opens_its_help() -> None:
     done = subprocess.run([*service_files.command(), "--help"], capture_output=True, text=True, check=True)
     assert "--unit" in done.stdout
     assert shlex.split(shlex.join(service_files.command()))[-2:] == ["pipeline", "serve"]
-
-
-def test_a_path_of_two_lines_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a unit cannot hold"):
-        service_files.unit("systemd", tmp_path / "two\nlines")
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_origin
 
 import pytest
-from support.deployments import call, ended, run_of, start
+from support.deployments import ended, run_of, start
 from support.pipeline_home import Cli
-from support.served import Served, processes_of, serving
+from support.served import Served, call, processes_of, serving
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
@@ -30,13 +30,13 @@ LONG = "pretrain.tokens=61440"
 
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
     """As the UI does it."""
-    answer = call(cli, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
+    answer = call(cli.home, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
     assert answer["status"] == "ACCEPT", answer
 
 
 def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
     """State by stage, of one try of a flow run."""
-    found = call(cli, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
+    found = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
     return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
 
 
@@ -255,7 +255,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     tasks = tasks_of(cli, id_, 2)
     assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
     assert "Traceback" not in served.said
-    logs = call(cli, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
+    logs = call(cli.home, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
     said = [line["message"] for line in logs]
     assert any("step 120/120" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
 
@@ -268,17 +268,17 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     assert run["state"]["name"] == "Completed" and run["name"] == cli.runs()[0]["run"]
     states = tasks_of(cli, run["id"], 1)
     assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
-    artifacts = call(cli, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert {artifact["key"] for artifact in artifacts} == {"plan", "report", "evaluation"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
     run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
     assert run["state"]["name"] == "Failed" and "notify.command is ['touch'" in run["state"]["message"]
     assert not (cli.home / "theirs").exists()
-    [deployment] = call(cli, "deployments/filter", {})
+    [deployment] = call(cli.home, "deployments/filter", {})
     asked = {"state": {"type": "SCHEDULED"}, "parameters": {"settings": {"lora": {"rank": "many"}}}}
     with pytest.raises(urllib.error.HTTPError, match="409"):
-        call(cli, f"deployments/{deployment['id']}/create_flow_run", asked)
+        call(cli.home, f"deployments/{deployment['id']}/create_flow_run", asked)
 
 
 @pytest.mark.long
@@ -295,7 +295,7 @@ def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues
     run = ended(cli, id_, served, run_count=2)
     assert run["state"]["name"] == "Completed"
     assert cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
-    left = call(cli, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
+    left = call(cli.home, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
     assert not left, "the second try's start ended what the first one left"
 
 

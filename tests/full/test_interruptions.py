@@ -76,28 +76,6 @@ def check_tracking(cli: Any) -> None:
 
 
 @pytest.mark.soak
-def test_a_hangup_saves_the_state_and_tells_everyone(fresh: Any) -> None:
-    """The other signals: soak/test_train_signals.py."""
-    process = fresh.start(*PRETRAIN_ONLY)
-    wait_until(lambda: len(checkpoints(fresh.home)) > 0, 600)
-    process.send_signal(signal.SIGHUP)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 129, said
-    assert "Traceback" not in said and "same command continues" in said
-    wait_until(lambda: not processes_of(fresh.home), 20)
-    run = fresh.runs()[0]
-    assert run["outcome"] == "interrupted"
-    assert {stage["name"]: stage["outcome"] for stage in run["stages"]}["pretrain"] == "interrupted"
-    assert fresh.rows("prefect", "select state_name from flow_run") == [("Cancelled",)]
-    query = "select name, status from runs where name like 'pretrain %' or name like 'full-%'"
-    found = dict(fresh.rows("mlflow", query))
-    assert set(found.values()) == {"KILLED"} and len(found) == 2
-    newest = max(checkpoints(fresh.home))
-    state = json.loads((newest / "state.json").read_bytes())
-    assert 0 < state["step"] < 120 and newest.name == f"step-{state['step']:08d}"
-
-
-@pytest.mark.soak
 def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
     wait_until(lambda: checkpoints(fresh.home), 600)

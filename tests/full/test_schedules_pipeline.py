@@ -13,7 +13,7 @@ from datetime import datetime
 
 import pytest
 from support.pipeline_home import Cli
-from support.served import ask, flow_runs, processes_of, serving, slot
+from support.served import call, flow_runs, processes_of, serving, slot
 from support.waiting import wait_until
 
 from ttrain.store import server_records
@@ -39,7 +39,7 @@ def test_a_cron_really_fires_and_a_stop_leaves_the_schedule_and_no_process(fresh
         assert "scheduled: full/tiny-test" in fresh("pipeline", "schedule", "full", "--cron", "0 2 1 1 *", MISSING)
         served.wait_for("scheduled: full/tiny-test")
         assert "is served already, by process" in fresh("pipeline", "serve", code=2, settings=False)
-        [deployment] = ask(fresh.home, "deployments/filter", {})
+        [deployment] = call(fresh.home, "deployments/filter", {})
         assert len(deployment["schedules"]) == 1, "what serves, and sees it in the home, makes no second one"
         every_five_seconds(fresh)
         [first, *_] = wait_until(lambda: flow_runs(fresh.home, "Failed"), 90, lambda: served.said)
@@ -100,7 +100,7 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
         fresh("pipeline", "schedule", "resume", "full", settings=False)
         wait_until(lambda: flow_runs(fresh.home, "Scheduled"), 30)
         fresh("pipeline", "schedule", "remove", settings=False)
-        assert not ask(fresh.home, "deployments/filter", {}) and not flow_runs(fresh.home, "Scheduled")
+        assert not call(fresh.home, "deployments/filter", {}) and not flow_runs(fresh.home, "Scheduled")
         assert "nothing is scheduled" in fresh("pipeline", "schedule", "list", settings=False)
         assert served.stop(signal.SIGINT) == 130
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chat_templates import make
+from support.loadable_models import said_without_ttrain
 from support.pipeline_home import Cli
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -40,11 +38,9 @@ assert not any(report.values()), report
 tokenizer = AutoTokenizer.from_pretrained({str(directory)!r})
 chat = tokenizer.apply_chat_template([dict(role="user", content="1 + 2?")], add_generation_prompt=True, tokenize=False)
 assert "ttrain" not in sys.modules
-print(json.dumps([model.config.vocab_size, model.config.n_layer, chat]))
+print("SAID", json.dumps([model.config.vocab_size, model.config.n_layer, chat]))
 """
-    command = [sys.executable, "-P", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    return json.loads(done.stdout.splitlines()[-1])
+    return said_without_ttrain(script, directory=directory)
 
 
 @pytest.mark.long

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support.nights import NAME, add_documents, assert_registered_once
+from support.nights import NAME, add_documents, assert_registered_once, kill_once_reached, killed_at, newest_step
 from support.pipeline_home import Cli, write_corpus
-from support.served import processes_of
-from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.nightly.records import Nights
@@ -31,32 +26,10 @@ SETTINGS = (
 )  # fmt: skip
 STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
 
-# Kills this process before or after its first call of a function: "module function before|after".
-AT_CALL = """
-import functools, os, signal, sys
-from importlib import import_module
-module, name, when = sys.argv[1:4]
-*owners, name = name.split(".")
-owner = functools.reduce(getattr, owners, import_module(module))
-call = getattr(owner, name)
-def dying(*arguments, **named):
-    if when == "after":
-        call(*arguments, **named)
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(owner, name, dying)
-from ttrain.cli.main import main
-main(sys.argv[4:])
-"""
-
 
 def trained_to(step: int) -> Callable[[Path], bool]:
     """Whether a checkpoint of this step, or a later one, is whole."""
     return lambda home: newest_step(home) >= step
-
-
-def newest_step(home: Path) -> int:
-    paths = home.glob("work/pretrain/*/output/checkpoints/step-*")
-    return max((int(path.name.removeprefix("step-")) for path in paths), default=0)
 
 
 def began(stage: str) -> Callable[[Path], bool]:
@@ -81,10 +54,7 @@ REACHED: dict[str, Callable[[Path], bool]] = {
     "chosen": stored("chosen-base"),
     "evaluation": began("evaluate"),
 }
-CALLS = {
-    "before the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "before"),
-    "after the models are registered": ("ttrain.pipeline.execution", "PipelineRun.register_set", "after"),
-}  # the decision and the promotion: full/test_nightly.py
+CALLS = ("before the models are registered", "after the models are registered")  # decision, promotion: full/test_nightly.py
 SAMPLE = "the branch"  # the first: `make soak SAMPLE=1` takes one of each file
 
 
@@ -132,27 +102,6 @@ def outcome_of(cli: Cli) -> dict[str, Any]:
     return outcome
 
 
-def kill_once_reached(cli: Cli, reached: Callable[[Path], bool]) -> None:
-    process = cli.start(*NIGHT, *SETTINGS)
-    try:
-        wait_until(lambda: reached(cli.home) or process.poll() is not None, 600)
-        assert process.poll() is None, process.communicate()[0]
-    finally:
-        for victim in [*psutil.Process(process.pid).children(recursive=True), *processes_of(cli.home)]:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-        process.wait()
-
-
-def kill_at_call(cli: Cli, *call: str) -> None:
-    python, *options, _, _, words = [*(command := cli.command(*NIGHT, *SETTINGS))[:4], command[4:]]
-    done = subprocess.run(
-        [python, *options[:1], "-c", AT_CALL, *call, *words], env=cli.environment, cwd=cli.data, capture_output=True,
-        text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-
-
 def points() -> list[Any]:
     return [
         pytest.param(name, marks=[] if name == SAMPLE else [pytest.mark.long], id=name.replace(" ", "-"))
@@ -166,9 +115,12 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
 ) -> None:
     cli = copied(prepared, tmp_path)
     if point in REACHED:
-        kill_once_reached(cli, REACHED[point])
+        kill_once_reached(cli, REACHED[point], *NIGHT, *SETTINGS)
     else:
-        kill_at_call(cli, *CALLS[point])
+        done = killed_at(
+            cli, "ttrain.pipeline.execution", "PipelineRun.register_set", 1, point.split()[0], *NIGHT, *SETTINGS
+        )
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     step = newest_step(cli.home)
     assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step
     file = cli.data / "docs-night-1.jsonl"

@@ -12,17 +12,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.outage_proxy import free_port
+from support.outage_proxy import answers, free_port
 from support.pipeline_home import Cli, write_corpus
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
@@ -82,12 +82,10 @@ def postgres() -> Iterator[Postgres]:
         with (root / "log").open("wb") as log:
             process = subprocess.Popen([*command, "-c", "fsync=off"], stdout=log, stderr=log, **where)
         try:
-            deadline = time.monotonic() + 60
             for database in ("prefect", "mlflow"):
                 create = [str(place / "createdb"), "-h", "127.0.0.1", "-p", str(server.port), "-U", USER, database]
-                while subprocess.run(create, capture_output=True).returncode:
-                    assert process.poll() is None and time.monotonic() < deadline, (root / "log").read_text()
-                    time.sleep(0.2)
+                made = partial(subprocess.run, create, capture_output=True)
+                wait_until(lambda: not made().returncode, 60, (root / "log").read_text)  # noqa: B023
             yield server
         finally:
             process.send_signal(signal.SIGINT)  # "fast": without waiting for those who are connected
@@ -125,26 +123,15 @@ def servers(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 words = [sys.executable, "-m", *command]
                 options: dict[str, Any] = {"env": environment, "cwd": root, "start_new_session": True}
                 processes.append(subprocess.Popen(words, stdout=log, stderr=log, **options))
-        deadline = time.monotonic() + 240
         for number, url in enumerate(commands):
-            while not _answers(url):
-                alive = processes[number].poll() is None and time.monotonic() < deadline
-                assert alive, (root / f"log{number}").read_text()[-4000:]
-                time.sleep(0.2)
+            wait_until(lambda: answers(url) or processes[number].poll() is not None, 240)  # noqa: B023
+            assert processes[number].poll() is None, (root / f"log{number}").read_text()[-4000:]
         yield {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow}"}
     finally:
         for process in processes:
             os.killpg(process.pid, signal.SIGTERM)
         for process in processes:
             process.wait(timeout=30)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def test_two_pipelines_on_two_stores_at_once_lose_nothing(
@@ -190,10 +177,7 @@ def _prefect_has(postgres: Postgres, runs: dict[str, Cli]) -> None:
         # what tasks report goes through the events, a moment after the flow has ended
         query = f"SELECT name, state_type FROM task_run WHERE flow_run_id = '{identity}'"
         wanted = sorted([stage, "COMPLETED"] for stage in STAGES)
-        deadline = time.monotonic() + 60
-        while sorted(found := postgres.ask("prefect", query)) != wanted and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert sorted(found) == wanted, name
+        wait_until(lambda: sorted(postgres.ask("prefect", query)) == wanted, 60, lambda: name)  # noqa: B023
         logs = (runs[name].home / "store").glob("*/*/run/log.txt")
         said = sum(" step " in line for log in logs for line in log.read_text().splitlines())
         count = f"SELECT count(*) FROM log WHERE flow_run_id = '{identity}' AND message LIKE '% step %'"

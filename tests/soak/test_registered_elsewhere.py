@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import adapted, fresh
+from support.loadable_models import adapted, fresh, said_without_ttrain
 
 from ttrain import tracking
 from ttrain.pipeline.run_models import Registered
@@ -77,8 +73,5 @@ def test_a_set_on_a_server_opens_as_its_full_model_since_no_base_is_uploaded_aga
     assert tracking.model_sets.register_set(opened.client, "mine", parent, tags) == "1"
     assert opened.client.get_model_version("mine", "1").source == "models:/mine-sft/1"
     opened.close()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-P", "-c", PLAIN], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.partition("SAID")[2])
+    said = said_without_ttrain(PLAIN, directory=tmp_path)
     assert said["mine@challenger"] == said["mine-sft/1"] != said["mine-base/1"]

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from support.tiny_models import speaker, write_model
+from support.waiting import wait_until
 
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
@@ -75,7 +75,4 @@ def test_the_server_ends_with_the_command(served: Any, number: signal.Signals, c
     told, process, _ = served
     process.send_signal(number)
     assert process.wait(20) == code
-    end = time.monotonic() + 10
-    while psutil.pid_exists(told["pid"]) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not psutil.pid_exists(told["pid"])
+    wait_until(lambda: not psutil.pid_exists(told["pid"]), 10)

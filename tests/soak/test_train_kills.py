@@ -209,12 +209,6 @@ def whole_steps(root: Path) -> list[int]:
     return sorted(steps)
 
 
-def torn(root: Path) -> int:
-    """Checkpoints that cannot be continued from."""
-    there = list((root / "checkpoints").glob(".writing-*"))
-    return len(there) - sum(path in list_checkpoints(root / "checkpoints") for path in there)
-
-
 def notes(root: Path) -> dict[int, list[dict[str, Any]]]:
     """What the ranks of each try noted, where it lived to begin."""
     tries: dict[int, list[dict[str, Any]]] = {}
@@ -263,13 +257,6 @@ class Tally:
     unnamed: int = 0  # a whole one that has no name yet, from which the next try continues
     runs: int = 0  # runs that came to their end
     longest: int = 0  # kills in one run
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kills} kills in {self.runs} runs, up to {self.longest} in one; {self.saving} while a checkpoint was "
-            f"written; {self.torn} times the next try passed over a torn one, "
-            f"{self.unnamed} times it found a whole one without its name"
-        )
 
 
 def never_killed(root: Path, how: TrainerOptions) -> dict[str, Any]:
@@ -329,8 +316,9 @@ def kill(attempt: Try, chance: random.Random, tally: Tally, write_seconds: float
     now = whole_steps(root)
     assert max(now, default=0) >= max(steps, default=0), "what was durable is gone"
     if writing(root):
-        tally.torn += torn(root)
-        tally.unnamed += not torn(root)
+        whole = any(path.name.startswith(".writing-") for path in list_checkpoints(root / "checkpoints"))
+        tally.unnamed += whole
+        tally.torn += not whole
     return True
 
 

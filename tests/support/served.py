@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from datetime import datetime
@@ -83,26 +85,30 @@ def serving(cli: Cli) -> Iterator[Served]:
             served.stop()
 
 
-def access(home: Path) -> dict[str, str]:
-    """The header that a server of this home asks for."""
-    return {"Authorization": f"Bearer {server_records.read_token(home)}"}
-
-
-def ask(home: Path, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the server of this home answers to a POST."""
+def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What the server of this home answers to a POST, or to a GET where there is no body."""
     server = server_records.live_server(home, "prefect")
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
-    url, headers = f"http://127.0.0.1:{server.port}/api/{path}", {"Content-Type": "application/json", **access(home)}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30) as reply:
-        found: list[dict[str, Any]] = json.load(reply)
-    return found
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server_records.read_token(home)}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
+    for _ in range(20):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+        time.sleep(1)
+    raise AssertionError(f"{path} stays unavailable")
 
 
 def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
     """Flow runs in states of these names, oldest slot first."""
     only = {"flow_runs": {"state": {"name": {"any_": list(states)}}}, "sort": "EXPECTED_START_TIME_ASC"}
-    return ask(home, "flow_runs/filter", only)
+    found: list[dict[str, Any]] = call(home, "flow_runs/filter", only)
+    return found
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
