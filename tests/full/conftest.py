@@ -42,7 +42,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                 if old.is_dir():
                     shutil.rmtree(old)
             write_corpus(made / "data")
-            said.write_text(Cli(made / "home", made / "data")("pipeline", "run", "full"), encoding="utf-8")
+            said.write_text(
+                Cli(made / "home", made / "data").through_prefect_here("pipeline", "run", "full"), encoding="utf-8"
+            )
         home = shutil.copytree(made / "home", tmp_path_factory.mktemp("finished") / "home")
     cli = Cli(home, made / "data")
     cli.first_output = said.read_text(encoding="utf-8")

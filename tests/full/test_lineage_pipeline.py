@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.loadable_models import said_without_ttrain
 from support.pipeline_home import Cli
 
 DATA = {
@@ -63,14 +62,11 @@ def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     shutil.copytree(finished.home / "mlflow", home / "mlflow")
     moved = Cli(home, finished.data)
     moved.here("models", "list", settings=False)  # which points a copied home's places at itself
-    environment = {**moved.environment, "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow/mlflow.db", "HF_HUB_OFFLINE": "1"}
     base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
     paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
-    command = [sys.executable, "-P", "-c", PLAIN, *map(str, paths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=home)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.partition("SAID")[2])
-    return found
+    uri = f"sqlite:///{home}/mlflow/mlflow.db"
+    said: dict[str, Any] = said_without_ttrain(PLAIN, *map(str, paths), directory=home, MLFLOW_TRACKING_URI=uri)
+    return said
 
 
 def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:

@@ -8,20 +8,19 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.pipeline_home import CHINESE, ENGLISH, Cli
+from support.nights import NAME, kill_once_reached, killed_at, newest_step
+from support.pipeline_home import CHINESE, ENGLISH, Cli, load_stages
+from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.nightly.records import NightRecord, Nights
 
-NAME = "tiny-test"
 NONE = ("--engine", "none")
 
 
@@ -53,6 +52,14 @@ def files_of(one: NightRecord) -> list[str]:
     return [Path(file["location"]).name for file in one.frozen.files["pretrain"]]
 
 
+def artifact_of(cli: Cli, version: str, stage: str) -> Path:
+    return cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
+
+
+def manifest_of(cli: Cli, version: str, stage: str) -> Any:
+    return json.loads((artifact_of(cli, version, stage) / "manifest.json").read_bytes())
+
+
 @pytest.fixture(scope="module")
 def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     """A pipeline whose first night found all its stages finished by an ordinary run, and became champion."""
@@ -60,6 +67,7 @@ def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
     shutil.copytree(finished.data, root / "data")
     shutil.copytree(finished.home, root / "home")
     cli = Cli(root / "home", root / "data")
+    load_stages()
     cli.first_output = cli.here("pipeline", "run", "nightly", *NONE)
     return cli
 
@@ -114,11 +122,9 @@ def test_a_killed_night_refuses_another_and_goes_on_with_its_own_list_where_it_s
     cli = copy()
     before = set(cli.home.glob("work/pretrain/*/output/checkpoints/step-*"))
     process = cli.start("pipeline", "run", "nightly")
-    deadline, family = time.monotonic() + 240, list[psutil.Process]()
+    family = list[psutil.Process]()
     try:
-        while not set(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")) - before:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
+        wait_until(lambda: set(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")) - before, 240)
         family = psutil.Process(process.pid).children(recursive=True)
         for one in (psutil.Process(process.pid), *family):  # else it would have finished before the other was refused
             one.suspend()
@@ -149,44 +155,33 @@ def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second:
     first, found = (tracking.Champions(second.home).find(NAME, version) for version in ("1", "2"))
     assert first.keys["tokenizer"] == found.keys["tokenizer"]
     assert first.members["tokenizer"].version == found.members["tokenizer"].version == "1"
-    base = json.loads((second.home / "store/base-model" / found.keys["base-model"] / "manifest.json").read_bytes())
-    files = base["ingredients"]["files"]
-    weights = second.home / "store/pretrain" / first.keys["pretrain"] / "model/model.safetensors"
-    manifest = json.loads((weights.parents[1] / "manifest.json").read_bytes())
-    assert manifest["files"]["model/model.safetensors"]["sha256"] in [f["sha256"] for f in files["weights"]]
+    taken = manifest_of(second, "2", "base-model")["ingredients"]["files"]["weights"]
+    weights = manifest_of(second, "1", "pretrain")["files"]["model/model.safetensors"]
+    assert weights["sha256"] in [file["sha256"] for file in taken]
 
 
 def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(second: Any) -> None:
     keys = tracking.Champions(second.home).find(NAME, "2").keys
-    base, sample = (second.home / "store" / stage / keys[stage] / "manifest.json" for stage in ("pretrain", "replay"))
-    rows = json.loads(base.read_bytes())["result"]["rows"]
+    rows = manifest_of(second, "2", "pretrain")["result"]["rows"]
     assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
     first = tracking.Champions(second.home).find(NAME, "1").keys["shards-pretrain"]
-    assert json.loads(sample.read_bytes())["inputs"]["learnt-0000"]["key"] == first
+    assert manifest_of(second, "2", "replay")["inputs"]["learnt-0000"]["key"] == first
     assert nights(second)[0].learnt_documents == (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
 
 
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
-    keys = tracking.Champions(second.home).find(NAME, "2").keys
-
-    def inputs(stage: str) -> dict[str, Any]:
-        manifest = json.loads((second.home / "store" / stage / keys[stage] / "manifest.json").read_bytes())
-        return {name: manifest["inputs"][name]["content"] for name in manifest["inputs"]}
-
-    new, old = inputs("evaluate"), inputs("evaluate-champion")
-    assert {name: new[name] for name in ("documents", "chats", "domain")} == {
-        name: old[name] for name in ("documents", "chats", "domain")
-    }
-    assert all(new[name] != old[name] for name in ("base", "sft", "lora"))
-    manifest = json.loads((second.home / "store/heldout" / keys["heldout"] / "manifest.json").read_bytes())
-    assert manifest["result"]["records"] > manifest["result"]["new"] > 0
+    new, old = (manifest_of(second, "2", stage)["inputs"] for stage in ("evaluate", "evaluate-champion"))
+    same = {name for name in new if new[name]["content"] == old[name]["content"]}
+    assert same >= {"documents", "chats", "domain"} and not same & {"base", "sft", "lora"}
+    heldout = manifest_of(second, "2", "heldout")["result"]
+    assert heldout["records"] > heldout["new"] > 0
     night = nights(second)[0].data
     records = {text["name"]: text["records"] for text in night["texts"]}
     assert night["heldout_nights"] == ["night-000001", "night-000002"]
-    assert [records[name] for name in night["heldout_nights"]] == manifest["result"]["nights"]
+    assert [records[name] for name in night["heldout_nights"]] == heldout["nights"]
     assert all(text["champion"] is not None and not text["lost"] for text in night["texts"])
-    counted = json.loads((second.home / "store/shards-pretrain" / keys["shards-pretrain"] / "manifest.json").read_bytes())
-    assert night["learnt"]["documents"] == counted["result"]["train"]["rows"] > 0 < night["learnt"]["replayed_tokens"]
+    counted = manifest_of(second, "2", "shards-pretrain")["result"]["train"]["rows"]
+    assert night["learnt"]["documents"] == counted > 0 < night["learnt"]["replayed_tokens"]
 
 
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
@@ -210,10 +205,6 @@ INFINITE = (
 PLATEAU_ENDS = 20  # of the 40 steps of TINY
 
 
-def artifact_of(cli: Cli, version: str, stage: str) -> Path:
-    return cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
-
-
 @pytest.mark.long
 @pytest.mark.soak
 def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that_was_not(
@@ -230,20 +221,7 @@ def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that
     shutil.copytree(cli.home, tmp_path / "whole-home")
     whole = Cli(tmp_path / "whole-home", cli.data)
     assert "warmed up" not in night(whole, *INFINITE)
-    process = cli.start("pipeline", "run", "nightly", *NONE, *INFINITE)
-    deadline = time.monotonic() + 240
-    try:
-        while not any(
-            int(path.name.removeprefix("step-")) > PLATEAU_ENDS
-            for path in cli.home.glob("work/pretrain/*/output/checkpoints/step-*")
-        ):
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
-            time.sleep(0.01)
-        family = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.kill()
-        process.wait()
-    psutil.wait_procs(family, timeout=60)
+    kill_once_reached(cli, lambda home: newest_step(home) > PLATEAU_ENDS, "pipeline", "run", "nightly", *NONE, *INFINITE)
     night(cli, *INFINITE)
     versions = [nights(one)[0].data["version"] for one in (whole, cli)]
     bases = [artifact_of(one, version, "pretrain") for one, version in zip((whole, cli), versions, strict=True)]
@@ -272,36 +250,6 @@ def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_s
     assert dict(cli.rows("mlflow", "select name, status from runs"))["night-000003"] == "FINISHED"
 
 
-# Kills this process before or after the n-th write of a kind: a rename of a night's record, or what is told to MLflow.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from ttrain.flows import nightly
-from ttrain import tracking
-from ttrain.cli.main import main
-kind, number, when = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-seen = 0
-def around(action, wanted):
-    def act(*arguments, **named):
-        global seen
-        mine = wanted(*arguments)
-        seen += mine
-        if mine and seen == number and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = action(*arguments, **named)
-        if mine and seen == number and when == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return act
-if kind == "record":
-    Path.replace = around(Path.replace, lambda source, target: Path(target).name.startswith("night-"))
-else:
-    setattr(tracking.Champions, kind, around(getattr(tracking.Champions, kind), lambda *_: True))
-try:
-    main(sys.argv[4:])
-finally:
-    print("writes:", seen)
-"""
 RECORDS = 6  # begun, its run, decided, held-out set, closed, told
 POINTS = [
     *[("record", number, when) for number in range(1, RECORDS + 1) for when in ("before", "after")],
@@ -310,18 +258,12 @@ POINTS = [
 IN_SHORT = {("promote", 1, "after")}  # the sample
 
 
-def killed(cli: Cli, *point: Any) -> subprocess.CompletedProcess[str]:
-    command = cli.command("pipeline", "run", "nightly", *NONE)
-    arguments = command[command.index("from ttrain.cli.main import main; main()") + 1 :]
-    return subprocess.run(
-        [sys.executable, "-P", "-c", KILLED, *map(str, point), *arguments],
-        env=cli.environment,
-        cwd=cli.data,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def killed(cli: Cli, kind: str, number: int, when: str) -> subprocess.CompletedProcess[str]:
+    """A night that is killed at that rename of its record, or where it tells MLflow."""
+    words = ("pipeline", "run", "nightly", *NONE)
+    if kind == "record":
+        return killed_at(cli, "pathlib", "Path.replace", number, when, *words, prefix="night-")
+    return killed_at(cli, "ttrain.tracking", f"Champions.{kind}", number, when, *words)
 
 
 @pytest.fixture
@@ -359,7 +301,7 @@ def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli,
 @pytest.mark.soak
 def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
     done = killed(before_second, "record", 99, "before")
-    assert f"writes: {RECORDS}" in done.stdout, done.stdout + done.stderr
+    assert f"calls: {RECORDS}" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from support.pipeline_home import Cli
 from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
-from ttrain.stages import STAGES
+from ttrain.stages import EVALUATE
 
 WITHOUT_PREFECT = (
     "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"
@@ -112,21 +112,17 @@ def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     assert done.returncode == 2 and "--engine none" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, id=stage.name) for stage in STAGES.values()])
-def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, tmp_path: Path) -> None:
+def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s() -> None:
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Failed
 
     from ttrain.config.loading import load
     from ttrain.tasks.stage import stage_task
 
-    class Run:
-        settings = load([f"runtime.stages.{stage.name}.retries=3"], environment={}).settings
-        signum = 0
-
-    run: Any = Run()
-    task = stage_task(stage, run)
-    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (stage.name, 3, NO_CACHE, False)
+    settings = load([f"runtime.stages.{EVALUATE.name}.retries=3"], environment={}).settings
+    run: Any = SimpleNamespace(settings=settings, signum=0)
+    task = stage_task(EVALUATE, run)
+    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (EVALUATE.name, 3, NO_CACHE, False)
     tries_again = task.retry_condition_fn
     assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))
     assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
@@ -136,8 +132,6 @@ def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s(stage: Any, t
 
 def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> None:
     """Such as by a mistake in the task around it: Prefect knows of it, the run's own record does not."""
-    from types import SimpleNamespace
-
     from prefect.states import Completed, Failed
 
     from ttrain.errors import TTrainError

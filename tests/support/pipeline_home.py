@@ -10,13 +10,18 @@ import random
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from support.waiting import wait_until
 
 from ttrain.cli.main import main
+from ttrain.config import Settings
+from ttrain.pipeline import processes
 
 ENGLISH = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "for", "on", "with", "his", "they", "at", "from",
            "what")  # fmt: skip
@@ -32,8 +37,15 @@ sft: {epochs: 1, tokens_per_step: 512, row_length: 64, validation_rows: 16}
 lora: {epochs: 1, tokens_per_step: 256, row_length: 64, validation_rows: 16, rank: 4, alpha: 8}
 evaluate: {row_length: 64, stride: 32, new_tokens: 4}
 promotion: {baseline: null}
-runtime: {rows_per_device: 4, threads: 1, checkpoint_every_steps: 5, log_every_steps: 5}
+runtime: {rows_per_device: 4, threads: 1, workers: 1, checkpoint_every_steps: 5, log_every_steps: 5}
 """
+
+
+def load_stages() -> None:
+    """Start what forks the stages of this process, and wait until it has loaded: those without torch do not wait for it, and
+    would load their libraries themselves, 1.5 s of CPU for each."""
+    server = processes.fork_server_for(processes.environment_of(Settings()))
+    wait_until(lambda: server.is_loaded, 120)
 
 
 class Cli:
@@ -89,6 +101,26 @@ class Cli:
         said = output.read()
         assert (ended.value.code or 0) == code, said
         return said
+
+    def through_prefect_here(self, *arguments: str) -> str:
+        """The same through a Prefect server of its own, which gets the last logs and events and ends, as with a process."""
+        from ttrain.flows import prefect_run
+
+        load_stages()
+        ends: list[Callable[[], object]] = []
+        with mock.patch.object(prefect_run, "atexit", SimpleNamespace(register=ends.append)):
+            try:
+                return self.here(*arguments)
+            finally:
+                from prefect.events.worker import EventsWorker
+                from prefect.logging.handlers import APILogWorker
+
+                for worker in (EventsWorker, APILogWorker):
+                    worker.drain_all()
+                for end in ends:
+                    end()
+                prefect_run._own = None
+                prefect_run.reread_environment()
 
     def in_process(self, *arguments: str, settings: bool = True) -> str:
         """Run a command in this process; returns its standard output."""
