@@ -40,10 +40,6 @@ def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
     return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
 
 
-def checkpoints(cli: Cli) -> list[Path]:
-    return list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*"))
-
-
 @pytest.fixture
 def deployed(copy_of: Callable[..., Cli]) -> Iterator[tuple[Cli, Served]]:
     """A home in which the pipeline ran once, and its deployment, served."""
@@ -237,7 +233,7 @@ def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_begi
 def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
     id_ = start(cli, LONG)
-    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    wait_until(cli.checkpoints, 200, lambda: served.said)
     set_state(cli, id_, "CANCELLING", "Cancelling")
     run = ended(cli, id_, served)
     assert run["state"]["name"] == "Cancelled" and "cancelled in Prefect" in run["state"]["message"]
@@ -245,7 +241,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     assert tasks_of(cli, id_, 1)["pretrain"] == "Cancelled"
     stopped = cli.runs()[0]
     assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
-    saved = max(int(path.name.removeprefix("step-")) for path in checkpoints(cli))
+    saved = max(int(path.name.removeprefix("step-")) for path in cli.checkpoints())
 
     set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
     run = ended(cli, id_, served, run_count=2)
@@ -286,7 +282,7 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
 def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
     id_ = start(cli, LONG)
-    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    wait_until(cli.checkpoints, 200, lambda: served.said)
     os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
     run = ended(cli, id_, served)
     assert run["state"]["name"] == "Crashed"
@@ -306,7 +302,7 @@ def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_
 ) -> None:
     cli, served = deployed
     id_ = start(cli, LONG)
-    wait_until(lambda: checkpoints(cli), 200, lambda: served.said)
+    wait_until(cli.checkpoints, 200, lambda: served.said)
     served.process.kill()
     os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
     run = wait_until(lambda: run if (run := run_of(cli, id_))["state"]["type"] == "CRASHED" else None, 120)

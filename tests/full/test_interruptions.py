@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,10 +20,6 @@ from ttrain.pipeline.stage_worker import PROCESS_NAME
 PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
 
 
-def checkpoints(home: Path, stage: str = "pretrain") -> list[Path]:
-    return list(home.glob(f"work/{stage}/*/output/checkpoints/step-*"))
-
-
 def weights(cli: Any, *overrides: str) -> str:
     files = cli.manifest("pretrain", *overrides)["files"]
     return str(files["model/model.safetensors"]["sha256"])
@@ -34,14 +29,14 @@ def weights(cli: Any, *overrides: str) -> str:
 @pytest.mark.soak
 def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
-    wait_until(lambda: len(checkpoints(fresh.home)) > 0, 600)
+    wait_until(lambda: len(fresh.checkpoints()) > 0, 600)
     [worker] = [found for found in processes_of(fresh.home) if found.name() == PROCESS_NAME]
     worker.kill()  # the first time the stage's process alone, which Prefect starts again
     tried = wait_until(
         lambda: [p for p in processes_of(fresh.home) if p.name() == PROCESS_NAME and p.pid != worker.pid], 600
     )
-    newest = max(checkpoints(fresh.home))
-    wait_until(lambda: max(checkpoints(fresh.home)) > newest or not tried[0].is_running(), 600)
+    newest = max(fresh.checkpoints())
+    wait_until(lambda: max(fresh.checkpoints()) > newest or not tried[0].is_running(), 600)
     process.kill()
     said, _ = process.communicate()
     assert "was killed by SIGKILL" in said
@@ -78,7 +73,7 @@ def check_tracking(cli: Any) -> None:
 @pytest.mark.soak
 def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_until(lambda: checkpoints(fresh.home), 600)
+    wait_until(lambda: fresh.checkpoints(), 600)
     servers = [
         found for found in psutil.Process(process.pid).children(recursive=True) if "uvicorn" in " ".join(found.cmdline())
     ]

@@ -120,11 +120,11 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
 def test_a_killed_night_refuses_another_and_goes_on_with_its_own_list_where_it_stood(copy: Callable[[], Cli]) -> None:
     """Killed in the middle of its training, through Prefect."""
     cli = copy()
-    before = set(cli.home.glob("work/pretrain/*/output/checkpoints/step-*"))
+    before = set(cli.checkpoints())
     process = cli.start("pipeline", "run", "nightly")
     family = list[psutil.Process]()
     try:
-        wait_until(lambda: set(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")) - before, 240)
+        wait_until(lambda: set(cli.checkpoints()) - before, 240)
         family = psutil.Process(process.pid).children(recursive=True)
         for one in (psutil.Process(process.pid), *family):  # else it would have finished before the other was refused
             one.suspend()

@@ -154,7 +154,7 @@ def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
     try:
         subprocess.run([sys.executable, "-c", LIMIT_ON_TAG, str(fresh.home)], env=fresh.environment, check=True)
         process = fresh.start("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
-        wait_until(lambda: list(fresh.home.glob("work/pretrain/*/output/checkpoints/step-*")), 120)
+        wait_until(fresh.checkpoints, 120)
         process.kill()
         process.wait()
         began = time.monotonic()

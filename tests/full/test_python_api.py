@@ -106,7 +106,7 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
 
 def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
     (tmp_path / "domain.jsonl").write_text('{"messages": 1}\n' * 10, encoding="utf-8")
-    settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl")})
+    settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl"), "tracking.enabled": False})
     shutil.copytree(finished.home / "store", tmp_path / "home" / "store")
     with pytest.raises(ttrain.TTrainError, match=r"domain\.jsonl"):
         ttrain.run("full", settings, home=tmp_path / "home", only=["shards-lora"])

@@ -25,7 +25,7 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
     cli = copy_of()
     process = cli.start("stage", "run", "pretrain", LONGER)
-    wait_until(lambda: list(cli.home.glob("work/pretrain/*/output/checkpoints/step-*")), 240)
+    wait_until(cli.checkpoints, 240)
     process.kill()
     process.communicate()
     [work] = [path.parent for path in cli.home.glob("work/pretrain/*/ingredients.json")]

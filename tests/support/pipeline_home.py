@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +110,9 @@ class Cli:
 
         load_stages()
         ends: list[Callable[[], object]] = []
+        at_exit: list[Any] = threading._threading_atexits  # type: ignore[attr-defined]
+        earlier, loggers = list(at_exit), [logging.getLogger(), logging.getLogger("ttrain")]
+        handlers = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
         with mock.patch.object(prefect_run, "atexit", SimpleNamespace(register=ends.append)):
             try:
                 return self.here(*arguments)
@@ -117,6 +122,10 @@ class Cli:
 
                 for worker in (EventsWorker, APILogWorker):
                     worker.drain_all()
+                at_exit[:] = earlier  # else each fork of this process would drain them too, and fail, as it ends
+                for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
+                    logger.handlers[:], logger.propagate = own, propagates
+                    logger.setLevel(level)
                 for end in ends:
                     end()
                 prefect_run._own = None
@@ -153,6 +162,10 @@ class Cli:
         path = self.home / database / f"{database}.db"
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             return connection.execute(query, values).fetchall()
+
+    def checkpoints(self, stage: str = "pretrain") -> list[Path]:
+        """Of a training that is not finished."""
+        return list(self.home.glob(f"work/{stage}/*/output/checkpoints/step-*"))
 
     def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:
         path = self.plan(*overrides)[stage]["path"]
