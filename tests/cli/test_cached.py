@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.paths import ROOT
@@ -18,51 +19,42 @@ HEAVY = (
     "vl_convert",
 )  # fmt: skip
 # The command, and then what it had loaded and which files it had opened for writing.
+# Two commands. After each: what was loaded by then, and which files it had opened for writing; then all paths of the home.
 RUN = f"""
 import json, os, sys
+from pathlib import Path
 written = []
 def watch(event, arguments):
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
         written.append(str(arguments[0]))
 sys.addaudithook(watch)
 from ttrain.cli.main import main
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code, ended.code
-print(json.dumps([sorted(set({HEAVY!r}) & sys.modules.keys()), written]))
+for words in (["pipeline", "plan", "full", "sft.optim.lr=3e-4"], ["pipeline", "run", "full"]):
+    written.clear()
+    try:
+        main([*words, *sys.argv[1:]])
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+    found = [sorted(set({HEAVY!r}) & sys.modules.keys()), written]
+    print(chr(7) + json.dumps([*found, sorted(map(str, Path(os.environ["TTRAIN_HOME"]).rglob("*")))]) + chr(7))
 """
 
 
-def run(house: House, *arguments: str) -> tuple[str, list[str], list[Path]]:
-    """(what it printed, the heavy libraries that it had loaded, the files that it wrote)."""
-    environment = {**os.environ, "TTRAIN_HOME": str(house.store.root), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", RUN, *arguments, *house.files],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_a_record(built: House) -> None:
+    def paths(found: Iterable[Path]) -> set[Path]:
+        return {path for path in found if path.is_relative_to(home) and path.parent != home / "cache"}
+
+    home = built.store.root
+    before = paths(home.rglob("*"))
+    environment = {**os.environ, "TTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", RUN, *built.files]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    *said, last = done.stdout.splitlines()
-    heavy, written = json.loads(last)
-    return "\n".join(said), heavy, [path for path in map(Path, written) if path.is_relative_to(house.store.root)]
-
-
-def test_a_cached_pipeline_loads_nothing_heavy_and_writes_its_record_alone(built: House) -> None:
-    said, heavy, written = run(built, "pipeline", "run", "full")
-    assert "everything is cached" in said
-    assert heavy == []
-    (record,) = (built.store.root / "runs").glob("*.json")
-    assert {path.parent for path in written} <= {record.parent, built.store.root / "cache"}
+    planned, of_plan, cached, of_run, _ = done.stdout.split("\a")
+    heavy, _, after = json.loads(of_plan)
+    assert "sft.optim.lr" in planned and heavy == [] and paths(map(Path, after)) == before
+    heavy, written, _ = json.loads(of_run)
+    assert "everything is cached" in cached and heavy == []
+    (record,) = (home / "runs").glob("*.json")
+    assert {path.parent for path in paths(map(Path, written))} <= {record.parent}
     assert (read_json(record)["outcome"], len(read_json(record)["stages"])) == ("cached", 8)
-
-
-def test_a_plan_loads_nothing_heavy_either_and_leaves_the_home_as_it_was(built: House) -> None:
-    def paths() -> list[Path]:
-        return sorted(path for path in built.store.root.rglob("*") if path.parent.name != "cache")
-
-    before = paths()
-    said, heavy, _ = run(built, "pipeline", "plan", "full", "sft.optim.lr=3e-4")
-    assert "sft.optim.lr" in said and heavy == [] and paths() == before

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
@@ -19,7 +18,6 @@ from ttrain.data import inspect, validate
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
-from ttrain.data.inspect import lengths_json
 from ttrain.data.shards import ShardSet
 from ttrain.data.validate import script_of
 
@@ -38,7 +36,7 @@ UNUSABLE = {
 def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: Run, tmp_path: Path, name: str) -> None:
     data, reason = UNUSABLE[name]
     (tmp_path / name).write_bytes(data)
-    documents(tmp_path / "good.jsonl", 3)
+    before = documents(tmp_path / "good.jsonl", 3).read_bytes()
     done = run("data", "validate", name, "good.jsonl", "--json")
     bad, good = done.json
     assert done.code == 1
@@ -48,6 +46,9 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     assert (good["file"], good["kept"], "error" in good) == ("good.jsonl", 3, False)
     assert run("data", "shard", name, "--tokenizer", "nowhere", "--out", "out").code in (1, 2)
     assert not (tmp_path / "out" / "train").exists()
+    refused = run("data", "validate", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
+    assert refused.code == 2 and "--rejected" in refused.err
+    assert (tmp_path / "good.jsonl").read_bytes() == before, "the quarantine never takes the place of an input"
 
 
 def test_rows_before_the_place_where_a_file_is_cut_are_counted(
@@ -95,9 +96,8 @@ def test_a_text_field_that_no_row_has_is_named_with_the_keys_that_they_have(run:
     assert run("data", "validate", "a.jsonl", "--text-field", "poem", "--json").json["kept"] == 5
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_blocks_and_packing_change_neither_counts_nor_line_numbers(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(3)
     rows: list[Any] = []
@@ -106,10 +106,10 @@ def test_blocks_and_packing_change_neither_counts_nor_line_numbers(
     plain = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.bin").write_bytes(gzip.compress(plain.read_bytes()))
     monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 10**9 if processes == 1 else 0)
     bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
     values = []
-    for name in ("a.jsonl", "b.bin") if processes == 1 else ("b.bin",):
+    for name, in_processes in (("a.jsonl", False), ("b.bin", True)):
+        monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 0 if in_processes else 10**9)
         done = run("data", "validate", name, "--json", "--max-rejected", "1", "--rejected", "bad.jsonl", "--workers", "2")
         quarantine = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_bytes().splitlines()]
         assert [row["line"] for row in quarantine] == [number for number, _ in bad]
@@ -178,17 +178,8 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp
     assert value["letters"] == 3 + 5 + 6 + 3
     assert value["scripts"] == {"Latin": 9 / 17, "Cyrillic": 6 / 17, "Han": 2 / 17}
     assert value["lengths"]["histogram"] == [[4, 7, 2], [8, 15, 2]]
+    assert [value["lengths"]["percentiles"][percent] for percent in ("50", "99")] == [6, 12]
     assert "by their script" in run("data", "stats", "a.jsonl").out
-
-
-def test_lengths_agree_with_a_naive_count() -> None:
-    lengths = np.random.default_rng(0).integers(1, 3000, 500)
-    found = lengths_json(lengths, "tokens")
-    assert sum(count for _, _, count in found["histogram"]) == 500
-    for low, high, count in found["histogram"]:
-        assert count == sum(low <= length <= high for length in lengths)
-    in_order = sorted(lengths.tolist())
-    assert found["percentiles"]["50"] == in_order[249] and found["percentiles"]["99"] == in_order[494]
 
 
 def test_scripts_are_told_by_letters_alone() -> None:
@@ -208,11 +199,11 @@ def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None
     assert value["rows"]["first_rejected"][0].startswith("b.jsonl:198: ") and sum(value["rows"]["rejected"].values()) == 2
     assert_adds_up(value["rows"])
     assert [file["name"] for file in value["files"]] == ["a.jsonl", "b.jsonl"]
-    assert all(1 < file["bytes_per_token"] < 6 for file in value["files"])
     assert 10**7 < value["peak_memory_bytes"] < 10**10
     assert json.loads((tmp_path / "tok" / "run" / "summary.json").read_bytes()) == value
-    again = train(run, "a.jsonl", "b.jsonl", "--out", "again", "--max-lines", "200").json
-    assert again["tokenizer_digest"] == value["tokenizer_digest"] == encoder.digest
+    assert value["tokenizer_digest"] == encoder.digest
+    taken = train(run, "a.jsonl", "--out", "taken", "--existing", "tok")
+    assert taken.code == 0 and taken.json["vocab_size"] == 330 and taken.json["bytes_per_token"] > 1
 
 
 def test_bad_documents_or_none_end_the_training_and_leave_nothing(run: Run, tmp_path: Path) -> None:
@@ -225,13 +216,6 @@ def test_bad_documents_or_none_end_the_training_and_leave_nothing(run: Run, tmp_
     assert train(run, "b.jsonl", "--out", "tok", "--text-field", "poem").code == 0
     done = train(run, "b.jsonl", "--out", "tok", "--text-field", "poem")
     assert done.code == 2 and "--out is tok, which is not empty" in done.err
-    assert train(run, "b.jsonl", "--out", "own", "--text-field", "poem", "--template", "own").code == 2
-
-
-def test_an_existing_tokenizer_is_taken_and_measured(run: Run, tmp_path: Path, tok: Path) -> None:
-    documents(tmp_path / "a.jsonl", 20)
-    done = train(run, "a.jsonl", "--out", "tok", "--existing", tok)
-    assert done.code == 0 and done.json["vocab_size"] == 340 and done.json["bytes_per_token"] > 1
 
 
 def test_a_tokenizer_is_shown_with_a_text_or_a_chat(
@@ -289,14 +273,6 @@ def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok:
     assert b"\x1b" not in done.stdout + done.stderr and done.stderr == b""
 
 
-def test_the_quarantine_never_takes_the_place_of_an_input(run: Run, tmp_path: Path) -> None:
-    documents(tmp_path / "a.jsonl", 5)
-    before = (tmp_path / "a.jsonl").read_bytes()
-    refused = run("data", "validate", "a.jsonl", "--rejected", str(tmp_path / "a.jsonl"))
-    assert refused.code == 2 and "--rejected" in refused.err
-    assert (tmp_path / "a.jsonl").read_bytes() == before
-
-
 PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
 
 
@@ -307,18 +283,16 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     write(tmp_path / "pairs.jsonl", rows)
     validated = run("data", "validate", "pairs.jsonl", "--json").json
     assert (validated["kind"], validated["kept"]) == ("pairs", 302)
-    assert list(validated["rejected"]) == [
-        "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
-    ]
+    [reason] = validated["rejected"]
+    assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
     made = run("data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "--val-fraction", "0.2", "--json").json
     assert_adds_up(made["rows"])
     assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302
     part = run("data", "stats", "out", "--tokenizer", tok, "--json").json["parts"]["train"]
     assert part["rows"]["pairs"] + part["rows"]["rated_answers"] == made["train"]["rows"]
     shown = run("data", "inspect", "out", "--tokenizer", tok, "--row-length", "64", "--rows", "300")
-    assert (
-        shown.code == 0 and "-- prompt of pair 0 of the row" in shown.out and "-- rejected of pair 1 of the row" in shown.out
-    )
+    assert shown.code == 0
+    assert "-- prompt of pair 0 of the row" in shown.out and "-- rejected of pair 1 of the row" in shown.out
     assert "\x1b[31mNear" not in shown.out
     records = run("data", "inspect", "out", "--tokenizer", tok, "--records", "--json").json["records"]
     assert records[0]["headings"] == ["prompt", "chosen", "rejected"] and set(records[0]["segments"]) <= {0, 1, 2}

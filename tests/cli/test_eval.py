@@ -95,17 +95,20 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     assert len({row["item"] for row in rows}) == len(CHOICES)
 
 
-def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
+def test_the_table_says_what_was_left_out_and_what_the_items_can_show_also_on_a_full_disk(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "pretrain", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
+    text, error = capsys.readouterr()
+    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in error
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12} (the newest pretrain here)\n")
     places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
     assert f"words: 2 rows left out: {places}" in text
     assert "pretrain (1) - pretrain (2)" in text and "no significant difference (minimum detectable: 0.7500)" in text
 
 
-def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
+def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = json.loads(said(capsys, "./other", "pretrain", "--json"))
@@ -115,43 +118,24 @@ def test_without_a_task_the_held_out_data_of_the_models_run_is_scored(
     assert set(heldout) == {"documents"}
     assert (task["task"], task["items"]) == ("documents", len(heldout["documents"]))
     assert set(task["baselines"]) == set(baselines.BASELINES)
-
-
-def test_a_full_disk_loses_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in told.err
-    assert "accuracy" in told.out
-
-
-def test_each_held_out_part_is_of_the_first_model_that_has_it(here: Path) -> None:
-    """A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too."""
-    store = ArtifactStore(here / "home")
+    # A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too
     base, fine = (store.latest(stage) for stage in ("pretrain", "sft"))
     found = heldout_of([Reference("a", base.path, None, base), Reference("b", fine.path, None, fine)], store)
     assert list(found) == ["documents", "chats"]
-
-
-def test_a_model_without_held_out_data_asks_what_to_ask(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "./other", code=2)
-    assert "there is no held-out data of ./other in this store" in text and "--choices" in text and "english" in text
 
 
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
         (("nothing",), "there is no model 'nothing'"),
-        (("pretrain", "--run", "nothing"), "there is no run 'nothing'"),
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
         (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
         (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, so"),
         (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
-        (("pretrain", "--suite", "heldout"), "but the model's own run held out no chats"),
+        (("./other",), "there is no held-out data of ./other in this store"),
         (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
         (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),
         (("pretrain", "--choices", "words.jsonl", "--match", "exact"), "--match is exact, but no task has that setting"),
-        (("pretrain", "--shots", "2"), "--shots is 2, but no task has that setting; the tasks are of kind text"),
     ],
 )
 def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
@@ -161,37 +145,28 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     assert cure in said(capsys, *words, code=2)
 
 
-@pytest.mark.parametrize(
-    ("words", "cure"),
-    [
-        (("--text", "words.jsonl"), "--text {here}/words.jsonl has no document; a row needs"),
-        (("--last-word", "words.jsonl"), "--last-word {here}/words.jsonl has no usable row ({here}/words.jsonl:1: "),
+def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, cure in (
+        (("--text", "words.jsonl"), f"--text {here}/words.jsonl has no document; a row needs"),
         (("--choices", "words.jsonl", "--shots", "8"), "--shots is 8, but the file of words has 7 rows besides the item"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(
-    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cure: str
-) -> None:
-    text = said(capsys, "pretrain", *words, code=1)
-    assert cure.format(here=here) in text and "tasks." not in text.partition("; a row needs")[0]
+    ):
+        text = said(capsys, "pretrain", *words, code=1)
+        assert cure in text and "tasks." not in text.partition("; a row needs")[0]
 
 
-@pytest.mark.parametrize("place", ["words.jsonl", "link.jsonl", "shots.jsonl", "mine.yaml", "./../{name}/words.jsonl"])
-def test_items_never_overwrite_what_is_read(root: Path, here: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+def test_items_never_overwrite_what_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "link.jsonl").unlink(missing_ok=True)
     (here / "link.jsonl").symlink_to("words.jsonl")
     write_lines(here / "shots.jsonl", CHOICES)
     suite = "tasks:\n  words: {kind: choices, file: words.jsonl, shots: 1, shots_file: shots.jsonl}\n"
     (here / "mine.yaml").write_text(suite)
     before = {name: (here / name).read_bytes() for name in ("words.jsonl", "shots.jsonl", "mine.yaml")}
-    text = said(capsys, "pretrain", "--suite", "mine.yaml", "--items", place.format(name=here.name), code=2)
-    assert "which would be overwritten; name another file" in text
-    assert before == {name: (here / name).read_bytes() for name in before}
-
-
-def test_items_never_overwrite_a_file_of_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("link.jsonl", "shots.jsonl", "mine.yaml", f"./../{here.name}/words.jsonl"):
+        text = said(capsys, "pretrain", "--suite", "mine.yaml", "--items", place, code=2)
+        assert "which would be overwritten; name another file" in text
     text = said(capsys, "pretrain", "--choices", "words.jsonl", "--items", "words.jsonl", code=2)
     assert f"--items is words.jsonl, but --choices is {here}/words.jsonl, which would be overwritten" in text
+    assert before == {name: (here / name).read_bytes() for name in before}
 
 
 def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
@@ -235,12 +210,8 @@ def test_results_are_kept_below_the_run_that_made_the_model(
     run = tracker.start_run("full-1", tags={"ttrain.run": "full-1"}, params={})
     run.finish("FINISHED")
     tracker.close()
-    record = {
-        "run": "full-1",
-        "stages": [],
-        "tracking": {"run_id": run.id},
-        "settings": {"tracking": {"experiment": "ttrain"}},
-    }
+    settings = {"tracking": {"experiment": "ttrain"}}
+    record = {"run": "full-1", "stages": [], "tracking": {"run_id": run.id}, "settings": settings}
     (here / "home" / "runs").mkdir(exist_ok=True)
     write_json(here / "home" / "runs" / "full-1.json", record)
     try:
@@ -273,49 +244,34 @@ def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def test_suites_add_figures_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
+def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own_items(here: Path, tmp_path: Path) -> None:
+    """Of a group and a perplexity: a figure without items would be decided by itself alone, an accuracy the wrong way."""
+    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
+    write_lines(here / "groups.jsonl", [*rows, *BAD])
     (here / "mine.yaml").write_text(
-        "tasks:\n  words: {kind: choices, file: words.jsonl, by: [lang]}\n  prose: {kind: text}\n"
+        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
     )
-    plain = evaluated(here, tmp_path / "plain")
+    plain = evaluated(here, tmp_path / "plain", suites={"sft": "mine.yaml"})  # a model is asked its own suites only
     found = evaluated(here, tmp_path / "found", suites="mine.yaml")
     assert {name: found["metrics"][name] for name in plain["metrics"]} == plain["metrics"]
-    assert "suites" not in plain and not (tmp_path / "plain" / "items.jsonl").exists()
-    accuracy = found["metrics"]["words/accuracy/base"]
+    assert not any(name.startswith("words") for name in plain["metrics"])
     assert found["counts"]["words/items"] == len(CHOICES) and found["counts"]["words/left_out"] == len(BAD)
-    low, high = found["intervals"]["words/accuracy/base"]
-    assert low <= accuracy <= high
     low, high = plain["intervals"]["bits_per_byte"]
     assert low < plain["metrics"]["bits_per_byte"] < high
     lines = (tmp_path / "found" / "items.jsonl").read_bytes().splitlines()
     assert len(lines) == len(CHOICES) + found["counts"]["documents"]
     assert json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"] == found["suites"]
 
-
-def test_a_model_is_asked_its_own_suites_only(here: Path, tmp_path: Path) -> None:
-    (here / "mine.yaml").write_text("tasks:\n  words: {kind: choices, file: words.jsonl}\n")
-    found = evaluated(here, tmp_path, suites={"sft": "mine.yaml"})
-    assert not any(name.startswith("words") for name in found["metrics"])
-
-
-def test_a_perplexity_and_a_group_decide_by_their_own_items_and_direction(here: Path, tmp_path: Path) -> None:
-    """Of a suite; a figure without items would be decided by itself alone, and an accuracy the wrong way round."""
-    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
-    write_lines(here / "groups.jsonl", rows)
-    (here / "groups.yaml").write_text(
-        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
-    )
-    found = evaluated(here, tmp_path, suites="groups.yaml")
-    evaluation = Artifact("evaluate", "key", tmp_path, {"result": found})
-    of_group, whole = (Evaluation.of(evaluation).scores(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    evaluation = Evaluation.of(Artifact("evaluate", "key", tmp_path / "found", {"result": found}))
+    of_group, whole = (evaluation.scores(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
     assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
     assert (len(whole.records), set(whole.sums) <= {0.0, 1.0}) == (len(CHOICES), True)
     low, high = found["intervals"]["words/accuracy/base"]
-    assert low <= whole.value <= high
+    assert low <= found["metrics"]["words/accuracy/base"] == whole.value <= high
     decision = decide(whole, whole, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
     assert decision.interval is not None and decision.smallest_difference is not None
-    perplexity = Evaluation.of(evaluation).scores("prose/perplexity/base")
+    perplexity = evaluation.scores("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)
     worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)

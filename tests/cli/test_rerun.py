@@ -68,7 +68,7 @@ def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Pat
         loaded("model.layers=3", base=base)
 
 
-def test_what_is_given_wins_over_the_run_and_is_weaker_nowhere(tmp_path: Path) -> None:
+def test_what_is_given_wins_over_the_run_and_a_budget_takes_the_place_of_its_budget(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("sft: {seed: 7}\nlora: {seed: 7}\n")
     base = settings_of(
@@ -77,23 +77,17 @@ def test_what_is_given_wins_over_the_run_and_is_weaker_nowhere(tmp_path: Path) -
     found = loaded("lora.seed=9", files=[mine], base=base)
     assert (found.settings.sft.seed, found.settings.lora.seed, found.settings.name) == (7, 9, "n")
     assert found.sources == {"sft.seed": str(mine), "lora.seed": "command line", "name": "run x"}
-
-
-def test_a_budget_on_top_of_a_runs_takes_its_place() -> None:
     base = settings_of({"run": "x", "settings": loaded("sft.tokens=9000").settings.model_dump(mode="json")})
     found = loaded("sft.epochs=2", base=base).settings.sft
     assert (found.tokens, found.epochs) == (None, 2.0)
 
 
-def test_a_setting_that_is_no_more_is_named_with_the_run_it_is_from() -> None:
-    with pytest.raises(UsageError, match=r"unknown setting 'sft.optimm' \(from run x\)"):
-        loaded(base=settings_of({"run": "x", "settings": {"sft": {"optimm": 1}}}))
-
-
-def test_a_default_that_changed_since_does_not_change_a_run_that_had_the_old_one() -> None:
+def test_a_default_that_changed_since_does_not_change_an_older_run_and_a_setting_that_is_gone_is_named() -> None:
     settings = Settings().model_dump(mode="json")
     settings["evaluate"]["seed"] = 1234
     assert settings_of({"run": "x", "settings": settings}) == [Override("run x", "evaluate.seed", 1234)]
+    with pytest.raises(UsageError, match=r"unknown setting 'sft.optimm' \(from run x\)"):
+        loaded(base=settings_of({"run": "x", "settings": {"sft": {"optimm": 1}}}))
 
 
 # --- which run
@@ -188,21 +182,17 @@ def test_a_stage_of_nights_is_refused_whichever_settings_are_taken(
         assert "stage evaluate-champion belongs to nights; try `ttrain pipeline run nightly`" in capsys.readouterr().err
 
 
-def test_files_and_profiles_alone_say_the_settings_anew(built: House, asked: list[dict[str, Any]]) -> None:
+def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_runtime_alone(
+    built: House, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     record(built.store.root, built.settings("sft.seed=3"))
     config = built.write("mine.yaml", "lora: {seed: 9}\n")
     assert "settings of" not in rerun("sft", "-c", str(config))
     assert asked[0]["loaded"].settings == load(["lora.seed=9"], environment={}).settings
-
-
-def test_the_environment_speaks_of_a_rerun_s_runtime_alone(
-    built: House, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(built.store.root, built.settings("sft.seed=3"))
     monkeypatch.setenv("TTRAIN__SFT__SEED", "8")
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     rerun("sft")
-    settings = asked[0]["loaded"].settings
+    settings = asked[1]["loaded"].settings
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
 
 

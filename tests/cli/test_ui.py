@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import stat
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urldefrag, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from support.browser import Browser, executable
@@ -54,11 +52,8 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
     """(home, {name: id}) with two runs, the newer one with another learning rate."""
     home = tmp_path_factory.mktemp("two") / "a home #1 50%"
     add_database(home)
-    runs = [
-        track(home, SETTINGS, FIGURES),
-        track(home, {**SETTINGS, "sft.optim.lr": 2e-4}, {**FIGURES, "eval/chat_loss_sft": 4.4}),
-    ]
-    return home, dict(runs)
+    older = track(home, SETTINGS, FIGURES)
+    return home, dict([older, track(home, {**SETTINGS, "sft.optim.lr": 2e-4}, {**FIGURES, "eval/chat_loss_sft": 4.4})])
 
 
 def experiment(home: Path) -> tuple[Any, Any]:
@@ -120,6 +115,9 @@ def test_what_did_not_change_is_not_written_and_what_a_user_wrote_stays(two: tup
     tracking.addresses(home, ["ttrain"])
     assert view(home, mlflow_views.TABLE) == before
     assert experiment(home)[1].tags[tracking.NOTE] == "mine"
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.CURVES}", '{"name": 7')
+    tracking.addresses(home, ["ttrain"])
+    assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"], "a damaged view is written anew"
 
 
 def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_left_alone(
@@ -142,14 +140,6 @@ def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_lef
         assert waited() < 1
 
 
-def test_a_damaged_view_is_written_anew(two: tuple[Path, dict[str, str]]) -> None:
-    home, _ = two
-    client, found = experiment(home)
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.CURVES}", '{"name": 7')
-    tracking.addresses(home, ["ttrain"])
-    assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"]
-
-
 def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
     only_trained = {"pretrain/validation_loss": 3.0, "pretrain/tokens": 5.0}
     evaluated = {**only_trained, "eval/bits_per_byte": 1.0}
@@ -159,39 +149,29 @@ def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
         ["eval/bits_per_byte"], ["pretrain/validation_loss"],
     )  # fmt: skip
     assert mlflow_views.figures([]) == ([], [])
-
-
-def test_what_is_the_same_in_all_runs_that_have_it_is_no_column() -> None:
     same = {"eval/bits_per_byte": 1.0, "pretrain/tokens": 5.0}
     runs = [{**same, "eval/chat_loss_sft": 2.0}, {**same, "eval/chat_loss_sft": 3.0}, {}]
-    assert mlflow_views.figures(runs) == (["eval/chat_loss_sft"], [])
+    assert mlflow_views.figures(runs) == (["eval/chat_loss_sft"], []), "what is the same in all is no column"
     assert mlflow_views.varying(mlflow_views.EXTRA_METRICS, runs) == []
 
 
-def test_settings_that_shape_the_models_come_before_those_that_do_not() -> None:
+def test_settings_that_shape_the_models_come_first_and_paths_lists_and_data_are_no_columns() -> None:
     first = {"runtime.devices": "1", "lora.rank": "4", "model.layers": "2", "same": "x"}
     second = {"runtime.devices": "2", "lora.rank": "8", "model.layers": "3", "same": "x", "tokenizer.seed": "1"}
     assert mlflow_views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
     many = [{f"sft.{number}": str(run) for number in range(30)} for run in range(2)]
     assert len(mlflow_views.differing(many)) == mlflow_views.MOST_SETTINGS == 4
-
-
-def test_paths_lists_and_data_are_no_columns() -> None:
     lists = {"data.sft": "['a.jsonl']", "lora.targets": "['q_proj']", "evaluate.suites.sft": "('mine.yaml',)"}
     texts = {"sft.start_from": "runs/mine", "notify.webhook_file": "C:\\hook", "evaluate.prompt": "what is it " * 9}
     first = {**lists, **texts, "data.weights": "1", "sft.optim.lr": "0.001"}
     second = {**dict.fromkeys([*lists, *texts], "[]"), "data.weights": "2", "sft.optim.lr": "0.002"}
-    assert mlflow_views.differing([first, second]) == ["sft.optim.lr"]
+    assert mlflow_views.differing([first, second]) == ["sft.optim.lr"], "neither paths nor lists nor data"
 
 
 def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> None:
     base = {"model.heads": "2", "model.hidden_size": "32", "model.layers": "2", "pretrain.seed": "1", "sft.seed": "1"}
-    others = (
-        {"model.heads": "3", "model.hidden_size": "48"},
-        {"model.layers": "3"},
-        {"pretrain.seed": "2"},
-        {"sft.seed": "2"},
-    )
+    sizes = {"model.heads": "3", "model.hidden_size": "48"}
+    others = (sizes, {"model.layers": "3"}, {"pretrain.seed": "2"}, {"sft.seed": "2"})
     runs = [base, *({**base, **other} for other in others)]
     assert mlflow_views.differing(runs) == ["model.heads", "model.layers", "pretrain.seed", "sft.seed"]
     assert mlflow_views.differing(runs[:2]) == ["model.heads", "model.hidden_size"]
@@ -199,31 +179,21 @@ def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> 
 
 def test_the_largest_view_fits_into_a_tag() -> None:
     longest = [f"params.`{'x' * 60}{number}`" for number in range(mlflow_views.MOST_SETTINGS)]
-    longest += [
-        f"metrics.`{name}`"
-        for name in (*mlflow_views.JUDGED_BY, *mlflow_views.JUDGED_BY.values(), *mlflow_views.EXTRA_METRICS)
-    ]
+    judged = (*mlflow_views.JUDGED_BY, *mlflow_views.JUDGED_BY.values(), *mlflow_views.EXTRA_METRICS)
+    longest += [f"metrics.`{name}`" for name in judged]
     state = mlflow_views.compact(mlflow_views.state_of(longest))
     assert len(mlflow_views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
 
 
-@pytest.mark.soak
-def test_the_server_shows_its_runs_to_who_has_the_token(served: dict[str, str], two: tuple[Path, dict[str, str]]) -> None:
-    _, runs = two
-    assert served["experiment"] == "ttrain"
-    assert all(run_id in served["url"] for run_id in runs.values()) and "#/compare-runs?" in served["url"]
-    page, _, token = urldefrag(served["table"]).url.partition("?token=")  # all before the # is one page
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(page, timeout=30)
-    shown = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(shown, timeout=30) as answer:
-        assert b"<title>MLflow</title>" in answer.read()
-
-
 def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
-    running: Path,
+    running: Path, two: tuple[Path, dict[str, str]]
 ) -> None:
-    home, page = running, pages_of(running, "latest")["url"]
+    home, server = running, server_records.live_server(running, "mlflow")
+    assert server is not None
+    pages, newest = ui.links_of(home, server.url, ("latest",)), list(two[1].values())[-1]
+    page = pages["url"]
+    assert f":{server.port}/?token=" in pages["table"]
+    assert urlsplit(page).fragment.startswith(f"/experiments/1/runs/{newest}?")
     there = ui.redirect_page(home, page)
     token = (home / "servers" / "token").read_text().strip()
     path = home / "servers" / "open.html"
@@ -232,29 +202,14 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 
-def pages_of(home: Path, *runs: str) -> dict[str, str]:
-    server = server_records.live_server(home, "mlflow")
-    assert server is not None
-    return ui.links_of(home, server.url, runs)
-
-
-def test_pages_are_those_of_the_server_with_its_token(running: Path, two: tuple[Path, dict[str, str]]) -> None:
-    pages = pages_of(running, "latest")
-    server = server_records.live_server(running, "mlflow")
-    newest = list(two[1].values())[-1]
-    assert server and f":{server.port}/?token=" in pages["table"]
-    assert urlsplit(pages["url"]).fragment.startswith(f"/experiments/1/runs/{newest}?")
-
-
 def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, two: tuple[Path, dict[str, str]]) -> None:
-    older = next(iter(two[1]))
+    older, server = next(iter(two[1])), server_records.live_server(running, "mlflow")
     record_cached(running, "again", [], {}, {}, older)
     try:
-        url = pages_of(running, "again")["url"]
+        assert server and f"/runs/{two[1][older]}?" in ui.links_of(running, server.url, ("again",))["url"]
     finally:
         [path] = (running / "runs").glob("again-*.json")
         path.unlink()
-    assert f"/runs/{two[1][older]}?" in url
 
 
 @pytest.mark.soak  # a browser, for what only another version of MLflow breaks

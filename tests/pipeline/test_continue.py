@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
-from support.planned_homes import House, append
+from support.held_locks import held_elsewhere
+from support.planned_homes import House, append, copy_package
 
 from ttrain.core import hashing
 from ttrain.core.files import write_json
@@ -42,11 +42,10 @@ def left(house: House, planned: Planned, step: int = 20) -> resume.PartialRun:
 def changed_code(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A package in which a module that the SFT reads is another, and a finished home that has seen it."""
     directory = tmp_path_factory.mktemp("changed")
-    package, home = directory / "ttrain", directory / "home"
-    shutil.copytree(ROOT / "ttrain", package, ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    home = Path(shutil.copytree(finished, directory / "home"))
+    package = copy_package(directory / "ttrain", home)
     append(package / "stages" / "sft.py", "\nSOMETHING = 1\n")
-    os.utime(package / "stages" / "sft.py", (1, 1))  # an hour ago, as far as the cache of digests is concerned
-    shutil.copytree(finished, home)
+    os.utime(package / "stages" / "sft.py", (1, 1))  # long ago, as far as the cache of digests is concerned
     store = ArtifactStore(home)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hashing, "PACKAGE_DIRECTORY", package)
@@ -78,15 +77,12 @@ def work(built: House, changed: Callable[[], None]) -> resume.PartialRun:
     return found
 
 
-def test_the_plan_offers_the_work_and_says_in_what_it_differs(built: House, work: resume.PartialRun) -> None:
+def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(built: House, work: resume.PartialRun) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
     offer = f"unfinished work {key} at step 20 differs in: module ttrain.stages.sft changed; --continue {key} resumes it"
     assert planned.key != work.key and planned.partial_run is None
     assert planned.why == (offer, "sft.seed: 1 → 5", "module ttrain.stages.sft changed")
-
-
-def test_continue_plans_the_work_with_its_changes(built: House, work: resume.PartialRun) -> None:
     planned = built.plan(SEED, resume_key=work.key[:8])["sft"]
     assert planned.partial_run == work
     assert planned.why == (f"continues the unfinished work {work.key[:12]} at step 20", "module ttrain.stages.sft changed")
@@ -98,22 +94,16 @@ def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, 
     assert planned.why[0] == "continues its unfinished work at step 3" and planned.partial_run is None
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_other_settings_are_refused_with_the_difference_and_are_not_offered(built: House, work: resume.PartialRun) -> None:
+    for given, words in (
         (["sft.optim.weight_decay=0.5"], "sft.optim.weight_decay: 0.0 → 0.5"),
-        (["sft.schedule.warmup_steps=3"], "sft.schedule.warmup_steps: null → 3"),
         (["sft.seed=6"], "sft.seed: 5 → 6"),
         (["sft.epochs=0.5"], "0.5 epochs, may end before that step"),
         (["sft.epochs=null", "sft.tokens=4096"], "4096 tokens, may end before that step"),
-    ],
-)
-def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
-    built: House, work: resume.PartialRun, given: list[str], words: str
-) -> None:
-    assert not built.plan(SEED, *given)["sft"].why[0].startswith("unfinished")
-    with pytest.raises(UsageError, match=rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"):
-        built.plan(SEED, *given, resume_key=work.key)
+    ):
+        assert not built.plan(SEED, *given)["sft"].why[0].startswith("unfinished")
+        with pytest.raises(UsageError, match=rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"):
+            built.plan(SEED, *given, resume_key=work.key)
 
 
 def test_another_rate_goes_on_where_the_user_names_the_work_and_is_not_offered(
@@ -134,11 +124,11 @@ def test_a_base_with_other_bytes_is_refused(built: House, work: resume.PartialRu
         built.plan(SEED, resume_key=work.key)
 
 
-@pytest.mark.parametrize("given", [["sft.epochs=2"], ["sft.epochs=null", "sft.tokens=409600"]])
-def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.PartialRun, given: list[str]) -> None:
-    planned = built.plan(SEED, *given, resume_key=work.key)["sft"]
-    assert planned.partial_run == work
-    assert any("sft.epochs: 1.0 → " in line for line in planned.why)
+def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.PartialRun) -> None:
+    for given in (["sft.epochs=2"], ["sft.epochs=null", "sft.tokens=409600"]):
+        planned = built.plan(SEED, *given, resume_key=work.key)["sft"]
+        assert planned.partial_run == work
+        assert any("sft.epochs: 1.0 → " in line for line in planned.why)
 
 
 def test_the_furthest_work_is_offered(built: House, changed: Callable[[], None]) -> None:
@@ -159,14 +149,15 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     assert f"differs in: module {first} changed; " in why and f" and {more} more; --continue 000000000000" in why
 
 
-def test_a_key_that_is_not_there_lists_those_that_are(built: House, work: resume.PartialRun) -> None:
+def test_a_key_that_is_not_there_lists_the_work_that_has_a_checkpoint(built: House, work: resume.PartialRun) -> None:
     with pytest.raises(
         UsageError, match=f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
     ):
         built.plan(SEED, resume_key="zzz")
-    shutil.rmtree(work.path)
+    shutil.rmtree(work.path / "output" / "checkpoints")
+    assert built.plan(SEED)["sft"].why[0] == "sft.seed: 1 → 5"
     with pytest.raises(UsageError, match="there is none at all"):
-        built.plan(SEED, resume_key="zzz")
+        built.plan(SEED, resume_key=work.key)
 
 
 def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.PartialRun) -> None:
@@ -180,13 +171,6 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
     with pytest.raises(UsageError, match=f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
-
-
-def test_work_without_a_checkpoint_is_nothing_to_continue(built: House, work: resume.PartialRun) -> None:
-    shutil.rmtree(work.path / "output" / "checkpoints")
-    assert built.plan(SEED)["sft"].why[0] == "sft.seed: 1 → 5"
-    with pytest.raises(UsageError, match="there is none at all"):
-        built.plan(SEED, resume_key=work.key)
 
 
 # --- taking it over
@@ -207,15 +191,9 @@ def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built:
     assert resume.history(moved, str(planned.key)) == [came_from]
     again = built.plan(SEED, resume_key=work.key)["sft"]
     assert again.why[0] == "continues its unfinished work at step 20", "the same command again, after it was killed"
-
-
-def test_the_command_still_holds_when_the_stage_is_finished(built: House, work: resume.PartialRun) -> None:
-    planned = adopt(built, work)
-    moved = built.store.work("sft", str(planned.key))
-    continued = resume.history(moved, str(planned.key))
     shutil.rmtree(moved)
-    built.publish(planned, "x", continued=continued)
-    assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached"
+    built.publish(planned, "x", continued=[came_from])
+    assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached", "and again, when the stage is finished"
 
 
 def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
@@ -236,20 +214,8 @@ def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
 
 
 def test_work_that_a_run_is_at_is_left_to_it(built: House, work: resume.PartialRun) -> None:
-    other = ArtifactStore(built.store.root)
-    read, write = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        with other.lock("sft", work.key):
-            os.write(write, b"x")
-            signal_forever()
-    os.read(read, 1)
-    try:
-        with pytest.raises(UsageError, match="a run is using it now"):
-            adopt(built, work)
-    finally:
-        os.kill(holder, 9)
-        os.waitpid(holder, 0)
+    with held_elsewhere(built.store.root, "sft", work.key), pytest.raises(UsageError, match="a run is using it now"):
+        adopt(built, work)
     assert resume.saved_step(work.path) == 20
     adopt(built, work)
 
@@ -269,13 +235,6 @@ def test_work_that_is_gone_is_said_to_be(built: House, work: resume.PartialRun) 
     assert planned.partial_run and planned.key
     with pytest.raises(UsageError, match="is gone: a run of other code took it over"):
         resume.take_over(built.store, planned.partial_run, planned.key, planned.ingredients)
-
-
-def signal_forever() -> None:
-    import time
-
-    while True:
-        time.sleep(1)
 
 
 class Killed(BaseException):

@@ -143,17 +143,22 @@ def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
     assert files_in(reference.model.parent) == model and files_in(reference.adapter.parent) == adapter
 
 
-def test_a_hit_here_loads_no_tracker_and_a_miss_no_mlflow(bare_home: Path) -> None:
+def test_a_hit_here_loads_no_tracker_a_miss_no_mlflow_and_a_name_no_torch(bare_home: Path) -> None:
     make(bare_home)
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    model = make(bare_home, "sft", {f"model/{name}": b"{}" for name in files})
     script = f"""
 import sys
 from pathlib import Path
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.store.artifacts import ArtifactStore
-store = ArtifactStore(Path({str(bare_home)!r}), InTracker(Path({str(bare_home)!r}), {EXPERIMENT!r}))
+home = Path({str(bare_home)!r})
+store = ArtifactStore(home, InTracker(home, {EXPERIMENT!r}))
 assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking" not in sys.modules
+from ttrain.pipeline.names import resolve
+assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
 assert store.find({STAGE!r}, "another") is None and "ttrain.tracking" in sys.modules
-assert not {{"mlflow", "sqlalchemy"}} & {{*sys.modules}}
+assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}
 """
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
@@ -176,47 +181,46 @@ def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
     assert store.complete(found(store), ("heldout",)).path.is_dir(), "the other files are as good as they were"
 
 
-@pytest.mark.parametrize("harm", ["missing", "shorter", "no manifest", "another's", "outside"])
-def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_home: Path, tmp_path: Path, harm: str) -> None:
+def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_home: Path, tmp_path: Path) -> None:
     older = held(bare_home)
     track(bare_home, make(tmp_path / "again"))
     newer = next(path for path in (bare_home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}") if path != older)
+    shutil.copytree(newer, tmp_path / "whole")
     manifest = json.loads((newer / "manifest.json").read_bytes())
-    if harm == "missing":
-        (newer / "heldout" / "00.arrow").unlink()
-    elif harm == "shorter":
-        (newer / "index.json").write_bytes(b"{")
-    elif harm == "no manifest":
-        (newer / "manifest.json").unlink()
-    elif harm == "another's":
-        (newer / "manifest.json").write_text(json.dumps({**manifest, "key": "l" * 64}))
-    else:
-        entry = {"bytes": 4, "sha256": "0" * 64, "mtime_ns": 1}
-        (newer.parent / "evil").write_text("evil")
-        (newer / "manifest.json").write_text(json.dumps({**manifest, "files": {"../evil": entry}}))
-    store = store_of(bare_home)
-    assert files_in(store.complete(found(store)).path) == PUBLIC
-    shutil.rmtree(older)
+    outside = {**manifest, "files": {"../evil": {"bytes": 4, "sha256": "0" * 64, "mtime_ns": 1}}}
+    (newer.parent / "evil").write_text("evil")
+    harms: dict[str, Callable[[], object]] = {
+        "missing": (newer / "heldout" / "00.arrow").unlink,
+        "shorter": lambda: (newer / "index.json").write_bytes(b"{"),
+        "no manifest": (newer / "manifest.json").unlink,
+        "another's": lambda: (newer / "manifest.json").write_text(json.dumps({**manifest, "key": "l" * 64})),
+        "outside": lambda: (newer / "manifest.json").write_text(json.dumps(outside)),
+    }
+    for name, harm in harms.items():
+        shutil.rmtree(newer)
+        shutil.copytree(tmp_path / "whole", newer)
+        harm()
+        store = store_of(bare_home)
+        assert files_in(store.complete(found(store)).path) == PUBLIC, name
+        shutil.rmtree(bare_home / "store")
+        older.rename(tmp_path / "older")
+        assert store_of(bare_home).find(STAGE, KEY) is None, name
+        (tmp_path / "older").rename(older)
     assert store_of(tmp_path / "none").find(STAGE, KEY) is None
-    shutil.rmtree(bare_home / "store")
-    assert store_of(bare_home).find(STAGE, KEY) is None
 
 
-@pytest.mark.parametrize("what", ["unfinished", "failed", "deleted", "elsewhere"])
-def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Path, what: str) -> None:
+def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(pristine / "mlflow", home / "mlflow")
     run_id = held(home).parents[1].name
     client = tracking.open_reader(home).client
-    if what == "unfinished":
-        client.update_run(run_id, status="RUNNING")
-    elif what == "failed":
-        client.update_run(run_id, status="FAILED")
-    elif what == "deleted":
-        client.delete_run(run_id)
-    name = "another" if what == "elsewhere" else EXPERIMENT
-    assert ArtifactStore(home, InTracker(home, name)).find(STAGE, KEY) is None
-    assert (ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is not None) == (what == "elsewhere"), "of any experiment"
+    for status in ("RUNNING", "FAILED", "FINISHED"):
+        client.update_run(run_id, status=status)
+        assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
+    assert ArtifactStore(home, InTracker(home, "another")).find(STAGE, KEY) is None
+    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is not None, "of any experiment"
+    client.delete_run(run_id)
+    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is None
 
 
 DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")

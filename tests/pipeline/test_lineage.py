@@ -16,8 +16,10 @@ from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.pipeline.lineage import STORE, TAGS, TRACKER, Lineage, lineage_of
+from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.model_files import MODEL
 from ttrain.tracking import Member, datasets
 
 RUN = "full-20261121-160222-1a2b4"
@@ -37,7 +39,8 @@ def publish(home: Path, stage: str, key: str, used: Mapping[str, Artifact] | Non
     store, key = ArtifactStore(home), key.ljust(64, "0")
     output = store.work(stage, key) / "output"
     (output / "model").mkdir(parents=True)
-    (output / "model" / "weights").write_text(key)
+    for name in ("config.json", "tokenizer.json", MODEL):
+        (output / "model" / name).write_text(key)
     ingredients = {"code": {"ttrain.x": key}, "files": {}, "settings": {}, "inputs": {}, **manifest.pop("ingredients", {})}
     provenance = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7", "run": RUN, "run_id": "1" * 32}
     told = {
@@ -107,7 +110,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Pa
     told = tracking.model_sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
     parent.finish("FINISHED")
     tracking.model_sets.register_set(opened.client, "mine", parent, told)
-    opened.client.set_registered_model_alias("mine", "champion", "1")
+    for name in ("mine", "mine-sft"):
+        opened.client.set_registered_model_alias(name, "champion", "1")
     opened.close()
     return home
 
@@ -126,14 +130,16 @@ def chain(found: Lineage) -> list[str]:
 WHOLE = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
 
 
-NAMES = ("sft", "5f7a00", f"sft/{'5f7a00'.ljust(64, '0')}", f"{RUN}:sft", "latest:sft", RUN, "mine/1")
-
-
-@pytest.mark.parametrize("text", NAMES)
-def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, text: str) -> None:
-    found = lineage_of(made, text)
-    assert chain(found) == WHOLE and {link.known_from for link in found.links} == {STORE}
-    assert {link.run for link in found.links} == {RUN}
+def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = made / "store" / "sft" / "5f7a00".ljust(64, "0") / "model"
+    monkeypatch.chdir(made.parent)
+    (made.parent / "mine" / "1").mkdir(parents=True)  # a registered model is not hidden by a directory of its name
+    names = ("sft", "5f7a00", f"sft/{'5f7a00'.ljust(64, '0')}", f"{RUN}:sft", "latest:sft", RUN, "mine/1")
+    for text in (*names, str(place), str(place.relative_to(made.parent))):
+        found = lineage_of(made, text)
+        assert chain(found) == WHOLE and {link.known_from for link in found.links} == {STORE}, text
+        assert {link.run for link in found.links} == {RUN}
+    assert chain(lineage_of(made, "ba5e00000000000000")) == WHOLE[:3]
     assert not (made / "mlflow").exists(), "asking makes no database"
 
 
@@ -156,6 +162,22 @@ def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_p
             assert link.to_json() == {**same.to_json(), "known_from": TRACKER, "made_unix": link.made_unix}
     assert chain(lineage_of(home, "mine-base/1")) == WHOLE[:3]
     assert not (home / "store").exists()
+
+
+def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(tracked: Path, tmp_path: Path) -> None:
+    home = alone(tracked, tmp_path / "home", "mlflow", "store")
+    own = ArtifactStore(home).latest("sft").path / "model"
+    versions = ("mine-sft/1", "mine-sft@champion", "mine/1", "mine@champion")  # a set stands for the last of its models
+    for text in (*versions, *(f"models:/{version}" for version in versions)):
+        assert resolve(text, home).model == own, text
+    there = r"there are mine/1, mine@challenger, mine@champion, mine-base/1, mine-sft/1, mine-sft@champion"
+    for text in ("mine-sft@nope", "mine-sft/7"):
+        with pytest.raises(UsageError, match=f"no registered model '{text}'; .*{there}"):
+            resolve(text, home)
+    weights = (own / MODEL).read_text()
+    shutil.rmtree(own.parent)
+    kept = resolve("mine-sft@champion", home).model
+    assert kept.is_relative_to(home / "mlflow" / "artifacts") and (kept / MODEL).read_text() == weights
 
 
 def test_of_a_manifest_that_is_nowhere_the_registered_version_tells_what_it_can(tracked: Path, tmp_path: Path) -> None:
@@ -183,34 +205,18 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
     assert [len(link.notes) for link in found.links] == [0, 0, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("ba5e00000000000000", None),
-        ("sft/abcdef123", "is not the key of an artifact"),
-        (f"{RUN}:lora", "has no stage 'lora'; there are tokenizer, shards-pretrain, shards-sft, pretrain, sft"),
-        ("mine@champion", "there is no registered model 'mine@champion'"),
-        ("mine/2", "there is no registered model 'mine/2'"),
-        ("gate", "`ttrain gate train` and exports is not an artifact of a pipeline"),
-        ("/", "/ is not a directory of the store"),
-    ],
-)
-def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path, text: str, said: str | None) -> None:
-    if said is None:
-        assert chain(lineage_of(made, text)) == WHOLE[:3]
-        return
-    with pytest.raises(UsageError) as refused:
-        lineage_of(made, text)
-    assert said in str(refused.value)
-
-
-def test_a_directory_of_the_store_stands_for_its_artifact(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = made / "store" / "sft" / "5f7a00".ljust(64, "0") / "model"
-    assert chain(lineage_of(made, str(place))) == WHOLE
-    monkeypatch.chdir(made.parent)
-    assert chain(lineage_of(made, str(place.relative_to(made.parent)))) == WHOLE
-    (made.parent / "mine" / "1").mkdir(parents=True)
-    assert chain(lineage_of(made, "mine/1")) == WHOLE, "a registered model is not hidden by a directory of its name"
+def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
+    for text, said in {
+        "sft/abcdef123": "is not the key of an artifact",
+        f"{RUN}:lora": "has no stage 'lora'; there are tokenizer, shards-pretrain, shards-sft, pretrain, sft",
+        "mine@champion": "there is no registered model 'mine@champion'",
+        "mine/2": "there is no registered model 'mine/2'",
+        "gate": "`ttrain gate train` and exports is not an artifact of a pipeline",
+        "/": "/ is not a directory of the store",
+    }.items():
+        with pytest.raises(UsageError) as refused:
+            lineage_of(made, text)
+        assert said in str(refused.value)
 
 
 def test_two_artifacts_whose_keys_begin_alike_are_told_apart(tmp_path: Path) -> None:
@@ -264,6 +270,8 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
     assert (held_out.name, held_out.context, held_out.tokens) == ("pretrain-heldout", "validation", 100)
     assert [one.digest for one in datasets.data_of(other_tokenizer)] == [train.digest, held_out.digest]
     assert train.digest != held_out.digest
+    assert [one.name for one in datasets.read_by({"shards": first}, trains=True)] == ["pretrain"]
+    assert [one.name for one in datasets.read_by({"shards": first}, trains=False)] == ["pretrain-heldout"]
     for name, ingredients in {
         "bytes": {"files": {"train": [{"name": "docs.jsonl", "sha256": "6" * 64}]}},
         "reading": {"files": {"train": FILES}, "settings": {"reading.seed": 4}},
@@ -271,19 +279,10 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
     }.items():
         changed = publish(tmp_path / name, "shards-pretrain", "1", ingredients=ingredients, result=SHARDS)
         assert datasets.data_of(changed)[0].digest != train.digest, name
-    renamed = {
-        "files": {"train": [{"name": "x.jsonl", "sha256": SHA}]},
-        "settings": first.manifest["ingredients"]["settings"],
-    }
+    settings = first.manifest["ingredients"]["settings"]
+    renamed = {"files": {"train": [{"name": "x.jsonl", "sha256": SHA}]}, "settings": settings}
     same = publish(tmp_path / "renamed", "shards-pretrain", "1", ingredients=renamed, result=SHARDS)
     assert datasets.data_of(same)[0].digest == train.digest
-
-
-def test_a_stage_that_trains_reads_the_training_part_and_the_evaluation_what_is_held_out(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    given = {"shards": made["shards-sft"], "base": made["pretrain"]}
-    assert [one.name for one in datasets.read_by(given, trains=True)] == ["sft"]
-    assert [one.name for one in datasets.read_by(given, trains=False)] == ["sft-heldout"]
 
 
 def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(tracked: Path) -> None:

@@ -1,14 +1,18 @@
-"""One log a run: whole lines of all stages, in their order, and of no other run."""
+"""What a run shows: one log of whole lines of all stages, in their order, and the speed of a stage at work."""
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from ttrain.pipeline import progress_display
+from ttrain.pipeline.progress_display import Display
 from ttrain.store.runs import RunLog
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
@@ -61,3 +65,21 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     assert [record.message for record in caplog.records] == [
         f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
     ]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress_display.time, "monotonic", lambda: clock[0])
+    output = io.StringIO()
+    display = Display(Console(file=output, force_terminal=is_terminal, width=150))
+    for done in (0, 1000, 2000):
+        display.progressed("pretrain", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        if display._bars:
+            display._bars.refresh()
+        clock[0] += 20
+    display.close()
+    shown = output.getvalue()
+    assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown

@@ -1,4 +1,4 @@
-"""References: run, stage, registered name and directory lead to the same files; a wrong one is told what there is."""
+"""References: run, stage and directory lead to the same files; a wrong one is told what there is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from ttrain import tracking
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline import names as references
@@ -105,11 +102,7 @@ def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     found = runs_home.resolve("sft")
-    assert (found.model, found.adapter, found.artifact and found.artifact.key) == (
-        runs_home.newer.path / "model",
-        None,
-        "s2",
-    )
+    assert (found.model, found.adapter, found.artifact) == (runs_home.newer.path / "model", None, runs_home.newer)
     assert found.directory == found.tokenizer == found.model
     (runs_home.newer.path / "model" / MODEL).unlink()
     assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
@@ -164,19 +157,10 @@ def test_a_name_in_the_environment_says_whose_runs_count(runs_home: Home, monkey
     assert runs_home.resolve("sft").artifact == runs_home.store.find("sft", "s2")
     assert resolve(None, runs_home.store.root).text == f"{run}:sft"
     monkeypatch.setenv("TTRAIN__NAME", "mine")
-    assert (
-        runs_home.resolve("sft").artifact
-        == runs_home.store.find("sft", "s1")
-        == resolve(None, runs_home.store.root).artifact
-    )
-
-
-def test_another_variable_that_is_no_setting_ends_no_command_on_models(
-    runs_home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTRAIN__SFT__NOTHING", "1")
+    monkeypatch.setenv("TTRAIN__SFT__NOTHING", "1")  # another variable that is no setting ends no command on models
     monkeypatch.setenv("TTRAIN__MODEL__HEADS", "many")
-    assert runs_home.resolve("sft").artifact == runs_home.store.find("sft", "s1")
+    mine = runs_home.store.find("sft", "s1")
+    assert runs_home.resolve("sft").artifact == mine == resolve(None, runs_home.store.root).artifact
     monkeypatch.setenv("TTRAIN__NAME", "no/name")
     with pytest.raises(UsageError, match=r"name is 'no/name' .*TTRAIN__NAME"):
         runs_home.resolve("sft")
@@ -259,9 +243,7 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     assert (last.model, last.adapter) == (runs_home.sft.path / "model", runs_home.lora.path / "adapter")
     assert last.directory == last.adapter
     assert runs_home.resolve(runs_home.run[-5:]).adapter == last.adapter == runs_home.resolve("latest").adapter
-    assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", (
-        "not the newest, which another run made"
-    )
+    assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
 
 
 def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
@@ -275,12 +257,7 @@ def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
 
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:
-    for path in (
-        runs_home.sft.path,
-        runs_home.sft.path / "model",
-        Path("home/store/sft/s1"),
-        Path("./home/store/sft/s1/model"),
-    ):
+    for path in (runs_home.sft.path, Path("home/store/sft/s1"), Path("./home/store/sft/s1/model")):
         found = runs_home.resolve(str(path))
         assert (found.model, found.artifact and found.artifact.key) == (runs_home.sft.path / "model", "s1"), path
     for path in (runs_home.lora.path, runs_home.lora.path / "adapter"):
@@ -290,11 +267,8 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
     assert (found.model, found.artifact, found.second_head) == (elsewhere, None, None)
     (elsewhere / SECOND_HEAD).touch()
     assert runs_home.resolve("elsewhere").second_head == elsewhere / SECOND_HEAD
-
-
-def test_a_word_is_a_stage_before_it_is_a_directory(runs_home: Home) -> None:
     here = write_model(Path("sft").absolute(), b"x")
-    assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
+    assert runs_home.resolve("sft").model == runs_home.sft.path / "model", "a word is a stage before it is a directory"
     assert runs_home.resolve("./sft").model == here
 
 
@@ -304,9 +278,6 @@ def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_
     found = runs_home.resolve("copied")
     assert (found.model, found.adapter, found.artifact) == (runs_home.sft.path / "model", Path("copied").absolute(), None)
     assert found.base_digest == hashlib.sha256(b"first").hexdigest()
-
-
-def test_the_base_of_an_adapter_may_be_in_shards(runs_home: Home) -> None:
     sharded = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"big", shards=3))
     write_adapter(Path("adapter"), sharded.path / "model")
     assert runs_home.resolve("adapter").model == sharded.path / "model"
@@ -337,15 +308,10 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
     weight_files(sharded)[0].unlink()
     with pytest.raises(ArtifactError, match=r"lists model-00001-of-00002.safetensors, but .* holds no such file"):
         weights_digest(sharded)
-
-
-@pytest.mark.parametrize("weight_map", ['{"a": "../model.safetensors"}', "[]", "no JSON"])
-def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path, weight_map: str) -> None:
-    model = write_model(tmp_path / "model", b"x", shards=2)
-    (tmp_path / MODEL).touch()
-    (model / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
-    with pytest.raises(ArtifactError):
-        weight_files(model)
+    for weight_map in ('{"a": "../whole/model.safetensors"}', "[]", "no JSON"):  # none leads out of its directory
+        (sharded / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+        with pytest.raises(ArtifactError):
+            weight_files(sharded)
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
@@ -363,6 +329,9 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
         runs_home.resolve("./home")
     with pytest.raises(UsageError, match="did you mean lora"):
         runs_home.resolve("lorra")
+    with pytest.raises(UsageError, match="nothing is registered in"):
+        runs_home.resolve("mine-sft/1")
+    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
     with pytest.raises(UsageError, match=r"there is none yet, begin with `ttrain pipeline run full`"):
         resolve("nope", runs_home.store.root / "empty")
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
@@ -380,54 +349,3 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):
         runs_home.resolve(text)
-
-
-def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(
-    runs_home: Home, add_database: Callable[[Path], None]
-) -> None:
-    with pytest.raises(UsageError, match="nothing is registered in"):
-        runs_home.resolve("mine-sft/1")
-    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
-    add_database(runs_home.store.root)
-    store = tracking.open_store(runs_home.store.root, "ttrain")
-    assert isinstance(store, tracking.MlflowStore)
-    models = []
-    for artifact, name, directory in ((runs_home.sft, "mine-sft", "model"), (runs_home.lora, "mine-lora", "adapter")):
-        run = store.start_run(artifact.stage, run_id=None, parent_run_id=None, tags={}, params={})
-        run.log_directory(artifact.path, artifact.stage)
-        tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content}
-        path = f"{artifact.stage}/{directory}"
-        store.register_model(name, run=run, artifact_path=path, tags=tags)
-        models.append({"name": name, "stage": artifact.stage, "tags": tags, "artifact_path": path, "path": None})
-    store.client.set_registered_model_alias("mine-sft", "champion", "1")
-    for text in ("mine-sft/1", "models:/mine-sft/1", "mine-sft@champion", "models:/mine-sft@champion"):
-        assert runs_home.resolve(text).model == runs_home.sft.path / "model", text
-    assert runs_home.resolve("mine-lora/1").adapter == runs_home.lora.path / "adapter"
-    with pytest.raises(
-        UsageError, match=r"no registered model 'mine-sft@nope'; .*; there are mine-lora/1, mine-sft/1, mine-sft@champion"
-    ):
-        runs_home.resolve("mine-sft@nope")
-    store.register_models("mine", run=run, run_name="run-1", models=models, keys={}, metrics={})
-    tracking.Champions(runs_home.store.root).promote("mine", "1")
-    for text in ("mine@champion", "mine/1"):
-        assert runs_home.resolve(text).adapter == runs_home.lora.path / "adapter", "a set of models stands for its last one"
-    with pytest.raises(UsageError, match="no registered model 'mine-sft/7'"):
-        runs_home.resolve("mine-sft/7")
-    runs_home.store.set_aside("sft", "s1")
-    kept = runs_home.resolve("mine-sft@champion")
-    assert kept.model.is_relative_to(runs_home.store.root / "mlflow" / "artifacts")
-    assert (kept.model / MODEL).read_bytes() == b"first"
-
-
-def test_looking_up_loads_neither_torch_nor_mlflow(runs_home: Home) -> None:
-    code = (
-        "import sys; from ttrain.pipeline.names import resolve; print(resolve('sft').model);"
-        "assert not {'torch', 'mlflow', 'transformers'} & set(sys.modules)"
-    )
-    environment = {
-        **os.environ,
-        "TTRAIN_HOME": str(runs_home.store.root),
-        "PYTHONPATH": str(Path(references.__file__).parents[2]),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == f"{runs_home.sft.path / 'model'}\n", done.stderr

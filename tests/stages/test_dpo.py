@@ -33,12 +33,13 @@ from ttrain.train import preference_tuning
 
 KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "nothing"]
+ROWS = 60  # a quarter of them held out
 WEIGHTS = Path("model") / "model.safetensors"
 
 
 def settings_of(**changes: Any) -> Settings:
     of_dpo = {
-        "epochs": 3, "tokens_per_step": 512, "row_length": 128, "validation_rows": 8, "precision": "fp32",
+        "epochs": 3, "tokens_per_step": 256, "row_length": 128, "validation_rows": 4, "precision": "fp32",
         "optim": {"lr": 3e-3}, **changes,
     }  # fmt: skip
     speed = {"device": "cpu", "threads": 1, "rows_per_device": 2, "log_every_steps": 1, "checkpoint_every_steps": 2}
@@ -77,7 +78,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_tokenizer(root / "tokenizer")
     config = NewModelConfig(model=settings.model, pretrain={"seed": 1})  # type: ignore[arg-type]
     run_here(new_model, config, root / "base", {"tokenizer": root / "tokenizer"}, settings.runtime)
-    found = {"base": root / "base", "shards": make_shards(root, root / "tokenizer", [pair(n) for n in range(120)])}
+    found = {"base": root / "base", "shards": make_shards(root, root / "tokenizer", [pair(n) for n in range(ROWS)])}
     run_here(reference, of_reference(settings), root / "reference", found, settings.runtime)
     return {**found, "reference": root / "reference", "tokenizer": root / "tokenizer"}
 
@@ -97,19 +98,18 @@ def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, 
 @pytest.fixture(scope="module")
 def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("straight")
-    assert tune(output, inputs)["pairs"] == 90 * 3
+    assert tune(output, inputs)["pairs"] == 45 * 3
     return output
 
 
-def test_the_reference_has_every_answer_once_with_its_tokens(inputs: dict[str, Path]) -> None:
-    for part, pairs in (("train", 90), ("heldout", 30)):
+def test_the_reference_has_every_answer_once_and_the_planted_preference_is_learnt_from_ln_2_on(
+    inputs: dict[str, Path], straight: Path
+) -> None:
+    for part, pairs in (("train", 45), ("heldout", 15)):
         scores = load_file(inputs["reference"] / f"{part}.safetensors")
         assert len(scores["tokens"]) == 2 * pairs and (scores["tokens"] > 0).all()
         assert np.isfinite(scores["log_probabilities"]).all() and (scores["log_probabilities"] < 0).all()
     assert sorted(path.name for path in inputs["reference"].iterdir()) == ["heldout.safetensors", "train.safetensors"]
-
-
-def test_the_planted_preference_is_learnt_from_ln_2_on(straight: Path) -> None:
     figures = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
     assert figures[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
     margins = [line["reward_margin"] for line in figures if "reward_margin" in line]
@@ -133,13 +133,13 @@ def test_simpo_and_orpo_need_no_reference(inputs: dict[str, Path], tmp_path: Pat
 
 
 def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs: dict[str, Path], tmp_path: Path) -> None:
-    of_rated = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], [rated(n) for n in range(120)])}
+    of_rated = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], [rated(n) for n in range(ROWS)])}
     with pytest.raises(UsageError, match=r"dpo\.loss is dpo, .* set dpo\.loss=kto"):
         tune(tmp_path / "refused", of_rated)
     settings = settings_of()
     run_here(reference, of_reference(settings), tmp_path / "reference", of_rated, settings.runtime)
     figures = tune(tmp_path / "kto", {**of_rated, "reference": tmp_path / "reference"}, loss="kto", epochs=4)
-    assert figures["answers"] == 90 * 4 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
+    assert figures["answers"] == 45 * 4 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
 
 
 def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> None:

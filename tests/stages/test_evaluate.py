@@ -30,17 +30,16 @@ HALF = Reading(heldout_fraction=0.5)
 # --- samples ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_greedy_says_what_transformers_generates(kind: str) -> None:
-    model = tiny_model(kind=kind, init_std=0.5).eval()
+def test_greedy_says_what_transformers_generates() -> None:
+    model = tiny_model(kind="qwen3", init_std=0.5).eval()
     stopped = 0
-    for seed in range(6):
+    for seed in range(4):
         prompt = sequence(seed, 6)[0]
-        free = baselines.greedy(model, prompt, new_tokens=20, stop_ids=(), device=CPU)
+        free = baselines.greedy(model, prompt, new_tokens=12, stop_ids=(), device=CPU)
         stops = [free[9]] if seed % 2 else [1]  # a token that will be said, or one that perhaps is not
-        said = baselines.greedy(model, prompt, new_tokens=20, stop_ids=stops, device=CPU)
+        said = baselines.greedy(model, prompt, new_tokens=12, stop_ids=stops, device=CPU)
         theirs = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=20, do_sample=False,
+            torch.tensor([prompt]), attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=12, do_sample=False,
             eos_token_id=stops, pad_token_id=0,
         )[0, 6:].tolist()  # fmt: skip
         if theirs[-1] in stops:
@@ -48,7 +47,7 @@ def test_greedy_says_what_transformers_generates(kind: str) -> None:
             theirs = theirs[:-1]
         assert said == theirs
         assert said == free[: len(said)]
-    assert stopped >= 3
+    assert stopped >= 2
 
 
 class Counts(nn.Module):
@@ -107,43 +106,22 @@ def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_an
     assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
 
 
-def held_out_texts(evaluated: Any) -> list[str]:
-    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
-    return [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
-    """By hand: every document after its first token, its own tokens only, over the bytes of the text."""
-    texts = held_out_texts(evaluated)
-    encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
-    sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
-    size = sum(len(text.encode()) for text in texts)
-    bits = score_of(model, sequences, 32, 16).nats / math.log(2) / size
-    metrics, counts = evaluated.result["metrics"], evaluated.result["counts"]
-    assert metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
-    assert counts["document_bytes"] == size
-    assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
-    assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
-
-
-def test_the_evaluation_has_every_figure(evaluated: Any) -> None:
-    names = {*evaluated.result["metrics"]}
-    assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < names
-    assert {f"{part}_loss_{model}" for part in ("chat", "domain") for model in ("base", "sft", "lora")} < names
-    assert {f"preference_{figure}/{model}" for figure in ("accuracy", "margin") for model in ("base", "sft", "lora")} < names
-    assert all(math.isfinite(value) for value in evaluated.result["metrics"].values())
-
-
-def test_chats_cost_what_the_assistants_tokens_cost(evaluated: Any) -> None:
+def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_tokens_cost(evaluated: Any) -> None:
     counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
+    assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < metrics.keys()
+    for model in ("base", "sft", "lora"):
+        assert {f"preference_{figure}/{model}" for figure in ("accuracy", "margin")} < metrics.keys()
+        assert {f"{part}_loss_{model}" for part in ("chat", "domain")} < metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
     index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
     assert counts["chat_tokens"] == index["live_tokens"]
     assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "both parts are the same chats here"
     assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "the fine-tuned model knows chats better than its base"
 
 
-def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(evaluated: Any) -> None:
-    metrics, output = evaluated.result["metrics"], evaluated.root / "output"
+def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
+    """By hand: every document after its first token, its own tokens only, over the bytes of the text; each also alone."""
+    metrics, counts, output = evaluated.result["metrics"], evaluated.result["counts"], evaluated.root / "output"
     for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
         found = sums_of(output, metric)
         assert found is not None
@@ -151,12 +129,18 @@ def test_the_records_behind_a_figure_give_it_and_each_costs_what_it_costs_alone(
         assert len(sums) == len(sizes) == len(records) > 1
         assert sum(sums) / sum(sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
     assert sums_of(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
-    model = factory.load(evaluated.inputs["base"] / "model")
-    (text, *_), encoder = held_out_texts(evaluated), Encoder(evaluated.inputs["base"] / "model")
-    ids = encoder.encode([text])[0]
-    alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 32, 16).nats / math.log(2)
+    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
+    texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
+    sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
+    size = sum(len(text.encode()) for text in texts)
+    whole, alone = (score_of(model, some, 32, 16).nats / math.log(2) for some in (sequences, sequences[:1]))
     sums, sizes, *_ = sums_of(output, "bits_per_byte") or ([], [], [])
-    assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(text.encode()))
+    assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(texts[0].encode()))
+    assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
+    assert counts["document_bytes"] == size
+    assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
+    assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
 
 
 def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any, tmp_path: Path) -> None:

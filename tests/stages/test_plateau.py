@@ -21,10 +21,11 @@ from ttrain.stages.job import StageContext
 from ttrain.store.model_files import PLATEAU
 from ttrain.train import checkpoint_format
 
-STEPS = 12
-DECAY_BEGINS = 9
-INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.25}}  # steps 0 to 8, then 9 to 11
-NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.25}, "seed": 2}
+STEPS = 8
+DECAY_BEGINS = 5
+INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.375}}  # steps 0 to 4, then 5 to 7
+NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.375}, "seed": 2}
+OF_NIGHT = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +42,41 @@ def weights(artifact: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(first: Any) -> None:
-    champion, _ = first
+def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(first: Any, tmp_path: Path) -> None:
+    champion, home = first
     assert {path.name for path in (champion / PLATEAU).iterdir()} == {"model.safetensors", "optimizer.safetensors"}
-    saved = checkpoint_format.read(champion / "checkpoints" / "step-00000009")
+    saved = checkpoint_format.read(champion / "checkpoints" / f"step-{DECAY_BEGINS:08d}")
     kept = plateau.read(champion, "model.safetensors")
     assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer) and kept.step == 0
     assert not same(dict(kept.weights), weights(champion))
+    home.pretrain(stage_settings(2), tmp_path)
+    assert not (tmp_path / PLATEAU).exists(), "of another schedule"
+    assert not plateau.write(tmp_path, DECAY_BEGINS) and not (tmp_path / PLATEAU).exists(), "without its checkpoint"
 
 
-def test_other_schedules_leave_no_plateau(first: Any, tmp_path: Path) -> None:
-    first[1].pretrain(stage_settings(STEPS), tmp_path / "linear")
-    assert not (tmp_path / "linear" / PLATEAU).exists()
-
-
-def test_a_plateau_whose_checkpoint_is_gone_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    assert not plateau.write(tmp_path, 9) and not (tmp_path / PLATEAU).exists()
-
-
-def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tmp_path: Path) -> None:
+def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, whole_night: Path, tmp_path: Path) -> None:
     champion, home = first
-    settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
-    home.pretrain(settings, tmp_path / "night", with_plateau(champion))
-    home.pretrain(settings, tmp_path / "warm", {"base": champion})
-    night, warm = (checkpoint_format.read(tmp_path / name / "checkpoints" / "step-00000001") for name in ("night", "warm"))
+    home.pretrain(stage_settings(2, NIGHT, checkpoint_every_steps=1), tmp_path, {"base": champion})
+    night, warm = (checkpoint_format.read(path / "checkpoints" / "step-00000001") for path in (whole_night, tmp_path))
     kept = plateau.read(champion, "model.safetensors")
-    assert {int(value) for name, value in night.optimizer.items() if name.startswith("step|")} == {10}  # 9 before it
+    steps = {int(value) for name, value in night.optimizer.items() if name.startswith("step|")}
+    assert steps == {DECAY_BEGINS + 1}, "with those before it"
     assert {int(value) for name, value in warm.optimizer.items() if name.startswith("step|")} == {1}
     moved = [max(float((night.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights)]
     moved.append(max(float((warm.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights))
     assert moved[0] < moved[1]
-    assert (tmp_path / "night" / PLATEAU).is_dir()
+    assert (whole_night / PLATEAU).is_dir()
 
 
 def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
     averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 0.3}}
-    settings, home = stage_settings(STEPS, averaged), first[1]
+    settings, home = stage_settings(3, averaged), first[1]
     home.pretrain(settings, tmp_path / "first")
     kept = plateau.read(tmp_path / "first", "model.safetensors")
     assert same(dict(kept.weights), weights(tmp_path / "first"))
     home.pretrain(settings, tmp_path / "night", with_plateau(tmp_path / "first"))
     counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
-    assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * STEPS}
+    assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * 3}
 
 
 def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_weights(
@@ -91,11 +84,10 @@ def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_
 ) -> None:
     """A deadline is a request to stop, which the trainer reads at each step."""
     champion, home = first
-    settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=2)
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    config = PretrainConfig(model=OF_NIGHT.model, pretrain=OF_NIGHT.pretrain)
     asked = itertools.count(1)
     night = StageContext(
-        {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, settings.runtime, ProgressWriter(None),
+        {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, OF_NIGHT.runtime, ProgressWriter(None),
         lambda: next(asked) > DECAY_BEGINS + 1,
     )  # fmt: skip
     with pytest.raises(Interrupted):
@@ -113,7 +105,7 @@ def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_
 def whole_night(first: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     champion, home = first
     output = tmp_path_factory.mktemp("whole")
-    home.pretrain(stage_settings(STEPS, NIGHT, checkpoint_every_steps=2), output, with_plateau(champion))
+    home.pretrain(OF_NIGHT, output, with_plateau(champion))
     return output
 
 

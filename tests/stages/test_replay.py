@@ -14,11 +14,12 @@ from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import HeldoutConfig, Pretrain, Reading, ReplayConfig, ReplaySftConfig, Settings, SftConfig
+from ttrain.data.encoder import Encoder
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 from ttrain.errors import UsageError
-from ttrain.stages import heldout, replay, rows, sft
+from ttrain.stages import heldout, new_model, replay, rows, sft
 from ttrain.stages.shards import heldout_records, recipe_of
 
 VOCAB = 300
@@ -83,6 +84,12 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
     ]  # fmt: skip
     everything, all_found = run(nights, tmp_path / "all", 0.9)
     assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
+    # As where the held-out share was another once: the first night learnt what the second held out
+    once = {**nights, "learnt-0001": write(tmp_path / "e", [documents(1000, 200)], documents(11, 1))}
+    _, found = run(once, tmp_path / "once", 0.9)
+    assert documents(11, 1)[0] not in found and documents(12, 1)[0] in found
+    budget, _ = run(nights, tmp_path / "budget", 0.5, tokens=1000, epochs=None)
+    assert 500 <= budget["tokens"] <= 500 + 3 * 24, "a budget in tokens has its share, too"
 
 
 def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_other(tmp_path: Path) -> None:
@@ -123,6 +130,8 @@ def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -
     windows = [long[0][first : first + 65] for first in range(0, 999, 64)]
     assert found and all(part in windows for part in found), "each is a row of training, and none of the held-out document"
     assert len(found) == len(set(map(tuple, found)))
+    sample = replay.sample(learnt := ShardSet(tmp_path / "a" / "train"), 1.0, 1, 3, (), 64)
+    assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 2 * 16, "a sample of everything has every window"
 
 
 def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begins_within_one(tmp_path: Path) -> None:
@@ -132,25 +141,6 @@ def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begin
              "documents": write(tmp_path / "b", [documents(0, 200)], documents(9, 1))}  # fmt: skip
     _, found = run(night, tmp_path / "out", 0.05, row_length=64, mask_intervals=[[opens, closes]])
     assert found == masked[:1]
-
-
-def test_a_sample_of_everything_has_every_window(tmp_path: Path) -> None:
-    long = [[100 + place % 90 for place in range(1000 + number)] for number in range(20)]
-    learnt = ShardSet(write(tmp_path / "a", [long], documents(9, 1)) / "train")
-    sample = replay.sample(learnt, 1.0, 1, 3, (), 64)
-    assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 20 * 16
-
-
-def test_a_budget_in_tokens_has_its_share(nights: dict[str, Path], tmp_path: Path) -> None:
-    result, _ = run(nights, tmp_path / "out", 0.5, tokens=1000, epochs=None)
-    assert 500 <= result["tokens"] <= 500 + 3 * 24
-
-
-def test_what_an_earlier_night_has_held_out_is_not_learnt_either(nights: dict[str, Path], tmp_path: Path) -> None:
-    """As where the held-out share was another once: the first night learnt what the second held out."""
-    nights["learnt-0001"] = write(tmp_path / "e", [documents(1000, 200)], documents(11, 1))
-    _, found = run(nights, tmp_path / "out", 0.9)
-    assert documents(11, 1)[0] not in found and documents(12, 1)[0] in found
 
 
 def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebody_promoted(tmp_path: Path) -> None:
@@ -186,7 +176,8 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     all_chats = {ids.tobytes(): live.tobytes() for ids, live in map(whole.row, range(len(whole))) if live is not None}
     for ids, live in map(sample.row, range(len(sample))):
         assert live is not None and all_chats[ids.tobytes()] == live.tobytes()
-    home.pretrain(settings, tmp_path / "base")
+    base = new_model.new(settings.model, Encoder(home.tokenizer.path), seed=1)
+    new_model.write(base, home.tokenizer.path, tmp_path / "base" / "model")
     inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
     figures = run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,20 +59,17 @@ def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) 
     assert alone.pad_id == encoder.pad_id
 
 
-def test_a_stride_overlaps_the_training_rows_and_not_the_held_out_ones(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path, encoder)
+def test_a_stride_overlaps_the_training_rows_of_documents_alone(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path / "documents", encoder)
     config = settings(stride=4)
     assert open_rows(path, encoder, config).counts()["target_multiplicity"] > 1.5
     assert open_rows(path, encoder, config, heldout=True).counts()["target_multiplicity"] == 1
-
-
-def test_a_stride_for_chats_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     config = Sft.model_validate({"row_length": 8, "tokens_per_step": 16, "stride": 4})
     with pytest.raises(UsageError, match=r"sft\.stride is 4, but chats .* set it to null"):
-        open_rows(chats(tmp_path, encoder, 9), encoder, config)
+        open_rows(chats(tmp_path / "chats", encoder, 9), encoder, config)
 
 
-def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) -> None:
+def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(tmp_path: Path, encoder: Encoder) -> None:
     word = next(text for text in ("t", "e", "a") if encoder.encode([text])[0] == [encoder.special(text)])
     path = documents(tmp_path, encoder)
     first, last = encoder.special(word), 44
@@ -83,15 +81,10 @@ def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) 
     live = labels[labels != IGNORE].tolist()
     assert not {*range(25, 31)} & {*live}
     assert {24, 31} <= {*live}
-
-
-def test_intervals_that_mean_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path, encoder)
     with pytest.raises(UsageError, match=r"training\.mask_intervals names '<nowhere>', which is not a token"):
         open_rows(path, encoder, settings(mask_intervals=[["<nowhere>", 7]]))
-    with pytest.raises(
-        UsageError, match=rf"has the id {len(encoder)}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
-    ):
+    beyond = rf"has the id {len(encoder)}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+    with pytest.raises(UsageError, match=beyond):
         open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
 
 
@@ -105,19 +98,20 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path,
     assert isinstance(order, WeightedOrder)
     assert order.quotas == [2500, 7500]
     assert isinstance(open_rows(path, encoder, config, heldout=True), SeparateDocumentRows)
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"training\.order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, open_rows(path, encoder, config))
 
 
-@pytest.mark.parametrize("other", ["tokenizer", "template"])
-def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder, other: str) -> None:
+def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder) -> None:
     directory = chats(tmp_path / "chats", encoder, 20)
     index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
     write_json(directory / "index.json", index)
     assert len(open_rows(directory, encoder, settings()))
-    write_json(directory / "index.json", {**index, other: "e" * 64})
-    with pytest.raises(
-        ArtifactError, match=f"with another chat {other}" if other == "template" else "with the tokenizer eeee"
-    ):
-        open_rows(directory, encoder, settings())
+    for other, said in {"tokenizer": "with the tokenizer eeee", "template": "with another chat template"}.items():
+        write_json(directory / "index.json", {**index, other: "e" * 64})
+        with pytest.raises(ArtifactError, match=said):
+            open_rows(directory, encoder, settings())
 
 
 def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:
@@ -128,13 +122,6 @@ def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None
     assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
     config = settings(packing="none", order="length-grouped")
     assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
-
-
-def test_weights_with_length_grouping_are_refused(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path, encoder, groups=[0, 1, 0], weights=[0.25, 0.75])
-    config = settings(packing="none", order="length-grouped")
-    with pytest.raises(UsageError, match=r"training\.order is length-grouped, but the data is mixed by weight; .*=shuffled"):
-        order_of(config, open_rows(path, encoder, config))
 
 
 def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
@@ -158,15 +145,10 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
-@pytest.mark.parametrize("tokens_per_step", [40, 48, 1600])
-@pytest.mark.parametrize("more", [{}, {"packing": "none"}, {"mask_intervals": [[1, 4]]}], ids=str)
-def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(
-    tmp_path: Path, encoder: Encoder, kind: str, tokens_per_step: int, more: dict[str, Any]
-) -> None:
+def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path: Path, encoder: Encoder, kind: str) -> None:
     write = documents if kind == "documents" else partial(chats, answered=6)
     shards = write(tmp_path / "train", encoder)
     make_tokenizer(tmp_path)
-    config = settings(tokens_per_step=tokens_per_step, **more)
 
     def message(check: Callable[[], object]) -> str:
         try:
@@ -175,8 +157,10 @@ def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(
             return str(error)
         return ""
 
-    own = message(lambda: order_of(config, open_rows(shards, encoder, config)))
-    assert message(lambda: launch.check(config, tmp_path, tmp_path)) == own
+    for tokens_per_step, more in itertools.product((40, 48, 1600), ({}, {"packing": "none"}, {"mask_intervals": [[1, 4]]})):
+        config = settings(tokens_per_step=tokens_per_step, **more)
+        own = message(partial(lambda config: order_of(config, open_rows(shards, encoder, config)), config))
+        assert message(partial(launch.check, config, tmp_path, tmp_path)) == own
 
 
 def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
@@ -185,14 +169,13 @@ def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path,
     launch.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 100])
-def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder, limit: int) -> None:
+def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder) -> None:
     rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
-    batches = validation_batches(rows, limit, rows_per_batch=2)
-    chosen = np.concatenate([batch.input_ids_BT for batch in batches])
-    numbers = {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}[limit]
-    assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
-    assert max(len(batch.input_ids_BT) for batch in batches) <= 2
+    for limit, numbers in {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}.items():
+        batches = validation_batches(rows, limit, rows_per_batch=2)
+        chosen = np.concatenate([batch.input_ids_BT for batch in batches])
+        assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
+        assert max(len(batch.input_ids_BT) for batch in batches) <= 2
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

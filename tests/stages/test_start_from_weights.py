@@ -76,16 +76,6 @@ def test_new_tokens_begin_as_the_mean_of_their_words_and_all_else_stays(tmp_path
     assert torch.equal(grown(ids).logits[..., :size], model.eval()(ids).logits)
 
 
-def test_a_padded_vocabulary_is_not_grown_but_its_unused_rows_are_given_a_beginning(tmp_path: Path) -> None:
-    size = size_of(tmp_path / "x")
-    model = llama(size + 20)
-    encoder, figures = taken(save(model, tmp_path / "source"), tmp_path)
-    before, after = model.get_input_embeddings().weight, factory.load(tmp_path / "model").get_input_embeddings().weight
-    assert figures["vocab_size"] == figures["vocab_size_before"] == size + 20 and len(encoder) == size + 6
-    changed = (after != before).any(dim=1).nonzero()[:, 0].tolist()
-    assert changed == list(range(size, size + 6))
-
-
 def test_gpt2_s_and_other_architectures_are_taken_as_well(tmp_path: Path) -> None:
     """Conv1D layers, biases in the head, and names that llama does not have."""
     from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
@@ -107,14 +97,10 @@ def test_gpt2_s_and_other_architectures_are_taken_as_well(tmp_path: Path) -> Non
     torch.testing.assert_close(grown.lm_head.bias[encoder.special("<|user|>")], phi.lm_head.bias[pieces].mean())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"kind": "moyun"}, {"kind": "qwen3", "moe": Moe(experts=4)}, {"kind": "gemma3_text"}],
-    ids=lambda settings: settings["kind"],
-)
-def test_what_ttrain_made_is_taken_again_whatever_its_architecture(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["moyun", "qwen3"])
+def test_what_ttrain_made_is_taken_again_whatever_its_architecture(tmp_path: Path, kind: str) -> None:
     size = size_of(tmp_path / "x")
-    model = tiny_model(vocab=size, hidden_size=32, **settings)
+    model = tiny_model(vocab=size, hidden_size=32, kind=kind, moe=Moe(experts=4) if kind == "qwen3" else None)
     source = tmp_path / "source"
     new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
     (make(source, None) / "chat_template.jinja").unlink()
@@ -185,20 +171,21 @@ def test_weights_that_do_not_fit_their_config_are_all_listed(tmp_path: Path) -> 
     assert not (tmp_path / "model").exists()
 
 
-def test_what_else_lies_in_the_folder_has_no_say(tmp_path: Path) -> None:
-    """An adapter's config beside a model makes `from_pretrained` load that adapter, and its base from anywhere."""
-    source = save(llama(size_of(tmp_path / "x")), tmp_path / "source")
+def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_tokenizer_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = size_of(tmp_path / "x")
+    model = llama(size + 20)
+    source = save(model, tmp_path / "source")
+    found = existing.model_files(str(source), "x")
+    # An adapter's config beside a model makes `from_pretrained` load that adapter, and its base from anywhere
     (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "no/where", "r": 1}')
     (source / "model.safetensors.index.json").write_text("{")
-    taken(source, tmp_path)
-    assert (tmp_path / "model" / "model.safetensors").is_file()
-
-
-def test_a_tokenizer_with_other_ids_than_the_model_s_own_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = save(llama(size_of(tmp_path / "x")), tmp_path / "source")
-    found = existing.model_files(str(source), "x")
-    taken(source, tmp_path / "same")
+    encoder, figures = taken(source, tmp_path / "same")
     assert "other ids" not in caplog.text
+    before, after = (one.get_input_embeddings().weight for one in (model, factory.load(tmp_path / "same" / "model")))
+    assert figures["vocab_size"] == figures["vocab_size_before"] == size + 20 and len(encoder) == size + 6
+    assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(range(size, size + 6)), "unused rows, not grown"
     prepare_base_model(found, make_tokenizer(tmp_path / "other").directory, tmp_path / "model")
     assert "tokens that the model knows have other ids in the tokenizer" in caplog.text
 
@@ -248,17 +235,17 @@ def test_resuming_with_another_number_of_layers_is_refused_with_the_difference(r
     def run(layers: int, tokens: int) -> Any:
         return home.pretrain(settings.replaced({"model": {"layers": layers}, "pretrain": {"tokens": tokens}}), tmp_path)
 
-    run(2, 4 * 256)
+    run(2, 256)
     with pytest.raises(UsageError, match=r"made under other settings \(model.layers: 2 → 3\)"):
-        run(3, 8 * 256)
-    assert run(2, 8 * 256)["resumed_from_step"] == 4
+        run(3, 2 * 256)
+    assert run(2, 2 * 256)["resumed_from_step"] == 1
 
 
 def test_a_base_that_lies_elsewhere_now_does_not_keep_a_run_from_resuming(ready: Any, tmp_path: Path) -> None:
     home, settings, base = ready
 
     def run(start: str) -> Any:
-        config = SftConfig(sft=settings.sft.model_copy(update={"start_from": start}))
+        config = SftConfig(sft=settings.sft.model_copy(update={"start_from": start, "epochs": 0.1}))
         inputs = {"base": base, "shards": home.chats.path}
         return run_here(sft, config, tmp_path, inputs, settings.runtime)
 

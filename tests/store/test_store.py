@@ -19,7 +19,7 @@ import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.core.files import read_json, remove_tree, write_json
+from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import DigestCache
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.names import base_digest_of
@@ -30,12 +30,8 @@ from ttrain.store.model_files import weight_files
 from ttrain.tracking import outbox
 
 STAGE, KEY = "pretrain", "k" * 64
-FILES = {
-    "model/weights.bin": b"weights",
-    "tokenizer.json": b"{}",
-    "run/log.txt": b"log",
-    "checkpoints/step-1/state.json": b"1",
-}
+PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
+FILES = {"model/weights.bin": b"weights", "tokenizer.json": b"{}", **PRIVATE}
 MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
 
 # In a process of its own, since it forks: publishes the work in copies of a home, each killed one call later.
@@ -130,12 +126,9 @@ def test_a_published_artifact_is_found_with_what_was_said_about_it(store: Artifa
     assert not store.work(STAGE, KEY).joinpath("output").exists()
     assert store.find(STAGE, "another") is None
     assert store.find("sft", KEY) is None
-
-
-def test_a_manifest_of_an_earlier_version_is_read(store: ArtifactStore) -> None:
-    path = publish(store).path / "manifest.json"
+    path = published.path / "manifest.json"
     write_json(path, {name: value for name, value in read_json(path).items() if name != "manifest_sha256"})
-    assert store.find(STAGE, KEY), "it has no digest of its own"
+    assert store.find(STAGE, KEY), "that of an earlier version has no digest of its own"
 
 
 def test_the_digest_of_a_manifest_is_that_of_what_a_reader_gets(store: ArtifactStore) -> None:
@@ -148,13 +141,8 @@ def test_the_digest_of_a_manifest_is_that_of_what_a_reader_gets(store: ArtifactS
 def test_json_that_is_nested_without_end_is_a_file_that_cannot_be_read(store: ArtifactStore) -> None:
     """Not a traceback: a run's record, what is remembered of files, an adapter's base, an outbox, an index of weights."""
     nested = "[" * 100_000
-    for name in (
-        "runs/full-1.json",
-        "cache/digests.json",
-        "a/base.json",
-        "a/journal.jsonl",
-        "a/model.safetensors.index.json",
-    ):
+    of_a_model = ("a/base.json", "a/journal.jsonl", "a/model.safetensors.index.json")
+    for name in ("runs/full-1.json", "cache/digests.json", *of_a_model):
         (store.root / name).parent.mkdir(parents=True, exist_ok=True)
         (store.root / name).write_text(nested)
     assert read_json(store.root / "runs/full-1.json") is None and list(runs.history(store.root)) == []
@@ -169,30 +157,24 @@ def alter(path: Path) -> None:
     os.utime(path, ns=(1, 1))  # not left to the clock's granularity
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (alter, "altered"),
-        (lambda path: path.unlink(), "missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"."), "bytes"),
-    ],
-    ids=["altered", "deleted", "truncated", "lengthened"],
-)
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_damage_to_any_file_is_noticed_and_named(
-    store: ArtifactStore, harm: Callable[[Path], None], said: str, name: str
-) -> None:
-    artifact = publish(store)
-    harm(artifact.path / name)
-    assert store.find(STAGE, KEY) is None
-    damage = store.damage(artifact)
-    assert damage is not None
-    assert name in damage
-    assert said in damage
-    assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
-    with pytest.raises(ArtifactError, match=STAGE):
-        store.latest(STAGE)
+HARMS: dict[str, Callable[[Path], object]] = {
+    "altered": alter,
+    "missing": lambda path: path.unlink(),
+    "4 bytes": lambda path: path.write_bytes(b"four"),
+}
+
+
+@pytest.mark.parametrize("said", HARMS)
+def test_damage_to_any_file_is_noticed_and_named(store: ArtifactStore, said: str) -> None:
+    for name in FILES:
+        artifact = publish(store)
+        HARMS[said](artifact.path / name)
+        assert store.find(STAGE, KEY) is None
+        damage = store.damage(artifact)
+        assert damage is not None and name in damage and said in damage
+        assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
+        with pytest.raises(ArtifactError, match=STAGE):
+            store.latest(STAGE)
 
 
 def test_a_copied_home_is_found_and_never_written_through_to_the_original(store: ArtifactStore, tmp_path: Path) -> None:
@@ -209,13 +191,9 @@ def test_a_copied_home_is_found_and_never_written_through_to_the_original(store:
     publish(copy, "d" * 64)
     copy.cache.save()
     assert snapshot(store.root) == before
-
-
-def test_a_moved_home_works_when_the_old_place_is_gone(store: ArtifactStore, tmp_path: Path) -> None:
-    publish(store)
     store.root.rename(tmp_path / "moved")
-    moved = ArtifactStore(tmp_path / "moved")
-    assert moved.latest(STAGE).path == tmp_path / "moved" / "store" / STAGE / KEY
+    moved = ArtifactStore(tmp_path / "moved").latest(STAGE)
+    assert moved.path == tmp_path / "moved" / "store" / STAGE / keys[-1], "a moved home works when the old place is gone"
 
 
 def test_the_newest_whole_artifact_is_the_latest(store: ArtifactStore) -> None:
@@ -226,7 +204,7 @@ def test_the_newest_whole_artifact_is_the_latest(store: ArtifactStore) -> None:
     assert store.latest(STAGE).key == "middle"
 
 
-def test_what_no_other_stage_reads_does_not_count_in_the_content(store: ArtifactStore) -> None:
+def test_what_no_other_stage_reads_does_not_count_in_the_content(store: ArtifactStore, tmp_path: Path) -> None:
     first = publish(store, "first")
     private = publish(store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
     public = publish(store, "public", {"model/weights.bin": b"other"})
@@ -235,9 +213,6 @@ def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Artifact
     assert len({first.content, public.content, renamed.content}) == 3
     assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
     assert first.part(("model",)) != public.part(("model",))
-
-
-def test_rebuilt_output_is_compared_by_what_others_read(store: ArtifactStore, tmp_path: Path) -> None:
     artifact = publish(store)
     assert store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"})) is artifact
     assert store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
@@ -272,6 +247,9 @@ def holder(store: ArtifactStore) -> Iterator[subprocess.Popen[str]]:
 def test_the_second_process_waits_for_the_lock_until_the_first_one(
     store: ArtifactStore, holder: subprocess.Popen[str], end: str
 ) -> None:
+    for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
+        with store.lock(stage, key, waiting=pytest.fail):
+            assert holder.poll() is None
     waiting, taken, order = threading.Event(), threading.Event(), []
 
     def take() -> None:
@@ -293,14 +271,6 @@ def test_the_second_process_waits_for_the_lock_until_the_first_one(
     assert taken.wait(30)
     assert order == ["ended", "taken"]
     thread.join(30)
-
-
-def test_other_keys_and_stages_are_not_locked(store: ArtifactStore, holder: subprocess.Popen[str]) -> None:
-    asked: list[str] = []
-    with store.lock("pretrain", "other", waiting=lambda: asked.append("other")):
-        with store.lock("sft", "key", waiting=lambda: asked.append("sft")):
-            assert holder.poll() is None
-    assert asked == []
 
 
 def test_who_waits_is_told_which_process_has_the_lock(store: ArtifactStore, holder: subprocess.Popen[str]) -> None:
@@ -345,17 +315,14 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStor
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     path = publish(store).path
-    before, after = (
-        order[: order.index(("rename", path.stat().st_ino))],
-        order[order.index(("rename", path.stat().st_ino)) :],
-    )
+    renaming = order.index(("rename", path.stat().st_ino))
+    before, after = order[:renaming], order[renaming:]
     assert {inode for _, inode in before} >= {entry.stat().st_ino for entry in [path, *path.rglob("*")]}
     assert ("fsync", path.parent.stat().st_ino) in after
     assert ("fsync", path.parent.parent.stat().st_ino) in order, "the stage's own directory is new, too"
-    manifest = (path / "manifest.json").stat().st_ino
-    assert [inode for _, inode in before].index(manifest) > max(
-        [inode for _, inode in before].index((path / name).stat().st_ino) for name in FILES
-    ), "the manifest is last"
+    inodes = [inode for _, inode in before]
+    places = [inodes.index((path / name).stat().st_ino) for name in (*FILES, "manifest.json")]
+    assert max(places) == places[-1], "the manifest is last"
 
 
 def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(store: ArtifactStore) -> None:
@@ -380,7 +347,8 @@ def test_an_artifact_that_was_copied_to_the_place_of_another_key_is_not_found_th
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    write_json(tmp_path / "value.json", {"old": 1})
+    old = {"text": "ü\u2028", "number": 1}
+    write_json(tmp_path / "value.json", old)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
@@ -390,25 +358,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert read_json(tmp_path / "value.json") == {"old": 1}
+    assert read_json(tmp_path / "value.json") == old
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
-
-
-def test_json_is_written_whole_and_what_is_not_json_reads_as_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "value.json"
-    write_json(path, {"text": "ü\u2028", "number": 1})
-    assert read_json(path) == {"text": "ü\u2028", "number": 1}
-    assert [found.name for found in tmp_path.iterdir()] == ["value.json"]
-    path.write_bytes(b"{")
-    assert read_json(path) is None
-    assert read_json(tmp_path / "missing.json") is None
-
-
-def test_a_removed_tree_is_gone_and_a_missing_one_is_no_error(tmp_path: Path) -> None:
-    make_output(tmp_path / "tree")
-    remove_tree(tmp_path / "tree")
-    remove_tree(tmp_path / "tree")
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "value.json").write_bytes(b"{")
+    assert read_json(tmp_path / "value.json") is None is read_json(tmp_path / "missing.json")
 
 
 def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,24 @@
-"""Files, chats and counts for the data commands."""
+"""The command line in this process; files, chats and counts for the data commands."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ttrain.cli.main import main
+from ttrain.config import Settings
+from ttrain.pipeline import processes
+from ttrain.pipeline.stage_worker import job_of
+from ttrain.stages import Stage
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
@@ -45,6 +52,19 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
         return Result(code, found.out, found.err)
 
     return call
+
+
+def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the process of a task or a gate do its work in this one, without the seconds that its imports take."""
+
+    def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Any) -> Any:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                return import_module(stage.module).run(*job_of(work))
+        finally:
+            import_module("torch").use_deterministic_algorithms(False)
+
+    monkeypatch.setattr(processes, "run", run)
 
 
 def text(rng: random.Random, words: int) -> str:

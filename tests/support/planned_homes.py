@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -42,6 +43,23 @@ def remember_modules(home: Path) -> None:
     checkout's own memory of them spares the next session."""
     (home / "cache").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "digests.json").write_bytes(_digests_of_modules())
+
+
+def remember_copy(home: Path, package: Path) -> None:
+    """Give a home the digests of a copy of the package, too, as if its modules had been parsed there."""
+
+    def stamp(path: Path) -> list[int]:
+        stat = path.stat()
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+    memory = home / "cache" / "digests.json"
+    entries = json.loads(memory.read_bytes())
+    for name, (*known, value, day) in list(entries.items()):
+        module = Path(name.removeprefix("module:"))
+        if module.is_relative_to(ROOT / "ttrain") and module.is_file() and known == stamp(module):
+            copied = package / module.relative_to(ROOT / "ttrain")
+            entries[f"module:{copied}"] = [*stamp(copied), value, day]
+    memory.write_text(json.dumps(entries))
 
 
 class House:
@@ -137,11 +155,19 @@ def running(stages: dict[str, Planned]) -> set[str]:
     return {name for name, planned in stages.items() if planned.state == "run"}
 
 
+def copy_package(to: Path, home: Path) -> Path:
+    """A copy of the package, to be altered, whose modules the home knows."""
+    shutil.copytree(ROOT / "ttrain", to, ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    remember_copy(home, to)
+    return to
+
+
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(house: House) -> Path:
     """A copy of the package, to be altered."""
-    shutil.copytree(ROOT / "ttrain", tmp_path / "code" / "ttrain", ignore=shutil.ignore_patterns("__pycache__", "configs"))
-    return tmp_path / "code" / "ttrain"
+    package = copy_package(house.data.parent / "code" / "ttrain", house.store.root)
+    house.store = ArtifactStore(house.store.root)
+    return package
 
 
 def append(path: Path, code: str) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +27,19 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 
+@functools.cache
+def _template() -> Path:
+    """The store of each home, made once in this process."""
+    root = Path(tempfile.mkdtemp(prefix="ttrain-home-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    store, encoder = ArtifactStore(root), make_tokenizer(root / "a")
+    make_shards(root / "b", encoder, "documents", 60)
+    make_shards(root / "c", encoder, "chats", 60)
+    for number, (stage, output) in enumerate({"tokenizer": "a", "shards-pretrain": "b", "shards-sft": "c"}.items()):
+        store.publish(stage, str(number) * 64, root / output, {"result": {}, "ingredients": {}, "inputs": {}})
+    return root
+
+
 @dataclass
 class Home:
     """A store that holds a tokenizer, shards of documents and shards of chats."""
@@ -33,18 +51,10 @@ class Home:
 
     @classmethod
     def make(cls, root: Path) -> Home:
+        shutil.copytree(_template(), root, dirs_exist_ok=True)
         remember_modules(root)
         store = ArtifactStore(root)
-        encoder = make_tokenizer(root / "a")
-        make_shards(root / "b", encoder, "documents", 60)
-        make_shards(root / "c", encoder, "chats", 60)
-        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
-        return cls(
-            store,
-            store.publish("tokenizer", "0" * 64, root / "a", manifest),
-            store.publish("shards-pretrain", "1" * 64, root / "b", manifest),
-            store.publish("shards-sft", "2" * 64, root / "c", manifest),
-        )
+        return cls(store, *(store.latest(stage) for stage in ("tokenizer", "shards-pretrain", "shards-sft")))
 
     def pretrain_inputs(self) -> dict[str, Artifact]:
         return {"tokenizer": self.tokenizer, "shards": self.documents}

@@ -52,13 +52,9 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
     [
         ("log(0,1)", "a logarithm needs numbers above 0"),
         ("log(1e-3,1e-4)", "the first number must be below the second"),
-        ("uniform(1,1)", "the first number must be below the second"),
         ("uniform(0,a)", "it takes numbers"),
-        ("uniform(0,true)", "it takes numbers"),
         ("uniform(0,.inf)", "it takes numbers"),
         ("uniform(1)", "it has 1 value, with"),
-        ("log(1,2,3,4)", "it has 4 values"),
-        ("log(1,2,1)", "whole number from 2 to 10,000"),
         ("log(1,2,1000000000)", "whole number from 2 to 10,000"),
         ("int(0,9223372036854775807)", "a whole number is at most 9,007,199,254,740,992"),
         ("choice(&a [*a],1)", "values cannot be read"),
@@ -68,14 +64,8 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("choice(a)", "two values or more"),
         ("choice(a,b,a)", '"a" is listed twice'),
         ("choice([a,b)", "cannot be read"),
-        ("loguniform(1e-4,1e-3)", "a sweep takes log(low,high)"),
-        ("range(1,3)", "int(low,high)"),
         ("logg(1e-4,1e-3)", "a sweep takes log(low,high)"),
-        ("log(1e-4,1e-3", "a sweep takes log(low,high)"),
         ("log(1e-4;1e-3)", "it has 1 value, with commas between"),
-        ("log(0,1)", "a logarithm needs numbers above 0"),
-        ("int(5,2)", "the first number must be below the second"),
-        ("choice()", "a choice needs two values or more"),
     ],
 )
 def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text: str, said: str) -> None:
@@ -83,9 +73,6 @@ def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text:
         parse_space(layers([f"{LR}={text}"]))
     assert str(error.value).startswith(f"{LR} is '{text}'")
     assert said in str(error.value)
-
-
-def test_without_a_range_there_is_no_sweep() -> None:
     with pytest.raises(UsageError, match="a sweep needs a setting that varies"):
         parse_space(layers([f"{LR}=1e-3", "name=log"]))
 
@@ -106,14 +93,9 @@ def test_drawn_values_take_the_place_of_their_ranges_in_the_settings() -> None:
     assert loaded.settings.pretrain.optim.betas == (0.8, 0.9)
     assert loaded.settings.sft.epochs == 2
     assert loaded.sources[LR] == "command line"
-
-
-def test_a_preset_can_vary_and_what_is_given_beside_it_wins() -> None:
-    given = layers(["model.preset=choice(5m,10m)", "model.layers=3"])
-    found = [
-        settings_of(with_values(given, parse_space(given), {"model.preset": name})).settings.model for name in ("5m", "10m")
-    ]
-    assert [(model.hidden_size, model.layers) for model in found] == [(256, 3), (320, 3)]
+    given = layers(["model.preset=choice(5m,10m)", "model.layers=3"])  # what is given beside a preset wins
+    found = settings_of(with_values(given, parse_space(given), {"model.preset": "10m"})).settings.model
+    assert (found.hidden_size, found.layers) == (320, 3)
 
 
 def test_a_grid_has_each_combination_once_the_last_setting_fastest() -> None:
