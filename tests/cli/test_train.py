@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from support.data_commands import Run, in_process, trains_here
 from support.pipeline_home import write_corpus
+from support.planned_homes import remember_modules
 from support.waiting import wait_until
 
 COMMAND = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
@@ -33,6 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    remember_modules(tmp_path / "home")
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     monkeypatch.setenv("TTRAIN__TRACKING__ENABLED", "false")
 

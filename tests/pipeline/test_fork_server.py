@@ -84,7 +84,7 @@ time.sleep(60)
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a copy of the package, the module `errand`, and `worker` in the place of a stage's."""
     directory = tmp_path_factory.mktemp("package")
-    shutil.copytree(PACKAGE, directory / "ttrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
     (directory / "errand.py").write_text(ERRAND)
     (directory / "worker.py").write_text("def main():\n    print('it ran')\n    return 0\n\nif __name__ == '__main__':\n    main()\n")

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 from support.data_commands import Result, in_process
+from support.planned_homes import remember_modules
 from support.tiny_stages import Watcher
 
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError, Interrupted, UsageError
-from ttrain.pipeline import launch
+from ttrain.pipeline import launch, processes
 from ttrain.pipeline.lineage import lineage_of
 from ttrain.pipeline.reproduce import MARK_FILE, RebuildRecipe, home_for, recipes_of, reproduce
 from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
@@ -38,6 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given += ["tokenizer.vocab_size=300", "reading.seed=5"]
     given += [f"runtime.{setting}" for setting in ("threads=1", "rows_per_device=4", "workers=1")]
     settings = load(given, environment={}).settings
+    remember_modules(root / "home")
+    processes.warm_up(settings, [TOKENIZER])  # so that most of the stages are forked
     store = ArtifactStore(root / "home")
     tokenizer = launch.build(TOKENIZER, settings, store, {}, Watcher()).artifact
     launch.build(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())

@@ -39,10 +39,10 @@ WEIGHTS = Path("model") / "model.safetensors"
 
 def settings_of(**changes: Any) -> Settings:
     of_dpo = {
-        "epochs": 3, "tokens_per_step": 256, "row_length": 128, "validation_rows": 4, "precision": "fp32",
+        "epochs": 2, "tokens_per_step": 256, "row_length": 128, "validation_rows": 4, "precision": "fp32",
         "optim": {"lr": 3e-3}, **changes,
     }  # fmt: skip
-    speed = {"device": "cpu", "threads": 1, "rows_per_device": 2, "log_every_steps": 1, "checkpoint_every_steps": 2}
+    speed = {"device": "cpu", "threads": 1, "rows_per_device": 2, "log_every_steps": 1, "checkpoint_every_steps": 4}
     sizes = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 256}
     return Settings.model_validate({"model": sizes, "dpo": of_dpo, "runtime": speed})
 
@@ -98,7 +98,7 @@ def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, 
 @pytest.fixture(scope="module")
 def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("straight")
-    assert tune(output, inputs)["pairs"] == 45 * 3
+    assert tune(output, inputs)["pairs"] == 45 * 2
     return output
 
 
@@ -118,7 +118,7 @@ def test_the_reference_has_every_answer_once_and_the_planted_preference_is_learn
 
 
 def test_an_adapter_is_kept_beside_the_whole_model_that_it_is_merged_into(inputs: dict[str, Path], tmp_path: Path) -> None:
-    tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8, epochs=1)
+    tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8, epochs=0.3)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
     ids = torch.arange(20)[None]
@@ -138,8 +138,8 @@ def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs
         tune(tmp_path / "refused", of_rated)
     settings = settings_of()
     run_here(reference, of_reference(settings), tmp_path / "reference", of_rated, settings.runtime)
-    figures = tune(tmp_path / "kto", {**of_rated, "reference": tmp_path / "reference"}, loss="kto", epochs=4)
-    assert figures["answers"] == 45 * 4 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
+    figures = tune(tmp_path / "kto", {**of_rated, "reference": tmp_path / "reference"}, loss="kto", epochs=3)
+    assert figures["answers"] == 45 * 3 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
 
 
 def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.planned_homes import remember_modules
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
@@ -88,6 +89,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], op
 
 def test_the_name_of_the_pipeline_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    remember_modules(tmp_path / "home")
     options = [LR, "-n", "3", "--dry-run", "--json"]
     with_it, without = (CliRunner().invoke(app, ["sweep", *name, *options]) for name in (["full"], []))
     assert without.exit_code == 0, without.output
@@ -112,6 +114,7 @@ def test_a_grid_is_all_of_its_combinations_and_no_sweep_is_larger_than_its_space
 def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_code_is_another(tmp_path: Path) -> None:
     docs = tmp_path / "docs.jsonl"
     docs.write_text(json.dumps({"text": "one"}) + "\n", encoding="utf-8")
+    remember_modules(tmp_path / "home")
     store, data = ArtifactStore(tmp_path / "home"), f"data.pretrain={docs}"
     first = asked(LR, data)
     begun = records.begin(store.root, first.to_json(), first.ingredients(store))
