@@ -72,7 +72,8 @@ def test_greedy_ends_at_a_stop_id_without_saying_it(stops: Sequence[int], new_to
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The evaluation of three tiny models, by the stages; every path that it read."""
     root = tmp_path_factory.mktemp("evaluated")
-    home, settings = Home.make(root / "home"), stage_settings(steps=4)
+    home, few = Home.make(root / "home"), {"epochs": 0.3}
+    settings = stage_settings(steps=4).replaced({"sft": few, "lora": few, "evaluate": {"new_tokens": 2}})
     paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
     chats, runtime = home.chats.path, settings.runtime
     home.pretrain(settings, paths["base"])

@@ -197,7 +197,8 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
 def ready(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Settings, Path]:
     """A home with shards, settings, and a base model as `base-model` leaves it, with the tokenizer of the shards."""
     root = tmp_path_factory.mktemp("ready")
-    home, settings = Home.make(root / "home"), stage_settings(steps=4)
+    home = Home.make(root / "home")
+    settings = stage_settings(steps=2).replaced({"lora": {"epochs": 0.3}, "evaluate": {"new_tokens": 2}})
     encoder = Encoder(home.tokenizer.path)
     model = new_model.new(settings.model.model_copy(update={"layers": 1}), encoder, seed=9)
     new_model.write(model, home.tokenizer.path, root / "base" / "model")
@@ -212,7 +213,7 @@ def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(re
     assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
     result = home.pretrain(settings, tmp_path, {"base": base})
     after = factory.load(tmp_path / "model")
-    assert result["steps"] == 4 and after.config.num_hidden_layers == 1, "settings.model has 2 layers"
+    assert result["steps"] == 2 and after.config.num_hidden_layers == 1, "settings.model has 2 layers"
     assert not same(factory.state(after), load_file(base / "model" / "model.safetensors"))
 
 
