@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -128,6 +130,8 @@ def test_a_run_that_was_killed_after_its_last_stage_is_not_taken_for_a_whole_one
 
 
 def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = datetime.now(UTC)  # names tell thousandths of a second
+    monkeypatch.setattr(runs, "datetime", Mock(wraps=datetime, now=lambda zone: now))
     words = iter(["0000", "0000", "0000", "0001"])
     monkeypatch.setattr(secrets, "token_hex", lambda count: next(words))
     one, other = record(tmp_path), record(tmp_path)
