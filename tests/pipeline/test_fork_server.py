@@ -69,6 +69,14 @@ def main():
     os.write(1, b"up\\n")  # two of them may share a pipe, and print writes the end of the line by itself
     time.sleep(60)
 """
+WORKER = """
+def main():
+    print("it ran")
+    return 0
+
+if __name__ == "__main__":
+    main()
+"""
 LAUNCHER = """
 import os, sys, time
 from ttrain.pipeline.fork_server import ForkServer
@@ -87,7 +95,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
     (directory / "errand.py").write_text(ERRAND)
-    (directory / "worker.py").write_text("def main():\n    print('it ran')\n    return 0\n\nif __name__ == '__main__':\n    main()\n")
+    (directory / "worker.py").write_text(WORKER)
     return directory
 
 

@@ -33,7 +33,7 @@ from ttrain.train import preference_tuning
 
 KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "nothing"]
-ROWS = 60  # a quarter of them held out
+ROWS = 48  # a quarter of them held out
 WEIGHTS = Path("model") / "model.safetensors"
 
 
@@ -98,14 +98,14 @@ def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, 
 @pytest.fixture(scope="module")
 def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("straight")
-    assert tune(output, inputs)["pairs"] == 45 * 2
+    assert tune(output, inputs)["pairs"] == 36 * 2
     return output
 
 
 def test_the_reference_has_every_answer_once_and_the_planted_preference_is_learnt_from_ln_2_on(
     inputs: dict[str, Path], straight: Path
 ) -> None:
-    for part, pairs in (("train", 45), ("heldout", 15)):
+    for part, pairs in (("train", 36), ("heldout", 12)):
         scores = load_file(inputs["reference"] / f"{part}.safetensors")
         assert len(scores["tokens"]) == 2 * pairs and (scores["tokens"] > 0).all()
         assert np.isfinite(scores["log_probabilities"]).all() and (scores["log_probabilities"] < 0).all()
@@ -139,7 +139,7 @@ def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs
     settings = settings_of()
     run_here(reference, of_reference(settings), tmp_path / "reference", of_rated, settings.runtime)
     figures = tune(tmp_path / "kto", {**of_rated, "reference": tmp_path / "reference"}, loss="kto", epochs=3)
-    assert figures["answers"] == 45 * 3 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
+    assert figures["answers"] == 36 * 3 and figures["validation_loss"] < 0.5, "half a nat is the loss of two equal models"
 
 
 def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> None:

@@ -126,8 +126,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 ROWS = Gate(row_length=64, stride=32)
-SMALL = ("buckets=512", "embedding_size=8", "hidden=8", "ngram_characters=2", "epochs=15", "row_length=64", "stride=32",
-         "optim.lr=0.02")  # fmt: skip
+SMALL = ("buckets=512", "embedding_size=8", "hidden=8", "ngram_characters=2", "epochs=8", "row_length=64", "stride=32",
+         "optim.lr=0.03")  # fmt: skip
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     done = run(*words)
     assert done.code == 0 and "it was already finished; nothing was trained" in done.out, done.err
     refused = run(*words, "optim.lr=0.5")
-    assert refused.code == 2 and "optim.lr: 0.02 → 0.5" in refused.err + refused.out
+    assert refused.code == 2 and "optim.lr: 0.03 → 0.5" in refused.err + refused.out
     assert "unchanged" in run("show", "gate").out
 
 

@@ -21,7 +21,8 @@ from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.evaluate.task_result import LN2, ScoreTable, record_name
 from ttrain.stages import average, chosen_base, heldout, replay
 
-CALLS = ("mkdir", "open", "replace", "rename", "unlink", "link", "sendfile")  # with writes, all after which a killed process leaves other files
+# With what opens a file to write, all calls before which a killed process leaves other files than before the one before.
+CALLS = ("mkdir", "open", "replace", "rename", "unlink", "link", "sendfile")
 
 
 def shards(directory: Path, first: int, count: int) -> Path:
