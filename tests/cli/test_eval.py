@@ -178,7 +178,7 @@ def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_th
     config = json.loads((plain / "tokenizer_config.json").read_bytes())
     config.pop("chat_template", None)
     (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    text = said(capsys, "sft", "./plain")
+    text = said(capsys, "sft", "./plain", "--limit", "3")
     assert "documents  bits_per_byte" in text
     assert "not asked: chats, for the tokenizer of ./plain has no chat template" in text
     assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")

@@ -155,7 +155,7 @@ def test_a_link_tells_data_with_counts_and_places_code_commit_seed_and_own_setti
 
 def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_path: Path) -> None:
     home = alone(tracked, tmp_path / "home", "mlflow")
-    for text in ("mine@champion", "models:/mine/1", "mine-sft/1", "5f7a00"):
+    for text in ("mine@champion", "mine-sft/1", "5f7a00"):
         found = lineage_of(home, text)
         assert chain(found) == WHOLE and {link.known_from for link in found.links} == {TRACKER}, text
         for link, same in zip(found.links, lineage_of(made, "sft").links, strict=True):
