@@ -215,6 +215,7 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     slots = {slot for slot in slots if slot - begin < timedelta(days=DAYS)}
     dates = [slot.astimezone(zone).date() for slot in sorted(slots)]
     assert dates == [begin.astimezone(zone).date() + timedelta(days=day) for day in range(DAYS)]
+    assert max(slots).astimezone(zone).strftime("%-M %-H * * *") == cron, "by the clock of the zone"
 
 
 def test_a_refusal_is_told_with_its_reason_and_without_the_request(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,7 @@ def test_a_launchd_agent_holds_command_and_home(odd_home: Path, monkeypatch: pyt
 
 def started_by_cron(line: str, home: Path) -> str:
     """What the command of a line of crontab prints, as cron starts it."""
-    assert line.startswith("*/5 * * * * ")
+    assert line.startswith("*/5 * * * * ") and "%" not in line.replace("\\%", ""), "cron takes it for the end of the line"
     words = line.removeprefix("*/5 * * * * ").replace("\\%", "%")  # as cron does before it asks the shell
     subprocess.run(["/bin/sh", "-c", words], check=True, env={"PATH": os.environ["PATH"]})
     return (home / "schedules" / "serve.log").read_text()
