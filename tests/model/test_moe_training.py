@@ -165,7 +165,7 @@ def last_max_load(kind: str, **settings: float) -> float:
 def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: dict[str, float]) -> None:
     nothing = {"balance": 0.0, **({"bias_rate": 0.0} if kind in BIASED else {})}
     free, found = last_max_load(kind, **nothing), last_max_load(kind, **{**nothing, **balanced})
-    assert found < 1.25 < 1.5 < free, (found, free)
+    assert found < 1.35 < 1.5 < free, (found, free)
 
 
 def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""Compiled training: the same checkpoints, a fallback that is told, and with many steps the same bits (in `make soak`)."""
+"""Compiled training: a fallback that is told, and in `make soak` the same checkpoints, and with many steps the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def fit(
     return trainer, recorder.figures("loss")
 
 
-@pytest.mark.soak
 def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
