@@ -15,7 +15,7 @@ import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import VOCAB
 from support.tiny_mixtures import spread_routers, tiny_moe
-from support.tiny_trainers import ALONE, CPU, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,6 +31,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.preference_tuning import PreferenceTuning, score_answers
+from ttrain.train.trainer import Cadence
 
 T = 48
 GOOD, BAD = 11, 12  # what chosen and rejected answers begin with: the preference that is planted
@@ -151,21 +152,33 @@ def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path)
 
 
 def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    """The point is the mean log-ratio of the step before."""
     config = config_of(loss="kto", beta=0.5, desirable_weight=2.0, undesirable_weight=0.1)
     rows = packed(tmp_path / "pairs", make_pairs(20), tiny_model())
 
-    def train(directory: Path, stop_after: int | None) -> tuple[Any, PreferenceTuning]:
-        model = tiny_model()
+    def train(directory: Path, stop_after: int | None) -> tuple[Any, PreferenceTuning, Recorder]:
+        model, recorder = tiny_model(), Recorder()
         task = PreferenceTuning(config, model)
-        trainer = make_trainer(config, model, rows, task=task, directory=directory, stop_after=stop_after)
+        trainer = make_trainer(
+            config,
+            model,
+            rows,
+            task=task,
+            directory=directory,
+            stop_after=stop_after,
+            callbacks=[recorder],
+            cadence=Cadence(log=1),
+        )
         trainer.fit()
         if trainer.checkpoints is not None:
             trainer.checkpoints.close()
-        return model, task
+        return model, task, recorder
 
-    straight, expected = train(tmp_path / "straight", None)
+    straight, expected, recorder = train(tmp_path / "straight", None)
+    points, ratios = recorder.figures("reference_point"), recorder.figures("kl_to_reference")
+    assert points == pytest.approx([max(0.0, ratio) for ratio in ratios]) and len(points) == 6
     train(tmp_path / "resumed", 3)
-    resumed, found = train(tmp_path / "resumed", None)
+    resumed, found, _ = train(tmp_path / "resumed", None)
     assert expected.state() == found.state() and expected.state()["reference_point"] > 0
     assert same(straight.state_dict(), resumed.state_dict())
 
