@@ -10,7 +10,17 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import (
+    ALONE,
+    CPU,
+    Held,
+    Recorder,
+    WatchedTask,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
 from torch import nn
 
 from ttrain.errors import UsageError
@@ -36,11 +46,13 @@ def fit(
     result = trainer.fit()
     if trainer.checkpoints:
         trainer.checkpoints.close()
-    weights = {name: tensor.detach().clone() for name, tensor in trainer.parallel.whole(trainer.weights.state()).items()}
+    weights = copies(trainer.parallel.whole(trainer.weights.state()))
+    others = Held(tiny_model(layers=layers, seed=2)).state()
+    trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
     return {
-        "weights": weights, "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"), "held": held,
-        "validation": result.validation_loss, "first": result.resumed_from_step,
-        "compiled": trainer.compiled,
+        "weights": weights, "loaded": same(others, trainer.parallel.whole(trainer.weights.state())),
+        "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"), "held": held,
+        "validation": result.validation_loss, "first": result.resumed_from_step, "compiled": trainer.compiled,
     }  # fmt: skip
 
 
@@ -55,6 +67,7 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
     (begun, ended), (_, other) = in_ranks(2, tmp_path, work)
     assert begun["held"] < 0.6 * straight["held"], "a rank holds about half of the parameters"
     assert ended["validation"] == other["validation"]
+    assert begun["loaded"] and ended["loaded"], "whole weights into the parts of each rank"
     for first, second in ((begun, fit(ALONE, TrainerOptions(), tmp_path / "sharded")), (begun_whole, ended)):
         assert second["first"] == 3
         assert [*first["losses"], *second["losses"]] == pytest.approx(straight["losses"], rel=1e-5)
