@@ -81,6 +81,27 @@ class Tied(Line):
         return model
 
 
+class Remembering(Line):
+    """Counts its steps, and logs their number and twice the loss."""
+
+    steps = 0
+
+    def after_step(self, sums: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, float]:
+        return {"steps": self.steps}
+
+    def load_state(self, state: Any) -> None:
+        self.steps = int(state["steps"])
+
+    def figures(self, sums: Any) -> dict[str, float]:
+        return {"steps_remembered": self.steps}
+
+    def derived(self, losses: Any) -> dict[str, float]:
+        return {"loss_twice": 2 * losses["loss"]}
+
+
 def run(
     output: Path, *settings: str, task: str = "test_task:Line", allow: tuple[str, ...] = (),
     stop: Callable[[], bool] = lambda: False, **runtime: Any,
@@ -218,6 +239,15 @@ def test_a_parameter_with_two_names_is_saved_once_and_put_back(tmp_path: Path) -
         run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(5))
     run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied")
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_what_a_task_remembers_outlives_a_stop_and_its_figures_are_logged(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Remembering", stop=StopAfter(5))
+    run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Remembering")
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert [row["steps_remembered"] for row in rows] == [*range(1, 11)]
+    assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
 
 
 def test_a_filler_takes_part_and_moves_nothing() -> None:

@@ -204,8 +204,17 @@ class Adapted(TrainingTask):
     def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
         self._task.after_step(sums)
 
+    def state(self) -> dict[str, float]:
+        return self._task.state()
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self._task.load_state(state)
+
     def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         return self._task.figures(sums)
+
+    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
+        return self._task.derived(losses)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
