@@ -297,6 +297,7 @@ def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
     [
         ({"kind": "phi3", "heads": 3, "hidden_size": 129}, "model.kind is phi3, which cannot compute in these sizes"),
         ({"kind": "phi3", "heads": 3, "hidden_size": 132}, ""),
+        ({"kind": "deepseek_v3", "heads": 4, "hidden_size": 136, "kv_heads": 2}, "; try model.kv_heads=null"),
         ({"kind": "tinyseek", "heads": 4}, ""),
         ({"kind": "gpt2", "kv_heads": 1}, "model.kv_heads is 1"),
         ({"fields": {"head_dim": 43}, "heads": 3, "hidden_size": 129}, "model.kind is qwen3"),
@@ -312,7 +313,7 @@ def test_a_model_without_rules_of_its_own_is_built_to_see(settings: dict[str, An
     answer = shape_check.problem_of(model)
     assert problem in answer and bool(answer) == bool(problem)
     if "; try " in answer:
-        changes = {name: int(value) for name, value in (word[6:].split("=") for word in advised(answer))}
+        changes = {name: json.loads(value) for name, value in (word[6:].split("=") for word in advised(answer))}
         assert shape_check.problem_of(Model.model_validate({"layers": 1, **settings, **changes})) == ""
 
 

@@ -50,9 +50,8 @@ def _error_of_sizes(model: Model) -> str:
 
 def _advice(model: Model) -> str:
     """Hint with other sizes that were tested and work; "" if none of the usual ones do."""
-    width = {"hidden_size": model.next_hidden_size()}
-    all_heads: dict[str, int | None] = {"kv_heads": None}
-    for sizes in ({**width}, all_heads, {**width, **all_heads}):
+    candidates: list[dict[str, int | None]] = [{"hidden_size": model.next_hidden_size()}, {"kv_heads": None}]
+    for sizes in candidates:
         try:
             candidate = Model.model_validate({**model.model_dump(), **sizes})
             if candidate != model and not _error_of_sizes(candidate):
