@@ -43,6 +43,7 @@ DATA = [
     if command.text.startswith(("data ", "tokenizer ")) and "NESTED" not in command.words
 ]  # fmt: skip
 EXAM = '{"question": "Which colour has the sky?", "choices": ["blue", "loud"], "answer": 0}\n' * 2
+PAIRS = "".join(f'{{"prompt": "Is {n} even?", "chosen": "{n} it is.", "rejected": "Perhaps."}}\n' for n in range(40))
 SUITE = "tasks:\n  exam: {kind: choices, file: exam.jsonl}\n"
 
 
@@ -69,6 +70,7 @@ def run_on(finished: Cli, words: list[str], tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
     (tmp_path / "my.yaml").write_text("name: mine\n", encoding="utf-8")
     (tmp_path / "exam.jsonl").write_text(EXAM, encoding="utf-8")
+    (tmp_path / "pairs.jsonl").write_text(PAIRS, encoding="utf-8")
     for name in ("suite", "mine"):
         (tmp_path / f"{name}.yaml").write_text(SUITE, encoding="utf-8")
     (tmp_path / "poems.jsonl").write_text(EXAM, encoding="utf-8")
