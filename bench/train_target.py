@@ -1,8 +1,8 @@
 """What a second of training buys: against `transformers.Trainer`, and against the recipe of ttrain's first version.
 
-    python bench/train_target.py [--path FILE.jsonl]                  about 20 minutes on two cores
+    python bench/train_target.py [--path FILE.jsonl]                  half an hour on two cores
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
-    python bench/train_target.py --only recipe --seeds 1              5 minutes
+    python bench/train_target.py --only recipe --seeds 1              10 minutes
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
 
 target: time until the validation loss reaches a target on a small corpus.

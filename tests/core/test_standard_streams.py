@@ -119,3 +119,4 @@ def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pyte
 
 def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     ProgressWriter(tmp_path / "gone" / "progress.json").update(1, 2, "tokens")
+    assert not any(tmp_path.iterdir())
