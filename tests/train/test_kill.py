@@ -28,7 +28,8 @@ from ttrain.store.layout import Artifact
 from ttrain.train import checkpoint_format
 from ttrain.train.trainer import QUICK
 
-STEPS = 100  # of which chance takes at most 3 * 6 and the few that pass before a signal arrives
+STEPS = 100  # of which chance takes at most 3 * 6, and the watch of parents half a second
+TOKENS_PER_STEP = 1024  # 15 ms on a fast core; with 256 that half second was 100 steps there
 WEIGHTS = Path("model") / "model.safetensors"
 
 
@@ -36,7 +37,8 @@ class Tries:
     """One stage that is built again and again."""
 
     def __init__(self, home: Home) -> None:
-        self.home, self.settings = home, stage_settings(STEPS, rows_per_device=8, checkpoint_every_steps=4)
+        steps = {"tokens": STEPS * TOKENS_PER_STEP, "tokens_per_step": TOKENS_PER_STEP}
+        self.home, self.settings = home, stage_settings(STEPS, steps, rows_per_device=8, checkpoint_every_steps=4)
         self.inputs = home.pretrain_inputs()
         key = plan_stage(PRETRAIN, self.settings, home.store, self.inputs).key
         assert key is not None
