@@ -17,18 +17,19 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, final
+from typing import Any
 
 from ttrain.core.files import parse_object
 from ttrain.store.server_records import HOST
 
 Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Message = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
-ASSISTANT: Final = "/ajax-api/3.0/mlflow/assistant"
+ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
 
-HOST_REFUSED: Final = b"this server answers requests to its own address, from its own pages, only"
+HOST_REFUSED = b"this server answers requests to its own address, from its own pages, only"
 
 
 def policy_of(hosts: Iterable[str]) -> bytes:
@@ -68,7 +69,6 @@ async def answer(send: Send, status: int, body: bytes, headers: Iterable[tuple[b
     await send({"type": "http.response.body", "body": body})
 
 
-@final
 class HostCheck:
     """An ASGI application that refuses, with 403, requests with a foreign Host or a foreign Origin; also web sockets.
 
@@ -93,7 +93,7 @@ class HostCheck:
     def _with_policy(self, send: Send) -> Send:
         """Add the policy to answers; a browser obeys both it and one of the application's own."""
 
-        async def send_with_policy(message: Mapping[str, Any]) -> None:
+        async def send_with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), self._policy]}
             await send(message)
@@ -109,26 +109,23 @@ class HostCheck:
         return len(hosts) == 1 and hosts[0] in self._hosts and all(origin in self._origins for origin in origins)
 
 
-COOKIE_SECONDS: Final = 30 * 24 * 3600
+COOKIE_SECONDS = 30 * 24 * 3600
 
-FIRST_MESSAGE_CHARACTERS: Final = 4096
+FIRST_MESSAGE_CHARACTERS = 4096
 
-TOKEN_REFUSED: Final = (
+TOKEN_REFUSED = (
     b"this server needs its token: open the address that `ttrain up` prints, or send the text "
     b"of the file servers/token in ttrain's home as `Authorization: Bearer TOKEN`\n"
 )
 # A page, not a redirect: a browser that came from a file or from another site sends a strict cookie only where a page of
 # the server itself leads on. `replace`, so that the token does not stay in the history.
-LEAVE_THE_TOKEN: Final = (
-    "const there = new URL(location.href); there.searchParams.delete('token'); location.replace(there.href);"
-)
+LEAVE_THE_TOKEN = "const there = new URL(location.href); there.searchParams.delete('token'); location.replace(there.href);"
 
-LANDING: Final = f"<!doctype html><title>ttrain</title><script>{LEAVE_THE_TOKEN}</script>".encode()
+LANDING = f"<!doctype html><title>ttrain</title><script>{LEAVE_THE_TOKEN}</script>".encode()
 
-SCRIPT_DIGEST: Final = base64.b64encode(hashlib.sha256(LEAVE_THE_TOKEN.encode()).digest())
+SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(LEAVE_THE_TOKEN.encode()).digest())
 
 
-@final
 class TokenRequired:
     """An ASGI application that answers 401 to requests without the token; a web socket is closed.
 
@@ -198,7 +195,6 @@ def _shown(authorization: bytes) -> Iterator[bytes]:
         yield text.partition(b":")[2]
 
 
-@final
 class _CheckedSocket:
     """A web socket of Prefect's protocol whose first message must bring the token; nothing passes before, either way."""
 
@@ -206,7 +202,7 @@ class _CheckedSocket:
         self._is_token, self._receive, self._send = is_token, receive, send
         self._is_checked = self._is_closed = False
 
-    async def receive(self) -> Mapping[str, Any]:
+    async def receive(self) -> Message:
         message = await self._receive()
         if self._is_checked or message["type"] != "websocket.receive":
             return message
@@ -217,7 +213,7 @@ class _CheckedSocket:
         await self._send({"type": "websocket.close", "code": 1008, "reason": "the token is missing or wrong"})
         return {"type": "websocket.disconnect", "code": 1008}
 
-    async def send(self, message: Mapping[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         if self._is_closed or not (self._is_checked or message["type"] in ("websocket.accept", "websocket.close")):
             return
         await self._send(message)
@@ -236,12 +232,11 @@ def guarded(app: Any, port: int, token: str, *, without_token: Iterable[str] = (
     return HostCheck(checked, hosts_of(port), without)
 
 
-BODY_BYTES: Final = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB
+BODY_BYTES = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB
 # Where MLflow writes a PUT to disk as it comes; a checkpoint may have any size. All its other bodies are held in memory.
-UPLOADS: Final = ("/api/2.0/mlflow-artifacts/artifacts/", "/ajax-api/2.0/mlflow-artifacts/artifacts/")
+UPLOADS = ("/api/2.0/mlflow-artifacts/artifacts/", "/ajax-api/2.0/mlflow-artifacts/artifacts/")
 
 
-@final
 class BodyLimited:
     """An ASGI application that answers 413 to a larger body: before reading any of it, where its length is declared.
 
@@ -277,7 +272,6 @@ class _TooLargeError(Exception):
     """A body is larger than the limit."""
 
 
-@final
 class _CountedBody:
     """Passes a body to the application up to the limit; beyond it, the application gets an error, and its answer is dropped.
 
@@ -289,7 +283,7 @@ class _CountedBody:
         self._bytes = 0
         self.is_too_large = self.has_begun = False
 
-    async def receive(self) -> Mapping[str, Any]:
+    async def receive(self) -> Message:
         if not self.is_too_large:
             message = await self._receive()
             self._bytes += len(message.get("body", b""))
@@ -298,7 +292,7 @@ class _CountedBody:
             raise _TooLargeError
         return message
 
-    async def send(self, message: Mapping[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         if not self.is_too_large or self.has_begun:
             self.has_begun = True
             await self._send(message)

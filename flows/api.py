@@ -29,7 +29,7 @@ from ttrain.pipeline.recipe import Planned, Rerun, Selection
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifacts
 
 if TYPE_CHECKING:
     from ttrain.pipeline.labels import Labels
@@ -207,7 +207,7 @@ class Run:
         return settings
 
     @functools.cached_property
-    def artifacts(self) -> Mapping[str, Artifact]:
+    def artifacts(self) -> Artifacts:
         """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
         places = {stage["name"]: self._place(stage) for stage in self.record["stages"] if stage.get("key")}
         return {name: artifact for name, path in places.items() if (artifact := self.store.at(path))}

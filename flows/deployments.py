@@ -26,7 +26,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import ValidationError
 from rich.console import Console
 
-from ttrain.config import NAMES_CODE, Section, Settings, flatten
+from ttrain.config import NAMES_CODE, Settings, flatten
 from ttrain.config.yaml_text import shown
 from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
@@ -206,7 +206,7 @@ def _in_this_home(settings: Settings, path: Path) -> Settings:
     webhook = path.with_suffix(".webhook")
     if Path(settings.notify.webhook_file or "").name != webhook.name:
         return settings
-    return settings.model_copy(update={"notify": settings.notify.model_copy(update={"webhook_file": str(webhook)})})
+    return settings.replaced({"notify": {"webhook_file": str(webhook)}})
 
 
 def with_code_of(deployed_settings: Settings, settings: Settings, kind: str, path: Path) -> Settings:
@@ -222,8 +222,9 @@ def with_code_of(deployed_settings: Settings, settings: Settings, kind: str, pat
                 f"from the deployment's own file only, {path}; leave it out, or set it there with "
                 f"`ttrain pipeline schedule {kind} ... {key}=...`"
             )
-    for key in NAMES_CODE:
-        settings = _with_setting_of(settings, key, deployed_settings)
+    deployed = deployed_settings.model_dump()
+    for section, _, name in (key.partition(".") for key in NAMES_CODE):
+        settings = settings.replaced({section: {name: deployed[section][name]} if name else deployed[section]})
     return settings
 
 
@@ -232,10 +233,3 @@ def _naming_code(settings: Settings) -> dict[str, Any]:
     prefixes = tuple(f"{key}." for key in NAMES_CODE)
     leaves = flatten(settings.model_dump(mode="json"))
     return {key: value for key, value in leaves if key in NAMES_CODE or key.startswith(prefixes)}
-
-
-def _with_setting_of(settings: Any, key: str, source: Section) -> Any:
-    """The settings with one setting, or section, taken from another tree."""
-    name, _, subkey = key.partition(".")
-    value = getattr(source, name)
-    return settings.model_copy(update={name: _with_setting_of(getattr(settings, name), subkey, value) if subkey else value})

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import read_json
 from ttrain.pipeline.execution import PipelineRun
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-TAG: Final = "ttrain"
-LABEL_HOME: Final = "ttrain.home"
-LABEL_HOST: Final = "ttrain.host"
-LABEL_PID: Final = "ttrain.pid"
-LABEL_STARTED: Final = "ttrain.process-started"
-LABEL_TRY: Final = "ttrain.run-count"
-LABEL_RUN: Final = "ttrain.run"  # name of the record
-LABEL_SHOWN: Final = "ttrain.shown"  # the run's own process has shown why it failed
-AUTOMATION: Final = "ttrain: flow runs without a heartbeat have crashed"
-HEARTBEAT_SECONDS: Final = 30  # the minimum of Prefect
-SILENCE_SECONDS: Final = 80  # two heartbeats are missed by then, and less than two minutes have passed
-PENDING_SECONDS: Final = 600.0  # a started process reports within seconds
-WATCH_SECONDS: Final = 3.0
-CANCELLED: Final = "cancelled in Prefect"
+TAG = "ttrain"
+LABEL_HOME = "ttrain.home"
+LABEL_HOST = "ttrain.host"
+LABEL_PID = "ttrain.pid"
+LABEL_STARTED = "ttrain.process-started"
+LABEL_TRY = "ttrain.run-count"
+LABEL_RUN = "ttrain.run"  # name of the record
+LABEL_SHOWN = "ttrain.shown"  # the run's own process has shown why it failed
+AUTOMATION = "ttrain: flow runs without a heartbeat have crashed"
+HEARTBEAT_SECONDS = 30  # the minimum of Prefect
+SILENCE_SECONDS = 80  # two heartbeats are missed by then, and less than two minutes have passed
+PENDING_SECONDS = 600.0  # a started process reports within seconds
+WATCH_SECONDS = 3.0
+CANCELLED = "cancelled in Prefect"
 # Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployments.py`).
-NIGHT_STATES: Final = {"promoted": "Promoted", "kept": "Kept", "nothing-new": "NothingNew", "skipped": "Skipped"}
-UNFINISHED: Final = "Unfinished"
-FINAL_STATES: Final = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
+NIGHT_STATES = {"promoted": "Promoted", "kept": "Kept", "nothing-new": "NothingNew", "skipped": "Skipped"}
+UNFINISHED = "Unfinished"
+FINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
 
 
 def sync_client() -> SyncPrefectClient:

@@ -8,16 +8,15 @@ import logging
 import os
 import sqlite3
 from pathlib import Path
-from typing import Final
 
 from ttrain.core.files import private_directory
 from ttrain.core.sqlite_files import create, damage_of, revision_of_schema, set_aside
 
 log = logging.getLogger("ttrain")
-SCHEMA: Final = Path(__file__).with_name("prefect_schema.sql")  # tests/core/test_schemas.py writes it
+SCHEMA = Path(__file__).with_name("prefect_schema.sql")  # tests/core/test_schemas.py writes it
 # Below the folder of the package: a file for each revision, with its name within.
-MIGRATIONS: Final = "server/database/_migrations/versions/sqlite"
-ELSEWHERE: Final = ("PREFECT_SERVER_DATABASE_", "PREFECT_API_DATABASE_")  # variables that name another database
+MIGRATIONS = "server/database/_migrations/versions/sqlite"
+ELSEWHERE = ("PREFECT_SERVER_DATABASE_", "PREFECT_API_DATABASE_")  # variables that name another database
 
 
 def database_of(home: Path) -> Path:

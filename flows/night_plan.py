@@ -40,7 +40,7 @@ from ttrain.stages import (
     Stage,
 )
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
 
 
-def _adapter_bases(bases: Mapping[str, Artifact]) -> dict[str, Artifact]:
+def _adapter_bases(bases: Artifacts) -> dict[str, Artifact]:
     """The bases of adapters, by stage, as inputs of an evaluation."""
     models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
     return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}

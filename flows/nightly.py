@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ttrain import tracking
 from ttrain.config import Event, Settings
-from ttrain.core.terminal import escaped
+from ttrain.core.terminal import print_plain
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
@@ -79,7 +79,7 @@ def run_night(
         covered = str(running)
     nights.skipped(slot, covered)
     if not in_flow:  # else the state of the flow run says it
-        console.print(escaped(f"skipped: {covered}"), highlight=False, soft_wrap=True, markup=False)
+        print_plain(console, f"skipped: {covered}")
     _send(settings, "skipped", covered)
     return NightResult("skipped", covered)
 
@@ -275,7 +275,7 @@ class NightRun:
 
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""
-        self.console.print(escaped(text), highlight=False, soft_wrap=True, markup=False)  # names of files, from anywhere
+        print_plain(self.console, text)  # names of files, from anywhere
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
@@ -245,9 +245,9 @@ def _worst_first(execution: PipelineRun) -> list[BaseException]:
     return sorted(execution.failures.values(), key=lambda error: isinstance(error, NothingNew))
 
 
-OWNER: Final = "TTRAIN_SERVER_OWNER"
-RESTARTS: Final = 5  # of a server that keeps dying
-HISTORY_CHECK_SECONDS: Final = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
+OWNER = "TTRAIN_SERVER_OWNER"
+RESTARTS = 5  # of a server that keeps dying
+HISTORY_CHECK_SECONDS = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
 
 
 class _OwnServer(NamedTuple):
@@ -304,7 +304,6 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     return wait
 
 
-@final
 class _TemporaryServer:
     """The Prefect server of this process; started at once, and again on its port and its database should it die.
 

@@ -88,20 +88,13 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the block at once, where no execution handles them."""
-    try:
-        with handling_signals(_interrupt):
-            yield
-    except _EarlySignal as early:
-        raise Interrupted(str(early), early.args[0]) from None
-
-
-@contextlib.contextmanager
 def _screen(console: Console, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no execution handles."""
-    with contextlib.closing(Display(console)) as drawn, _interrupted_by_signals():
-        yield display or drawn
+    try:
+        with contextlib.closing(Display(console)) as drawn, handling_signals(_interrupt):
+            yield display or drawn
+    except _EarlySignal as early:
+        raise Interrupted(str(early), early.args[0]) from None
 
 
 def _begin(

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from ttrain.config import NAMES_CODE, Settings
 from ttrain.config.loading import load
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_bytes, write_json
+from ttrain.core.files import PRIVATE_FILE, exclusive, private_directory, read_json, write_bytes, write_json
 
-KINDS: Final = ("nightly", "full")
+KINDS = ("nightly", "full")
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,9 @@ def folder_of(home: Path) -> Path:
     return home.resolve() / "schedules"
 
 
-@contextlib.contextmanager
-def changing(home: Path) -> Iterator[None]:
+def changing(home: Path) -> contextlib.AbstractContextManager[None]:
     """Lock for changes of schedules here and on the server: two processes that make one deployment give it two crons."""
-    from filelock import FileLock
-
-    folder = folder_of(home)
-    private_directory(folder)
-    with FileLock(folder / "change.lock", thread_local=False):
-        yield
+    return exclusive(private_directory(folder_of(home)) / "change.lock")
 
 
 def write(home: Path, schedule: Schedule) -> Path:
@@ -126,15 +120,14 @@ def webhook_in_file(home: Path, kind: str, settings: Settings) -> Settings:
         return settings
     private_directory(path.parent)
     write_bytes(path, f"{settings.notify.webhook}\n".encode(), PRIVATE_FILE)
-    notify = settings.notify.model_copy(update={"webhook": None, "webhook_file": str(path)})
-    return settings.model_copy(update={"notify": notify})
+    return settings.replaced({"notify": {"webhook": None, "webhook_file": str(path)}})
 
 
 def with_timezone(settings: Settings, timezone: str) -> Settings:
     """The same settings, whose deadline is by the clock of the schedule unless another one is set."""
     if settings.nightly.timezone is not None or timezone not in available_timezones():
         return settings
-    return settings.model_copy(update={"nightly": settings.nightly.model_copy(update={"timezone": timezone})})
+    return settings.replaced({"nightly": {"timezone": timezone}})
 
 
 def local_timezone() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
 from ttrain.errors import UsageError
@@ -22,9 +22,9 @@ from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
 from ttrain.store import server_records
 
-EXAMPLE: Final = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
-FIELDS: Final = 5
-YEARS: Final = 5  # a cron that has not fired by then never does; 29 February may take eight, but is not worth waiting for
+EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
+FIELDS = 5
+YEARS = 5  # a cron that has not fired by then never does; 29 February may take eight, but is not worth waiting for
 
 
 class RefusedError(UsageError):

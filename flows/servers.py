@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import psutil
 from filelock import FileLock
@@ -40,16 +40,16 @@ from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 
 log = logging.getLogger("ttrain")
-PORT: Final = "TTRAIN_SERVER_PORT"
-HOME: Final = "TTRAIN_SERVER_HOME"
-AUTH_STRING: Final = "PREFECT_API_AUTH_STRING"
-HEALTH: Final = {"prefect": "/api/health", "mlflow": "/health"}
-START_SECONDS: Final = 180.0  # both take 11 s in a fresh home on two idle cores, 24 s where Prefect migrates its database
-STOP_SECONDS: Final = 10.0  # idle servers stop within 2 s
+PORT = "TTRAIN_SERVER_PORT"
+HOME = "TTRAIN_SERVER_HOME"
+AUTH_STRING = "PREFECT_API_AUTH_STRING"
+HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
+START_SECONDS = 180.0  # both take 11 s in a fresh home on two idle cores, 24 s where Prefect migrates its database
+STOP_SECONDS = 10.0  # idle servers stop within 2 s
 
 # Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
 # Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
-SILENT: Final = {
+SILENT = {
     "DO_NOT_TRACK": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
@@ -57,7 +57,7 @@ SILENT: Final = {
 }
 # The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
 # API and so the UI.
-QUIET: Final = {
+QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "ttrain",
@@ -66,7 +66,7 @@ QUIET: Final = {
 
 # The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
 # least three: 60 of a cron of every minute.
-SLOTS_AHEAD: Final = {
+SLOTS_AHEAD = {
     "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "2",
     "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "2",
     "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_SCHEDULED_TIME": "PT0S",

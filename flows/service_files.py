@@ -13,7 +13,6 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Final
 from xml.sax.saxutils import escape
 
 import yaml
@@ -25,12 +24,12 @@ from ttrain.flows import schedule_files, schedules, servers
 from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
 
-INHERITED: Final = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
+INHERITED = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 
-SECRETS: Final = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
+SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
                   "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")  # fmt: skip
 
-SECRETS_FILE: Final = Path(".config", "ttrain", "environment")  # below the user's own home: NAME=value, one a line
+SECRETS_FILE = Path(".config", "ttrain", "environment")  # below the user's own home: NAME=value, one a line
 
 
 def unit(kind: str, home: Path) -> str:
@@ -135,7 +134,7 @@ def _specifiers(text: str) -> str:
     return text.replace("%", "%%")
 
 
-HOME_INSIDE: Final = "/ttrain"  # of the container; a volume of the host or of the cluster
+HOME_INSIDE = "/ttrain"  # of the container; a volume of the host or of the cluster
 
 
 def prefect_yaml(home: Path, schedule: Schedule) -> str:

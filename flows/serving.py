@@ -18,27 +18,27 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ttrain.config import Auth
-from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, read_object, refuse, write_json
 from ttrain.core.signals import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, servers
 from ttrain.store import server_records
 from ttrain.tasks.best_effort import best_effort
 
-POLL_SECONDS: Final = 5.0
-LOOK_SECONDS: Final = 0.2  # whether a process that was asked to stop has ended
-GRACE_SECONDS: Final = 600.0  # for a checkpoint to be written, before a run that is cancelled or stopped is killed
-RUNS_AT_ONCE: Final = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
-PREFECT_PORT: Final = 4200
-STOPPED: Final = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
-LOCK_SECONDS: Final = 2.0  # `served_by` takes the lock for a moment, too
+POLL_SECONDS = 5.0
+LOOK_SECONDS = 0.2  # whether a process that was asked to stop has ended
+GRACE_SECONDS = 600.0  # for a checkpoint to be written, before a run that is cancelled or stopped is killed
+RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
+PREFECT_PORT = 4200
+STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
+LOCK_SECONDS = 2.0  # `served_by` takes the lock for a moment, too
 
-SERVING: Final = "serving.txt"  # in the folder of schedules: the process that serves
-OWNER: Final = "serve"  # of a server that is started to serve
-ENTRY_POINTS: Final = {f"ttrain.flows.deployments.{kind}": kind for kind in schedule_files.KINDS}
+SERVING = "serving.txt"  # in the folder of schedules: the process that serves
+OWNER = "serve"  # of a server that is started to serve
+ENTRY_POINTS = {f"ttrain.flows.deployments.{kind}": kind for kind in schedule_files.KINDS}
 
 log = logging.getLogger("ttrain")
 
@@ -97,12 +97,10 @@ def _ending_at_once() -> Iterator[list[int]]:
 
 def served_by(home: Path) -> int | None:
     """The process that serves this home, if there is one."""
-    from filelock import FileLock, Timeout
-
     folder = schedule_files.folder_of(home)
     if not folder.exists():
         return None
-    with contextlib.suppress(Timeout), FileLock(folder / "serve.lock", timeout=0, thread_local=False):
+    with contextlib.suppress(Taken), exclusive(folder / "serve.lock", refuse):
         return None
     pid = read_object(folder / SERVING).get("pid")
     return int(pid) if pid else None

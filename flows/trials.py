@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from ttrain import tracking
-from ttrain.core.terminal import escaped
+from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.flows.run import run_plain
@@ -48,7 +48,7 @@ def begin(request: SweepRequest, store: ArtifactStore, screen: Console) -> Sweep
     """The requested sweep: one to continue, or a new one."""
     sweep, changed = find_resumable(request, store)
     if changed:
-        screen.print(escaped(f"a new sweep begins: {changed}"), highlight=False, soft_wrap=True, markup=False)
+        print_plain(screen, f"a new sweep begins: {changed}")
     return sweep or records.begin(store.root, request.to_json(), request.ingredients(store))
 
 
@@ -60,7 +60,7 @@ def run(request: SweepRequest, sweep: Sweep, arguments: Sequence[str], store: Ar
     sweep.note(words=list(arguments))
     study = Study.of(sweep, writes=True)
     for line in _opening(request, sweep, study.trials()):
-        screen.print(escaped(line), highlight=False, soft_wrap=True, markup=False)
+        print_plain(screen, line)
     if _done(study.trials()) < request.trials:
         with contextlib.closing(Display(screen)) as display:
             TrialRunner(request, sweep, study, store, display).run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.stages import Stage
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifacts
 from ttrain.tasks.best_effort import best_effort
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
     attempts = execution.settings.runtime.attempts_of(stage.name)
     retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
 
-    def body(inputs: Mapping[str, Artifact]) -> State[Any]:
+    def body(inputs: Artifacts) -> State[Any]:
         logger = get_run_logger()
         if done := (task_run.run_count or 1) - 1:
             delay = first_delay * 2 ** (done - 1)

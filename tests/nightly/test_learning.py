@@ -214,7 +214,7 @@ def test_an_adapter_stays_with_its_model_which_the_evaluation_is_told(store: Art
     earlier = stages_of(inputs(store, settings_of(tmp_path), {**KEYS, "lora": "a0"}))  # an adapter of an earlier model
     assert earlier["evaluate-champion"]["base_of_lora"].key == "q0" and "base_of_lora" not in earlier["evaluate"]
     gone = publish(store, "lora", "b", "adapter/adapter_model.safetensors", inputs={"base": reference("sft", "gone")})
-    assert learning.base_of(gone, store) is None, "a base that was removed"
+    assert store.input_of(gone, "base") is None, "a base that was removed"
 
 
 def watched(*names: str) -> dict[str, list[dict[str, Any]]]:

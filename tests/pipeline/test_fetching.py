@@ -24,7 +24,7 @@ from support.waiting import stopwatch
 from ttrain import tracking
 from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError
-from ttrain.pipeline.artifact_commands import InTracker, UntrustedArtifact, set_aside
+from ttrain.pipeline.artifact_commands import DamagedArtifact, InTracker, set_aside
 from ttrain.pipeline.names import resolve
 from ttrain.pipeline.plan import explain
 from ttrain.stages import STAGES
@@ -297,7 +297,7 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
         ArtifactError, match=rf"{STAGE} kkk+ is damaged: manifest\.json cannot.*; `ttrain artifacts verify --set"
     ):
         store.latest(STAGE)
-    set_aside(store, [UntrustedArtifact(path, problem) for path, problem in store.unreadable().items()])
+    set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
     assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
 
 

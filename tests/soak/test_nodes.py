@@ -168,7 +168,7 @@ def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(t
                 one.kill()
     assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
     alone(*arguments, "--engine", "none")
-    ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).everything()} for cli in (both, alone))
+    ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()} for cli in (both, alone))
     assert ours == theirs, "with sums in one order, nothing tells how many nodes there were"
     built = {stage for stage, _ in ours}
     assert len(built) == len(ours) and {"pretrain", last} <= built, "each stage once"

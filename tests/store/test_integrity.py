@@ -23,7 +23,7 @@ from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
 from ttrain.pipeline import artifact_commands, launch, names
 from ttrain.pipeline import artifact_commands as artifacts
-from ttrain.pipeline.artifact_commands import UntrustedArtifact
+from ttrain.pipeline.artifact_commands import DamagedArtifact
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned
@@ -250,8 +250,8 @@ def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(st
 # --- what was made from it ----------------------------------------------------------------------------------------------
 
 
-def chain(store: ArtifactStore, *, is_verified: bool) -> list[Artifact]:
-    """A model, one made from it, and one made from that, as this version or as an earlier one published them."""
+def chain(store: ArtifactStore) -> list[Artifact]:
+    """A model, one made from it, and one made from that."""
     artifacts: list[Artifact] = []
     for stage in ("pretrain", "sft", "lora"):
         output = store.work(stage, "k" * 64) / "output"
@@ -260,43 +260,43 @@ def chain(store: ArtifactStore, *, is_verified: bool) -> list[Artifact]:
         base = artifacts[-1] if artifacts else None
         inputs = {"base": {"stage": base.stage, "key": base.key, "content": base.content}} if base else {}
         manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": inputs}
-        verified = {"inputs_verified": True} if is_verified else {}
-        artifacts.append(store.publish(stage, "k" * 64, output, {**manifest, **verified}))
+        artifacts.append(store.publish(stage, "k" * 64, output, manifest))
     return artifacts
 
 
-def test_what_was_made_from_verified_bytes_stays(store: ArtifactStore) -> None:
-    base, sft, lora = chain(store, is_verified=True)
+def test_what_was_made_from_an_artifact_before_it_was_damaged_stays(store: ArtifactStore) -> None:
+    base, sft, lora = chain(store)
     flip_bit(base.path / "model" / "weights.bin")
-    [removal] = artifact_commands.set_aside(store, [UntrustedArtifact(base.path, "damaged", base)])
+    [removal] = artifact_commands.set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
     assert removal.stage == "pretrain"
     assert store.find("sft", sft.key) and store.find("lora", lora.key)
 
 
 def test_what_was_made_from_an_artifact_whose_manifest_alone_is_lost_stays(store: ArtifactStore) -> None:
-    base, *_ = chain(store, is_verified=False)
+    base, *_ = chain(store)
     (base.path / "manifest.json").write_bytes(b"[" * 100_000)
     (problem,) = store.unreadable().values()
     assert "nested too deeply" in problem
-    [removal] = artifact_commands.set_aside(store, [UntrustedArtifact(base.path, problem)])
+    [removal] = artifact_commands.set_aside(store, [DamagedArtifact(base.path, problem)])
     assert removal.stage == "pretrain"
 
 
-def test_a_suspect_is_not_taken_from_mlflow_until_it_was_built_anew(store: ArtifactStore) -> None:
-    base, sft, _ = chain(store, is_verified=False)
+def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(store: ArtifactStore) -> None:
+    base, *_ = chain(store)
+    os.link(base.path / "model" / "weights.bin", store.root / "linked by MLflow")
 
     class Copies:
-        """Another place that has a copy of the adapted model."""
+        """Another place that has a copy of the model."""
 
         def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
-            return sft.manifest if (stage, key) == (sft.stage, sft.key) else None
+            return base.manifest if (stage, key) == (base.stage, base.key) else None
 
         def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
             raise AssertionError
 
     elsewhere = ArtifactStore(store.root, Copies())
     flip_bit(base.path / "model" / "weights.bin")
-    artifact_commands.set_aside(store, [UntrustedArtifact(base.path, "damaged", base)])
-    assert elsewhere.find("sft", sft.key) is None
-    sft = replace(sft, manifest={**sft.manifest, "published": sft.manifest["published"] + 60})
-    assert elsewhere.find("sft", sft.key)
+    artifact_commands.set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
+    assert elsewhere.find("pretrain", base.key) is None
+    base = replace(base, manifest={**base.manifest, "published": base.manifest["published"] + 60})
+    assert elsewhere.find("pretrain", base.key)

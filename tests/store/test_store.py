@@ -344,7 +344,7 @@ def test_an_artifact_that_was_copied_to_the_place_of_another_key_is_not_found_th
     shutil.copytree(artifact.path, store.path("sft", KEY))
     assert store.find(STAGE, "other") is None
     assert store.find("sft", KEY) is None
-    assert [found.key for found in store.everything()] == [KEY]
+    assert [found.key for found in store.artifacts()] == [KEY]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:

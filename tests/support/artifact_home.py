@@ -98,7 +98,7 @@ class Home:
 
     @property
     def keys(self) -> set[str]:
-        return {artifact.key for artifact in self.store.everything()}
+        return {artifact.key for artifact in self.store.artifacts()}
 
 
 @pytest.fixture

@@ -108,15 +108,6 @@ def test_what_cannot_be_taken_in_time_is_delivered_all_the_same(tracked_home: Pa
     store.close()
 
 
-def test_an_outbox_of_an_earlier_build_is_left_as_it_is_with_the_reason(tracked_home: Path) -> None:
-    left = left_behind(tracked_home, [("rows", {"kept": "1.jsonl"})], ended=True)
-    directory = tracked_home / outbox.FOLDER / left.id
-    (directory / "files").mkdir()
-    (report,) = tracking.sync(tracked_home)
-    assert "a build before 25 November 2026 made it" in report.why and report.things == {"rows": 1}
-    assert len(outbox.read_journal(directory)) == 1
-
-
 def test_a_database_that_another_program_locks_holds_nobody_up_and_gets_everything(hasty_home: Path) -> None:
     with locked(hasty_home):
         store = opened(hasty_home)

@@ -14,7 +14,6 @@ from ttrain.core.text import format_size, format_time
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.artifact_commands import UntrustedArtifact
     from ttrain.store.artifacts import ArtifactStore
 
 MEGABYTE = 1e6
@@ -148,9 +147,9 @@ def artifacts_verify(
     from ttrain.pipeline import artifact_commands
 
     store = _store()
-    artifacts = store.artifacts(stage) if stage else store.everything()
+    artifacts = store.artifacts(stage or "*")
     unreadable = store.unreadable(stage or "*")
-    done, damaged = 0, [artifact_commands.UntrustedArtifact(path, problem) for path, problem in unreadable.items()]
+    done, damaged = 0, [artifact_commands.DamagedArtifact(path, problem) for path, problem in unreadable.items()]
     with bar("verifying", "MB", round(sum(map(artifact_commands.size_of, artifacts)) / MEGABYTE)) as show:
 
         def add_bytes(size: int) -> None:
@@ -160,45 +159,28 @@ def artifacts_verify(
 
         for artifact in artifacts:
             if problems := artifact_commands.verify(artifact, add_bytes):
-                damaged.append(artifact_commands.UntrustedArtifact(artifact.path, "; ".join(problems), artifact))
-    suspects = artifact_commands.suspects(store, damaged)
+                damaged.append(artifact_commands.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
     if set_aside:
         artifact_commands.set_aside(store, damaged)
-    _print_verified(len(artifacts) + len(unreadable), damaged, suspects, done, set_aside=set_aside, as_json=as_json)
+    count = len(artifacts) + len(unreadable)
+    if as_json:
+        problems_by_artifact = [
+            {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")}
+            for entry in damaged
+        ]
+        # Nothing that was made from damaged bytes is suspected any more; the field stays for scripts.
+        print_json({"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "suspects": [],
+                    "set_aside": set_aside})  # fmt: skip
+    elif damaged:
+        table(("stage", "key", "damage"), [(entry.stage, entry.key[:12], entry.why) for entry in damaged])
+        next_step = (
+            "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
+        )
+        print(f"{count} artifacts, {format_size(done)}: {len(damaged)} damaged; {next_step}")
+    else:
+        print(f"{count} artifacts, {format_size(done)}: none damaged")
     if damaged:
         raise typer.Exit(1)
-
-
-def _print_verified(
-    count: int,
-    damaged: list[UntrustedArtifact],
-    suspects: list[UntrustedArtifact],
-    size: int,
-    *,
-    set_aside: bool,
-    as_json: bool,
-) -> None:
-    if as_json:
-        removals = {"damaged": _as_json(damaged), "suspects": _as_json(suspects)}
-        print_json({"artifacts": count, "bytes": size, **removals, "set_aside": set_aside})
-        return
-    if damaged:
-        rows = [(removal.stage, removal.key[:12], removal.why) for removal in [*damaged, *reversed(suspects)]]
-        table(("stage", "key", "damage"), rows)
-    summary = f"{count} artifacts, {format_size(size)}: {len(damaged) or 'none'} damaged"
-    if suspects:
-        summary += f", {len(suspects)} that depend on them and may be wrong"
-    next_step = (
-        "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
-    )
-    print(f"{summary}; {next_step}" if damaged else summary)
-
-
-def _as_json(removals: list[UntrustedArtifact]) -> list[dict[str, Any]]:
-    return [
-        {"stage": removal.stage, "key": removal.key, "path": str(removal.path), "problems": removal.why.split("; ")}
-        for removal in removals
-    ]
 
 
 @artifacts_app.command(

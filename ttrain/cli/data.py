@@ -316,7 +316,7 @@ def data_contamination(
     overlap_share: Annotated[
         float, typer.Option(min=0.01, max=1, help="share of an item that a document must contain to count")
     ] = 0.5,
-    tokenizer: Annotated[Path | None, typer.Option(help="its directory; without it, found by digest")] = None,
+    tokenizer: TokenizerDirectory = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:

@@ -98,8 +98,7 @@ def evaluate(
         default, left_out = default_suite(heldout, resolved_models)
         loaded_suites, notes = [_changed(default, limit=limit)], left_out
     _check_used(loaded_suites, shots=shots, match=match)
-    if track:
-        check_tracked(resolved_models, home)
+    parents = [_tracked(reference, home) for reference in resolved_models] if track else []
     if items is not None:
         check_writable(items, loaded_suites)
     for line in identified:
@@ -117,9 +116,8 @@ def evaluate(
         write_items(items, results)
         final_lines.append(f"every item is in {items}")
     if track:
-        final_lines.append(
-            f"in MLflow: {', '.join(track_results(resolved_models, results, home))}; `ttrain up --open` shows it"
-        )
+        run_names = track_results(resolved_models, parents, results, home)
+        final_lines.append(f"in MLflow: {', '.join(run_names)}; `ttrain up --open` shows it")
     for line in () if as_json else final_lines:
         print(line)
 
@@ -270,24 +268,17 @@ def names_of(references: Sequence[Reference]) -> list[str]:
     return [text if texts.count(text) == 1 else f"{text} ({number})" for number, text in enumerate(texts, 1)]
 
 
-def check_tracked(references: Sequence[Reference], store: ArtifactStore) -> None:
-    """Raise UsageError if a model does not belong to a tracked run."""
-    for reference in references:
-        _tracked(reference, store)
-
-
-def track_results(references: Sequence[Reference], results: Results, store: ArtifactStore) -> list[str]:
-    """Log each model's results in MLflow as a child of the run that made it; returns the names of the new runs.
-
-    Raises UsageError if a model does not belong to a tracked run.
-    """
+def track_results(
+    references: Sequence[Reference], parents: Sequence[tuple[str, str]], results: Results, store: ArtifactStore
+) -> list[str]:
+    """Log each model's results in MLflow as a child of the run that made it, which `_tracked` found; returns the names of
+    the new runs."""
     import orjson
 
     from ttrain import tracking
     from ttrain.evaluate.results import Results
     from ttrain.pipeline.registration import EVALUATION_TABLE, tag_of_tables
 
-    parents = [_tracked(reference, store) for reference in references]
     run_names = []
     for reference, name, (run_id, experiment) in zip(references, names_of(references), parents, strict=True):
         tracker = tracking.open_store(store.root, experiment)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName, resolved_models
+from ttrain.cli.options import AdapterBase, AsJson, RunName, resolved_models
 from ttrain.core.terminal import print_escaped, print_json, table
 
 REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory"
@@ -38,9 +38,7 @@ def export(
     ] = "bf16",
     merge: Annotated[bool, typer.Option("--merge", help="an adapter becomes part of its base: one full model")] = False,
     run: RunName = None,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
-    ] = None,
+    base: AdapterBase = None,
     shard_size: Annotated[str, typer.Option("--shard-size", help="largest weights file, for example 500MB")] = "5GB",
     keep_head: Annotated[bool, typer.Option("--keep-head", help="write the second head beside the model")] = False,
     licence: Annotated[

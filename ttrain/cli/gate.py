@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ttrain.cli import train as train_task
-from ttrain.cli.options import AsJson, Files, command_group, task_settings
+from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
 from ttrain.core import redact
 from ttrain.core.files import read_object
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
@@ -56,7 +56,7 @@ def gate_train(
         typer.Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
-    allow: Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")] = None,
+    allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
     """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
@@ -238,8 +238,7 @@ def heldout_files(experts: Sequence[Reference]) -> list[str]:
 
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:
-        shards = expert.artifact.manifest["inputs"].get("shards") if expert.artifact else None
-        artifact = store.find(shards["stage"], shards["key"]) if shards else None
+        artifact = store.input_of(expert.artifact, "shards")
         if artifact is None:
             raise UsageError(
                 f"what {expert.text} was trained on is not in {store.root}, nor the records held out from it; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -144,7 +145,9 @@ def _link_lines(link: Link) -> Iterator[str]:
     if link.inputs:
         yield "from " + ", ".join(f"{name} {short_digest(key)}" for name, (_, key) in sorted(link.inputs.items()))
     if link.settings:
-        yield "settings " + " ".join(f"{name}={_value(value)}" for name, value in link.settings.items())
+        yield "settings " + " ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in link.settings.items()
+        )
     if trained := _training_facts(link):
         yield f"trained {trained}"
     if link.chosen:
@@ -181,9 +184,3 @@ def _commit(text: str) -> str:
     """The shortened commit, and whether there were uncommitted changes."""
     commit, plus, changes = text.partition("+")
     return short_digest(commit) + plus + changes
-
-
-def _value(value: object) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)

@@ -15,38 +15,35 @@ from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
 
-from ttrain.cli.artifacts import artifacts_app
-from ttrain.cli.chat import chat, generate, serve
-from ttrain.cli.compare import add_pages
-from ttrain.cli.data import data_app, tokenizer_app
-from ttrain.cli.doctor import doctor
-from ttrain.cli.evaluate import EPILOG as EVAL_EPILOG
-from ttrain.cli.evaluate import evaluate
-from ttrain.cli.export import EPILOG as EXPORT_EPILOG
-from ttrain.cli.export import export
-from ttrain.cli.gate import gate_app
-from ttrain.cli.lineage import add_lineage
-from ttrain.cli.model import EPILOG as IMPORT_EPILOG
-from ttrain.cli.model import SIZE_EPILOG, adapter_app, import_model, size
-from ttrain.cli.nightly import EPILOG as SERVE_EPILOG
-from ttrain.cli.nightly import schedule_app
-from ttrain.cli.nightly import serve as serve_schedules
+from ttrain.cli import (
+    artifacts,
+    chat,
+    compare,
+    data,
+    doctor,
+    evaluate,
+    export,
+    gate,
+    lineage,
+    model,
+    nightly,
+    pipeline,
+    registry,
+    sweep,
+    tracking,
+    train,
+)
 from ttrain.cli.options import (
     AsJson,
+    Extend,
+    Force,
     SettingsOptions,
-    StageOptions,
     command_group,
     run_words,
     server_settings,
     stage_words,
     with_option_groups,
 )
-from ttrain.cli.pipeline import pipeline_app
-from ttrain.cli.registry import models_app
-from ttrain.cli.sweep import sweep_app
-from ttrain.cli.tracking import links_of, open_in_browser, track_app
-from ttrain.cli.train import EPILOG as TRAIN_EPILOG
-from ttrain.cli.train import train
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -92,24 +89,24 @@ config_app = command_group(
     help="Show the settings and where each value comes from.",
     epilog="Example:  ttrain config show --profile small",
 )
-pipeline_app.add_typer(schedule_app, name="schedule")
-pipeline_app.command("serve", epilog=SERVE_EPILOG)(serve_schedules)
+pipeline.pipeline_app.add_typer(nightly.schedule_app, name="schedule")
+pipeline.pipeline_app.command("serve", epilog=nightly.EPILOG)(nightly.serve)
 for name, group, panel in (
-    ("pipeline", pipeline_app, TRAIN),
+    ("pipeline", pipeline.pipeline_app, TRAIN),
     ("stage", stage_app, TRAIN),
-    ("sweep", sweep_app, TRAIN),
+    ("sweep", sweep.sweep_app, TRAIN),
     ("config", config_app, TRAIN),
-    ("artifacts", artifacts_app, LOOK),
-    ("gate", gate_app, USE),
-    ("data", data_app, DATA),
-    ("tokenizer", tokenizer_app, DATA),
-    ("models", models_app, MODELS),
-    ("adapter", adapter_app, MODELS),
-    ("track", track_app, SERVE),
+    ("artifacts", artifacts.artifacts_app, LOOK),
+    ("gate", gate.gate_app, USE),
+    ("data", data.data_app, DATA),
+    ("tokenizer", data.tokenizer_app, DATA),
+    ("models", registry.models_app, MODELS),
+    ("adapter", model.adapter_app, MODELS),
+    ("track", tracking.track_app, SERVE),
 ):
     app.add_typer(group, name=name, rich_help_panel=panel)
-models_app.command("size", epilog=SIZE_EPILOG)(size)
-models_app.command("import", epilog=IMPORT_EPILOG)(import_model)
+registry.models_app.command("size", epilog=model.SIZE_EPILOG)(model.size)
+registry.models_app.command("import", epilog=model.EPILOG)(model.import_model)
 
 
 def _version(show: bool) -> None:
@@ -149,7 +146,9 @@ def stage_run(
         ),
     ],
     settings_options: SettingsOptions,
-    options: StageOptions,
+    extend: Extend = False,
+    force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run one stage alone, without Prefect."""
     from ttrain.flows import api
@@ -158,11 +157,11 @@ def stage_run(
     outlast_output()
     layout.usable_home()
     loaded = settings_options.load()
-    planned = api.plan("full", loaded.settings, extend=options.extend)
-    screen = console(stderr=options.as_json)
-    rerun = replace(planned.rerun, force=frozenset({stage} if options.force else ()))
+    planned = api.plan("full", loaded.settings, extend=extend)
+    rerun = replace(planned.rerun, force=frozenset({stage} if force else ()))
+    screen = console(stderr=as_json)
     artifact, state = run_one_stage(stage, loaded.settings, planned.store, planned.stages, screen, rerun)
-    if options.as_json:
+    if as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
@@ -208,29 +207,29 @@ app.command(
     epilog="Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
     "ttrain chat lora --adapter ./other-adapter\n\n"
     "echo 'What is a list?' | ttrain chat sft --json",
-)(chat)
+)(chat.chat)
 app.command(
     "generate",
     rich_help_panel=USE,
     epilog="Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
     "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
-)(generate)
+)(chat.generate)
 app.command(
     "serve",
     rich_help_panel=USE,
     context_settings={"allow_extra_args": True},
     epilog="Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
-)(serve)
+)(chat.serve)
 app.command(
     "doctor", rich_help_panel=TRAIN, epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
-)(doctor)
+)(doctor.doctor)
 
 
-app.command("train", rich_help_panel=TRAIN, epilog=TRAIN_EPILOG)(train)
-app.command("eval", rich_help_panel=USE, epilog=EVAL_EPILOG)(evaluate)
-app.command("export", rich_help_panel=USE, epilog=EXPORT_EPILOG)(export)
-add_lineage(app, LOOK)
-add_pages(app, LOOK)
+app.command("train", rich_help_panel=TRAIN, epilog=train.EPILOG)(train.train)
+app.command("eval", rich_help_panel=USE, epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command("export", rich_help_panel=USE, epilog=export.EPILOG)(export.export)
+lineage.add_lineage(app, LOOK)
+compare.add_pages(app, LOOK)
 
 
 @app.command(
@@ -269,7 +268,7 @@ def up(
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
     pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
-    links = links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
+    links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
     if as_json:
         print_json({**pages, **links})
     else:
@@ -277,7 +276,7 @@ def up(
         print("".join(f"{name:<8} {link}\n" for name, link in links.items() if name != "experiment"), end="")
         print("stop them with: ttrain down")
     if opens:
-        open_in_browser(home, links["url"])
+        tracking.open_in_browser(home, links["url"])
 
 
 @app.command("down", rich_help_panel=SERVE, epilog="Example:  ttrain down")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import AsJson, Files, Profiles, SettingsOptions, command_group
+from ttrain.cli.options import AdapterBase, AsJson, Files, Profiles, SettingsOptions, command_group
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -42,10 +42,7 @@ def import_model(
 
     done = convert.import_model(source, to, config=config, tokenizer=tokenizer)
     if as_json:
-        print_json({
-            "layout": done.layout, "kind": done.kind, "parameters": done.parameters, "second_head": done.second_head,
-            "tokenizer": done.tokenizer, "assumed": done.assumed, "directory": str(done.directory),
-        })  # fmt: skip
+        print_json(done)
         return
     assumed = ", ".join(f"{name} {value}" for name, value in done.assumed.items())
     table(("property", "value"), [
@@ -133,21 +130,20 @@ def _print_cost(cost: ModelCost, vocabulary: str) -> None:
 
 
 def _show_presets(as_json: bool) -> None:
-    from ttrain.config.model import sizes_of
+    from ttrain.config.model import COLUMNS, sizes_of
 
     costs = of_presets()
     if as_json:
         print_json({name: {"settings": sizes_of(name), **asdict(cost)} for name, cost in costs.items()})
         return
-    columns = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
     rows = []
     for name, cost in costs.items():
         sizes = sizes_of(name)
         rows.append((
-            name, *("" if sizes[column] is None else sizes[column] for column in columns), f"{cost.vocab_size:,}",
+            name, *("" if sizes[column] is None else sizes[column] for column in COLUMNS), f"{cost.vocab_size:,}",
             f"{cost.parameters:,}", f"{cost.flops_per_token:.2g}", *map(format_size, cost.memory_bytes.values()),
         ))  # fmt: skip
-    table(("preset", *columns, "vocabulary", "parameters", "FLOPs/token", "memory adamw", "memory muon"), rows)
+    table(("preset", *COLUMNS, "vocabulary", "parameters", "FLOPs/token", "memory adamw", "memory muon"), rows)
     print("take one with model.preset=NAME; other settings override it. Details of one: ttrain models size NAME")
 
 
@@ -175,9 +171,7 @@ adapter_app = command_group(
 )
 def show_adapter(
     reference: Annotated[str, typer.Argument(metavar="REF", help=REFERENCE_HELP)],
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
-    ] = None,
+    base: AdapterBase = None,
     as_json: AsJson = False,
 ) -> None:
     """Show an adapter: kind, rank or virtual tokens, targets, size, and the base model that it belongs to."""

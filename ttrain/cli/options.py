@@ -89,6 +89,10 @@ RunName = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
+AdapterBase = Annotated[
+    str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
+]
+Allow = Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")]
 Extend = Annotated[
     bool, typer.Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")
 ]
@@ -195,15 +199,6 @@ class SettingsOptions:
         return load(
             self.overrides or (), files=self.config or (), profiles=self.profile or (), environment=environment, base=base
         )
-
-
-@dataclass(frozen=True)
-class StageOptions:
-    """The options of the commands that run one stage."""
-
-    extend: Extend = False
-    force: Force = False
-    as_json: AsJson = False
 
 
 @dataclass(frozen=True)

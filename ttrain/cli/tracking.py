@@ -14,7 +14,7 @@ import typer
 
 from ttrain.cli.options import AsJson, command_group
 from ttrain.core.files import PRIVATE_FILE, write_bytes
-from ttrain.core.terminal import console, escaped, print_escaped, print_json, table
+from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.layout import home, usable_home
@@ -83,7 +83,7 @@ def repair(as_json: AsJson = False) -> None:
     root = usable_home()
     if server_records.live_server(root, "mlflow"):
         raise UsageError("the MLflow server of `ttrain up` has the database open; stop it first: ttrain down")
-    done = track_repair.repair(root, lambda line: console(stderr=True).print(escaped(line), highlight=False, soft_wrap=True))
+    done = track_repair.repair(root, lambda line: print_plain(console(stderr=True), line))
     if as_json:
         print_json(done)
     elif not (done.runs or done.unreadable or done.aside):

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttrain.cli.options import (
-    AsJson,
-    Files,
-    check_no_artifact,
-    task_settings,
-)
+from ttrain.cli.options import Allow, AsJson, Files, check_no_artifact, task_settings
 from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
 from ttrain.core.terminal import console, outlast_output, print_json, table
 from ttrain.core.text import format_duration, format_value
@@ -51,7 +46,7 @@ def train(
     ] = None,
     config: Files = None,
     out: Annotated[Path | None, typer.Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
-    allow: Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")] = None,
+    allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic import (
 from ttrain.core import redact
 
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
-RETIRED: Final = frozenset({
+RETIRED = frozenset({
     "muon_momentum", "muon_adjust_lr", "prefetch_steps", "fork_server", "rows_fraction", "threads_fraction",
 })  # fmt: skip
 
@@ -114,7 +114,7 @@ def _as_sources(value: object) -> object:
 Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
 
 
-_MULTIPLES: Final = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_MULTIPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def as_count(value: object) -> object:

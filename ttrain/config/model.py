@@ -145,7 +145,7 @@ class Model(Section):
 
 # The name is the number of parameters of a qwen3 with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
-_COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
+COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
 _TABLE: dict[str, tuple[int, tuple[int, int, int, int | None, int]]] = {
     "1m": (2_048, (128, 4, 2, None, 1024)),
@@ -175,7 +175,7 @@ def sizes_of(name: object) -> dict[str, Any]:
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    return {**dict(zip(_COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None, "tie_embeddings": True}
+    return {**dict(zip(COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None, "tie_embeddings": True}
 
 
 def _preset_of(name: object) -> tuple[int, tuple[int, int, int, int | None, int]]:

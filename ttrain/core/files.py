@@ -16,6 +16,11 @@ from typing import Any, NoReturn
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
 
 
+def private_opener(name: str, flags: int) -> int:
+    """As `opener` of `open`: a new file is for its owner alone."""
+    return os.open(name, flags, PRIVATE_FILE)
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError for all that is not one, also where it is nested too deeply to be read."""
     try:

@@ -165,16 +165,12 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        if name in digests or not _shapes_results(name):
+        if name in digests or name in CONTAINER_PACKAGES or not NON_RESULT_NAMES.isdisjoint(_with_parents(name)):
             continue
         if path := _module_path(name):  # the file system is asked last: most names come up a dozen times
             digests[name], imports = cache.module(path, name)
             waiting.extend(imports)
     return dict(sorted(digests.items()))
-
-
-def _shapes_results(name: str) -> bool:
-    return name not in CONTAINER_PACKAGES and NON_RESULT_NAMES.isdisjoint(_with_parents(name))
 
 
 def _module_path(name: str) -> Path | None:
@@ -255,10 +251,12 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
+Ingredients = Mapping[str, Any]  # all that determines the result of a stage
+
 UNSET = object()
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Ingredients, new: Ingredients) -> list[str]:
     """What changed between two sets of ingredients, one line each: field, old value, new value.
 
     Where an existing model replaces all settings of a new one, that is one change and one line.
@@ -279,8 +277,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             lines.append(f"input {name}: {_short_digest(old_value)} → {_short_digest(new_value)}")
     for name, old_value, new_value in _changed(old.get("code", {}), new.get("code", {})):
         lines.append(f"module {name} {_change(old_value, new_value, 'is gone')}")
-    if old.get("python") != new.get("python"):
-        lines.append(f"python: {old.get('python')} → {new.get('python')}")
     return lines
 
 
@@ -296,7 +292,7 @@ def _change(old_value: object, new_value: object, gone: str) -> str:
     return "is new" if old_value is UNSET else gone if new_value is UNSET else "changed"
 
 
-def _description(ingredients: Mapping[str, Any]) -> set[str]:
+def _description(ingredients: Ingredients) -> set[str]:
     """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
     if "base" in ingredients.get("inputs", {}):
         return set()

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 
 def usable_cores() -> int:
@@ -41,17 +41,13 @@ def _cpu_info() -> str:
     return ""
 
 
-VERSION: Final = "0.1.0"  # of ttrain
+VERSION = "0.1.0"  # of ttrain
 RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 
-def versions() -> dict[str, str]:
-    """Versions of the libraries that are installed, by name."""
-    return dict(_installed())
-
-
 @functools.cache  # 15 ms, which a process that runs ten stages spends once
-def _installed() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
+    """Versions of the libraries that are installed, by name."""
     from importlib import metadata  # 20 ms that a cached pipeline need not spend
 
     versions_by_name = {}

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-HIDDEN: Final = "***"
+HIDDEN = "***"
 
 # A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and `tokenizer` are not.
-SECRET_WORDS: Final = frozenset(
+SECRET_WORDS = frozenset(
     ["apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "passphrase", "passwd",
      "password", "pat", "pw", "pwd", "secret", "secrets", "signature", "webhook"]
 )  # fmt: skip
-SECRET_ENDS: Final = (("access", "key"), ("account", "key"), ("api", "key"), ("private", "key"), ("secret", "key"),
+SECRET_ENDS = (("access", "key"), ("account", "key"), ("api", "key"), ("private", "key"), ("secret", "key"),
                       ("ssh", "key"), ("signing", "key"), ("encryption", "key"), ("webhook", "url"))  # fmt: skip
-SECRET_GROUPS: Final = frozenset(["credentials", "passwords", "secrets"])  # all that stands below these
-SECRET_TOKENS: Final = frozenset(["access", "api", "auth", "hub", "refresh"])  # `api_tokens`; other tokens are counted
+SECRET_GROUPS = frozenset(["credentials", "passwords", "secrets"])  # all that stands below these
+SECRET_TOKENS = frozenset(["access", "api", "auth", "hub", "refresh"])  # `api_tokens`; other tokens are counted
 # "token" is the word for a secret, and for a piece of text: those of a tokenizer are not secrets.
-TOKENIZER_WORDS: Final = frozenset(
+TOKENIZER_WORDS = frozenset(
     ["bos", "cls", "end", "eos", "first", "last", "mask", "multi", "new", "next", "pad", "sep", "special", "start", "stop",
      "unk"]
 )  # fmt: skip
 # What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
-NO_SECRETS: Final = frozenset(["servers.auth"])  # of ttrain's own settings; the tests read each of them back
-LOOKS_SECRET: Final = re.compile(
+NO_SECRETS = frozenset(["servers.auth"])  # of ttrain's own settings; the tests read each of them back
+LOOKS_SECRET = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"  # all lengths are bounded: a text that a file brings takes linear time
-LOCAL: Final = ("file", "local")  # their "?" and "#" belong to the names of files
-CONTAINERS: Final = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")  # what stands before their "@" is a container
+LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
+CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")  # what stands before their "@" is a container
 # User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
 # ":" that begins no port is taken for one.
 _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"
@@ -47,7 +47,7 @@ _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
 # Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path that goes on.
-HTTP: Final = ("http", "https", "webdav", "webdavs", "dav", "davs")
+HTTP = ("http", "https", "webdav", "webdavs", "dav", "davs")
 _FRAGMENT_OF_HTTP, _FRAGMENT = re.compile(r"#.*", re.DOTALL), re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL)
 _QUERY_OF_HTTP, _QUERY = re.compile(r"\?[^#]*"), re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
 _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::https://host/file
@@ -56,8 +56,8 @@ _HAS_URL = re.compile(rf"(?:{_SCHEME}::)*{_SCHEME}://")
 _HIDDEN_PART = re.compile(r"://\*\*\*@|[?#]\*\*\*")
 # Parameters of signed URLs: those that must be there, and those that a renewed signature changes. What else a query holds
 # says which file is meant. Names in small letters; Azure's are too short to go by one of them alone.
-_SIGNATURE_V4: Final = ("algorithm", "credential", "date", "expires", "signature", "signedheaders")
-_SIGNED: Final = tuple(
+_SIGNATURE_V4 = ("algorithm", "credential", "date", "expires", "signature", "signedheaders")
+_SIGNED = tuple(
     (frozenset(required.split()), frozenset(dropped.split()))
     for required, dropped in (
         # docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html; and version 2, which CloudFront resembles

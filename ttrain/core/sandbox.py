@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import final
 
 from ttrain import errors
 from ttrain.errors import StageFailed, TTrainError
@@ -45,7 +44,6 @@ class WorkFailed(Exception):
     """The work raised an error that is not one of ttrain's; the message is its own."""
 
 
-@final
 class Sandbox:
     """Children that run one function, which maps a request to results. Threads may share it; so may a forked process.
 

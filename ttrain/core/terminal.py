@@ -77,6 +77,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr) if stream.isatty() else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
+def print_plain(screen: Console, text: str) -> None:
+    """Print a line as it is: nothing in it counts as markup, and what does not print is escaped."""
+    screen.print(escaped(text), highlight=False, soft_wrap=True, markup=False)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:
     """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
     from rich.table import Table

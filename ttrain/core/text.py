@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Final, TypeGuard
+from typing import Any, TypeGuard
 
-ABSENT: Final = "–"
-UNITS: Final = ("B", "kB", "MB", "GB", "TB")
-SHOWN_DIGITS: Final = 12  # of a digest
+ABSENT = "–"
+UNITS = ("B", "kB", "MB", "GB", "TB")
+SHOWN_DIGITS = 12  # of a digest
 # The rules of pydantic, which has them in its own terms or Python's, by the kind of error.
 _WHOLE, _NUMBER, _LIST, _MAPPING = "a whole number", "a number", "a list", "a group of names with values"
-RULES: Final[Mapping[str, str]] = {
+RULES: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),

@@ -33,10 +33,10 @@ def _note(best: dict[str, BestFigure], variances: dict[str, float], night: Night
     """Note the figures of the champion that a night made, and of the one before."""
     name, champion = str(text["name"]), night.frozen.champion
     if night.outcome == "promoted":
-        _take(best, name, text, text.get("challenger"), f"version {night.data.get('version')}", variances)
-        variances[name] = variances.get(name, 0.0) + _variance(text.get("interval"))
+        _take(best, name, text, text["challenger"], f"version {night.data['version']}", variances)
+        variances[name] = variances.get(name, 0.0) + _variance(text["interval"])
     if champion is not None:
-        _take(best, name, text, text.get("champion"), f"version {champion.version}", variances)
+        _take(best, name, text, text["champion"], f"version {champion.version}", variances)
 
 
 def _take(
@@ -47,7 +47,7 @@ def _take(
     version: str,
     variances: Mapping[str, float],
 ) -> None:
-    known, records = best.get(name), int(text.get("records") or 0)
+    known, records = best.get(name), text["records"]
     if value is None or (known and (known.records != records or known.value <= value)):
         return
     best[name] = BestFigure(value, version, records, math.sqrt(variances.get(name, 0.0)))

@@ -48,9 +48,8 @@ def earlier_heldout(
             find_heldout(store, reference, night.name)
             return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
     base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
-    shards = base.manifest["inputs"].get("shards") if base else None
-    found = store.find(shards["stage"], shards["key"]) if shards else None
-    return EarlierHeldout(f"{found.stage}/{found.key}", () if is_named else (BEFORE,)) if found else EarlierHeldout()
+    shards = store.input_of(base, "shards")
+    return EarlierHeldout(f"{shards.stage}/{shards.key}", () if is_named else (BEFORE,)) if shards else EarlierHeldout()
 
 
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:

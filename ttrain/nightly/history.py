@@ -11,14 +11,13 @@ from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.errors import UsageError
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.stages import REPLAY, SHARDS_PRETRAIN
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 NIGHTS = 30  # that are shown
-FIGURES = ("documents", "tokens", "left_out", "read_tokens", "replayed_tokens", "chats")
 
 
-def learnt_of(artifacts: Mapping[str, Artifact], chats: Artifact | None) -> dict[str, int]:
-    """FIGURES of a night, for its record: new documents and their tokens, rows that were left out, the tokens that the
+def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
+    """What a night learnt, for its record: new documents and their tokens, rows that were left out, the tokens that the
     training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
     Without those of documents where the base model stays."""
     shards, pretrain, replay = (artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name))
@@ -97,22 +96,21 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
 
 
 def of_record(night: NightRecord) -> NightHistory:
-    """A night as its record tells it; what the record of an earlier version does not have is absent."""
+    """A night as its record tells it."""
     data, decision = night.data, night.data.get("decision") or {}
-    frozen, tries = data.get("frozen") or {}, data.get("tries") or [{}]
-    listed = (frozen.get("files") or {}).values()
-    files = tuple(dict.fromkeys(str(file.get("location")) for dataset in listed for file in dataset))
+    frozen, tries = data["frozen"], data["tries"]
+    files = (file["location"] for listed in frozen["files"].values() for file in listed)
     return NightHistory(
         night=night.name,
-        began=tries[0].get("began"),
-        outcome=str(data.get("outcome", "")),
-        reason=str(data.get("reason") or tries[-1].get("reason") or ""),
-        files=files,
-        learnt={figure: int(number) for figure, number in (data.get("learnt") or {}).items() if figure in FIGURES},
-        champion=(frozen.get("champion") or {}).get("version"),
+        began=tries[0]["began"],
+        outcome=night.outcome,
+        reason=data["reason"] or tries[-1].get("reason", ""),
+        files=tuple(dict.fromkeys(files)),
+        learnt=data.get("learnt", {}),
+        champion=frozen["champion"] and frozen["champion"]["version"],
         version=data.get("version"),
         run=data.get("run") or tries[-1].get("run"),
-        metric=str(decision.get("metric", "")),
+        metric=decision.get("metric", ""),
         figure=decision.get("challenger"),
         champion_figure=decision.get("champion"),
         base=data.get("base"),
@@ -122,12 +120,10 @@ def of_record(night: NightRecord) -> NightHistory:
 
 
 def _text(text: Mapping[str, Any]) -> TextHistory:
-    champion, difference = text.get("champion"), text.get("difference")
+    names = ("name", "kind", "records", "challenger", "champion", "lost")
+    champion, difference = text["champion"], text["difference"]
     change = None if champion is None or difference is None else -difference / (abs(champion) or 1.0) + 0.0
-    return TextHistory(
-        str(text.get("name")), str(text.get("kind")), int(text.get("records") or 0), text.get("challenger"), champion,
-        change, bool(text.get("lost")),
-    )  # fmt: skip
+    return TextHistory(**{name: text[name] for name in names}, change=change)
 
 
 HEADER = (

@@ -51,7 +51,12 @@ def _charts(nights: Sequence[NightHistory]) -> list[Scatter]:
     for metric, _ in metrics.most_common():
         decided = [night for night in reversed(nights) if night.metric == metric and night.figure is not None]
         dots: list[tuple[str | float, float, str, bool]] = [
-            (_number(night), night.figure or 0.0, f"{night.night}: {night.outcome}, {night.reason}", _is_promoted(night))
+            (
+                _number(night),
+                night.figure or 0.0,
+                f"{night.night}: {night.outcome}, {night.reason}",
+                night.outcome == "promoted",
+            )
             for night in decided
         ]
         line = [(_number(night), night.champion_figure) for night in decided if night.champion_figure is not None]
@@ -61,10 +66,6 @@ def _charts(nights: Sequence[NightHistory]) -> list[Scatter]:
 
 def _number(night: NightHistory) -> float:
     return float(night.night.rpartition("-")[2] or 0)
-
-
-def _is_promoted(night: NightHistory) -> bool:
-    return night.outcome == "promoted"
 
 
 def _table(nights: Sequence[NightHistory]) -> Table:

@@ -25,7 +25,7 @@ from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 log = logging.getLogger("ttrain")
 DOCUMENTS = "pretrain"  # the data set of documents
@@ -48,8 +48,8 @@ class NightInputs:
     """
 
     settings: Settings
-    champion: Mapping[str, Artifact] = field(default_factory=dict)
-    replacements: Mapping[str, Artifact] = field(default_factory=dict)
+    champion: Artifacts = field(default_factory=dict)
+    replacements: Artifacts = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
     measures_earlier: bool = True
     learnt: tuple[Artifact, ...] = ()
@@ -57,8 +57,8 @@ class NightInputs:
     average: float | None = None  # share of the champion's base model in the average with the night's own
     replayed_chats: tuple[Artifact, ...] = ()
     plateau: Artifact | None = None
-    bases: Mapping[str, Artifact] = field(default_factory=dict)
-    champion_bases: Mapping[str, Artifact] = field(default_factory=dict)
+    bases: Artifacts = field(default_factory=dict)
+    champion_bases: Artifacts = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -197,7 +197,7 @@ def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]
 
 
 def refreshed_snapshot(
-    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], built: Mapping[str, Artifact] = MappingProxyType({})
+    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], built: Artifacts = MappingProxyType({})
 ) -> InputSnapshot:
     """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
     missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
@@ -366,21 +366,10 @@ def _learnt_shards(
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
     """Digests of the files that the champion's own stages read, as far as their artifacts are in the store."""
-    digests: set[str] = set()
-    for artifact in _champion_models(champion, store):
-        shards = artifact.manifest["inputs"].get("shards")
-        shard_artifact = store.find(shards["stage"], shards["key"]) if shards else None
-        digests |= (
-            {file["sha256"] for file in shard_artifact.manifest["ingredients"]["files"].get(TRAIN, ())}
-            if shard_artifact
-            else set()
-        )
-    return digests
-
-
-def _champion_models(champion: Champion | None, store: ArtifactStore) -> list[Artifact]:
     keys = champion.keys if champion else {}
-    return [artifact for stage in TRAININGS if stage in keys and (artifact := store.find(stage, keys[stage]))]
+    models = (store.find(stage, keys[stage]) for stage in TRAININGS if stage in keys)
+    shards = filter(None, (store.input_of(model, "shards") for model in models))
+    return {file["sha256"] for artifact in shards for file in artifact.manifest["ingredients"]["files"].get(TRAIN, ())}
 
 
 def _reference(recorded: Mapping[str, Any]) -> str:

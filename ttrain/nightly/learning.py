@@ -3,14 +3,13 @@ models that SFT and LoRA start from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import PLATEAU
 from ttrain.train.schedules import RATES
 
@@ -58,25 +57,19 @@ def continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple
     return base, ""
 
 
-def chat_bases(settings: Settings, champion: Mapping[str, Artifact], store: ArtifactStore) -> dict[str, Artifact]:
+def chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
     """By stage, the models that SFT and LoRA start from instead of tonight's; `champion`: its artifacts by stage."""
     bases: dict[str, Artifact] = {}
     nightly = settings.nightly
     if nightly.sft_base == "champion" and "sft" in champion and settings.sft.start_from == "pretrain":
         bases["sft"] = champion["sft"]
-    if nightly.lora_base == "champion" and "lora" in champion and (base := base_of(champion["lora"], store)):
+    if nightly.lora_base == "champion" and "lora" in champion and (base := store.input_of(champion["lora"], "base")):
         bases["lora"] = base
     return bases
 
 
-def foreign_bases(champion: Mapping[str, Artifact], store: ArtifactStore) -> dict[str, Artifact]:
+def foreign_bases(champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
     """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
     own = {artifact.key for artifact in champion.values()}
     adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
-    return {name: base for name in adapters if (base := base_of(champion[name], store)) and base.key not in own}
-
-
-def base_of(adapter: Artifact, store: ArtifactStore) -> Artifact | None:
-    """The model that an adapter was trained on; None if it was removed."""
-    base = adapter.manifest["inputs"].get("base")
-    return store.find(base["stage"], base["key"]) if base else None
+    return {name: base for name in adapters if (base := store.input_of(champion[name], "base")) and base.key not in own}

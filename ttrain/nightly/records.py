@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from zoneinfo import ZoneInfo
+
+from pydantic import TypeAdapter
 
 from ttrain.config import Nightly, Settings
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.core.files import PRIVATE_FILE, exclusive, private_directory, private_opener, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
@@ -48,9 +49,6 @@ class Champion:
     keys: Mapping[str, str]
 
 
-SNAPSHOT_LISTS = ("learnt", "documents", "chats", "heldout_nights")
-
-
 @dataclass(frozen=True)
 class InputSnapshot:
     """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
@@ -71,8 +69,10 @@ class InputSnapshot:
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
         files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
-        lists = {name: list(getattr(self, name)) for name in SNAPSHOT_LISTS}
-        return {**asdict(self), "files": files, **lists}
+        return {**asdict(self), "files": files}
+
+
+_SNAPSHOT = TypeAdapter(InputSnapshot)
 
 
 def _reading_digest(settings: Settings) -> str:
@@ -109,14 +109,7 @@ class NightRecord:
     @property
     def frozen(self) -> InputSnapshot:
         """The night's inputs."""
-        snapshot = self.data["frozen"]
-        champion = Champion(**snapshot["champion"]) if snapshot["champion"] else None
-        lists: dict[str, Any] = {name: tuple(snapshot.get(name, ())) for name in SNAPSHOT_LISTS}
-        numbers: dict[str, Any] = {"replay": snapshot.get("replay", 0.0), "average": snapshot.get("average")}
-        return InputSnapshot(
-            snapshot["files"], snapshot["settings"], champion, snapshot.get("heldout"), **lists, **numbers,
-            shards=snapshot.get("shards", {}),
-        )  # fmt: skip
+        return _SNAPSHOT.validate_python(self.data["frozen"])
 
     @property
     def left_out(self) -> list[dict[str, Any]]:
@@ -178,8 +171,7 @@ class NightRecord:
         if self.outcome != "running":
             return self
         process = self.last_try["process"]
-        known = process["host"] == platform.node() and "started" in process  # records of earlier versions lack it
-        if not known or is_alive(process):
+        if process["host"] != platform.node() or is_alive(process):
             return self
         return NightRecord(self.path, {**self.data, "outcome": "crashed", "reason": KILLED})
 
@@ -244,33 +236,22 @@ class Nights:
     def __init__(self, home: Path, name: str) -> None:
         self.directory = home / "nightly" / name
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Lock for one night at a time; the system releases it when the process dies. Raises StillRunning if it is taken."""
-        import filelock
-
         self._make_directory()
-        lock = filelock.FileLock(self.directory / "lock", timeout=0, mode=PRIVATE_FILE)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise StillRunning(self._running_night()) from None
-        try:
-            yield
-        finally:
-            lock.release()
+        return exclusive(self.directory / "lock", self._refuse, PRIVATE_FILE)
 
     def _make_directory(self) -> None:
         private_directory(self.directory.parent)
         private_directory(self.directory)
 
-    def _running_night(self) -> str:
-        """Describe who has the lock."""
+    def _refuse(self) -> NoReturn:
+        """Raise StillRunning, which describes who has the lock."""
         newest = self.newest()
         if newest is None or newest.outcome != "running":
-            return "another night is just beginning or ending"
-        began, process = newest.last_try["began"], newest.last_try["process"]
-        return f"{newest.name} is still running, since {format_time(began)} (process {process['pid']} on {process['host']})"
+            raise StillRunning("another night is just beginning or ending")
+        began, process = format_time(newest.last_try["began"]), newest.last_try["process"]
+        raise StillRunning(f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})")
 
     def all(self) -> list[NightRecord]:
         """All nights, newest first, by their numbers, which do not depend on the clock."""
@@ -344,8 +325,7 @@ class Nights:
         """Record a slot without a night as a line of `skipped.jsonl`, because another process may have the lock."""
         self._make_directory()
         line = json.dumps({"slot": slot.timestamp() if slot else None, "at": time.time(), "reason": reason})
-        path = self.directory / "skipped.jsonl"
-        with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
+        with open(self.directory / "skipped.jsonl", "a", encoding="utf-8", opener=private_opener) as file:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
@@ -376,17 +356,17 @@ class Nights:
 def needed_keys(home: Path) -> set[str]:
     """Keys of the artifacts that nights will read: the champions of open nights, the newest held-out documents of each
     pipeline, to which the next night's are added, and what was learnt, by any night: its set may be promoted later."""
-    keys: set[str] = set()
+    keys, references = set[str](), set[str]()
     for directory in (home / "nightly").glob("*"):
         nights = Nights(home, directory.name).all()
-        keys.add(next((reference for night in nights if (reference := night.heldout)), "").partition("/")[2])
+        references.add(next((reference for night in nights if (reference := night.heldout)), ""))
         for night in nights:
-            frozen = night.frozen
-            keys |= {reference.partition("/")[2] for reference in (*night.learnt_documents, *night.learnt_chats)}
+            references.update(night.learnt_documents, night.learnt_chats)
             if night.is_open:
-                keys |= set(frozen.champion.keys.values() if frozen.champion else ())
-                keys |= {reference.partition("/")[2] for reference in (frozen.heldout or "", *frozen.shards.values())}
-    return keys - {""}
+                frozen = night.frozen
+                keys.update(frozen.champion.keys.values() if frozen.champion else ())
+                references.update([frozen.heldout or ""], frozen.shards.values())
+    return (keys | {reference.partition("/")[2] for reference in references}) - {""}
 
 
 def stop_at(settings: Nightly, began: float) -> float | None:
@@ -416,5 +396,4 @@ def _local(seconds: float, zone: str | None) -> datetime:
 
 def shortened_names(files: Iterable[str], most: int = 5) -> str:
     """The first names of files, and how many more, for a message."""
-    file_names = [locations.name(file) for file in files]
-    return first_of(file_names, most)
+    return first_of(map(locations.name, files), most)

@@ -50,7 +50,7 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
         for entry in run["stages"]:
             users.setdefault(entry.get("key") or "", run["run"])
     listed = []
-    for artifact in store.artifacts(stage) if stage else store.everything():
+    for artifact in store.artifacts(stage or "*"):
         damage = store.damage(artifact)
         listed.append(
             ArtifactRow(
@@ -123,7 +123,7 @@ def verify(artifact: Artifact, on_file: Callable[[int], object] = lambda size: N
 
 # --- adopt --------------------------------------------------------------------------------------------------------------
 def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
-    """Publish an artifact under the key that the plan would build, if only code (and Python) differs.
+    """Publish an artifact under the key that the plan would build, if only code differs.
 
     Its files are hard-linked under the new key, or copied where the disk has no links, and its manifest records in `adopted`
     the old key and the differences. Raises UsageError if more differs, ArtifactError if it is damaged.
@@ -176,7 +176,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class UntrustedArtifact:
+class DamagedArtifact:
     """An artifact to set aside, or already set aside; `artifact` is None if its manifest cannot be read."""
 
     path: Path
@@ -195,77 +195,30 @@ class UntrustedArtifact:
         return f"{self.stage} {self.key[:SHOWN_KEY]} ({self.why})"
 
 
-def set_aside(store: ArtifactStore, damaged: Sequence[UntrustedArtifact]) -> list[UntrustedArtifact]:
-    """Move the artifacts that `suspects` returns, then the damaged ones, out of the store; return all that were moved.
+def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[DamagedArtifact]:
+    """Move damaged artifacts out of the store; return those that were moved.
 
-    The damaged ones go last: after a kill in between, they can still be found again. MLflow's copy of a suspect
-    is not fetched in its place, nor its copy of a damaged artifact if it is a hard link to the same file.
+    MLflow's copy of one is not fetched in its place if it is a hard link to the same file. What was made from it stays:
+    each stage verifies what it reads.
     """
     moved = []
-    for removal in [*suspects(store, damaged), *damaged]:
+    for removal in damaged:
         artifact = removal.artifact
         present = store.at(removal.path)
         if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
             continue  # it was rebuilt meanwhile
-        if removal not in damaged or (artifact and _has_second_names(artifact)):
-            store.distrust(removal.stage, removal.key, artifact.manifest["published"] if artifact else time.time())
+        if artifact and _has_second_names(artifact):
+            store.distrust(removal.stage, removal.key, artifact.manifest["published"])
         with contextlib.suppress(FileNotFoundError):  # another run has already moved it
             store.set_aside(removal.stage, removal.key)
             moved.append(removal)
-    return moved[::-1]
-
-
-def suspects(store: ArtifactStore, damaged: Sequence[UntrustedArtifact]) -> list[UntrustedArtifact]:
-    """List the artifacts made from damaged ones, directly or not, that are not proven correct; the last made comes
-    first."""
-    artifacts = store.everything()
-    suspected: list[UntrustedArtifact] = []
-    waiting, visited = [*damaged], {removal.path for removal in damaged}
-    while waiting:
-        source = waiting.pop(0)
-        for artifact in artifacts:
-            if artifact.path not in visited and (why := _suspicion(artifact, source, is_damaged=source in damaged)):
-                visited.add(artifact.path)
-                suspected.append(UntrustedArtifact(artifact.path, why, artifact))
-                waiting.append(suspected[-1])
-    return suspected[::-1]
-
-
-def _suspicion(artifact: Artifact, source: UntrustedArtifact, *, is_damaged: bool) -> str | None:
-    """Explain why an artifact may have been made from wrong bytes of `source`; None if it was not."""
-    for name, entry in artifact.manifest.get("inputs", {}).items():
-        if (entry["stage"], entry["key"]) != (source.stage, source.key):
-            continue
-        names = STAGES[artifact.stage].inputs.get(name, ()) if artifact.stage in STAGES else ()
-        recorded = artifact.manifest["ingredients"].get("inputs", {}).get(name) or entry["content"]
-        if is_damaged:
-            if not artifact.manifest.get("inputs_verified") and _digest_on_disk(source.path, names) != recorded:
-                return f"made from {source.stage} {source.key[:SHOWN_KEY]} without a look at its digests"
-        elif source.artifact and source.artifact.part(names) == recorded:
-            return f"made from {source.stage} {source.key[:SHOWN_KEY]}, which may be wrong"
-    return None
-
-
-def _digest_on_disk(directory: Path, names: tuple[str, ...]) -> str | None:
-    """Digest of the named files and directories as they are now; None if one cannot be read."""
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-    artifact = Artifact("", "", directory, {"files": {name: {} for name in paths if name != MANIFEST}})
-    try:
-        files: dict[str, Any] = {name: {"sha256": sha256_file(paths[name])} for name in artifact.files_of(names)}
-    except OSError:
-        return None
-    return Artifact("", "", directory, {"files": files}).part(names)
+    return moved
 
 
 def _has_second_names(artifact: Artifact) -> bool:
     """Whether files of an artifact are hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too."""
-    return any(_links(artifact.path / name) > 1 for name in artifact.files_of(()))
-
-
-def _links(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_nlink
-    return 0
+    paths = (artifact.path / name for name in artifact.files_of(()))
+    return any(path.stat().st_nlink > 1 for path in paths if path.exists())
 
 
 class InTracker:

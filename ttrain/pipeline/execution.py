@@ -28,7 +28,7 @@ from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.runs import NOTHING_NEW, RunLog, RunRecord
 
 log = logging.getLogger("ttrain")
@@ -112,7 +112,7 @@ class PipelineRun(StopRequest):
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
         return object, ()
 
-    def run_stage(self, stage: Stage, inputs: Mapping[str, Artifact], logged: Callable[[str], None]) -> tuple[Artifact, str]:
+    def run_stage(self, stage: Stage, inputs: Artifacts, logged: Callable[[str], None]) -> tuple[Artifact, str]:
         """Build one stage, or take it from the store; return the artifact and its state: cached, completed, ..."""
         watcher = StageWatcher(self, stage, logged)
         forced = stage.name in self.rerun.force or any((a.stage, a.key) in self._forced for a in inputs.values())
@@ -180,11 +180,7 @@ class PipelineRun(StopRequest):
             metric=summary.key_figures(planned.stage.name, planned.artifact.result),
             why=list(planned.why),
         )
-        self.link_cached(planned.artifact)
-
-    def link_cached(self, artifact: Artifact) -> None:
-        """Link the tracked run to the run that made a cached artifact."""
-        self._parent.link_made_by(artifact.stage, artifact.key)
+        self._parent.link_made_by(planned.artifact.stage, planned.artifact.key)
 
     def _note_tracked(self) -> None:
         """Record the tracked run's id, URL and identity; the id is None until its server answers."""
@@ -227,7 +223,7 @@ class PipelineRun(StopRequest):
         """The run's metrics so far, under their stable names."""
         return summary.metrics_of(self._results())
 
-    def evaluation_table(self) -> list[tuple[str, str, str]]:
+    def evaluation_table(self) -> list[summary.EvaluationRow]:
         """The rows of the evaluation table; [] before the evaluation."""
         results = self._results()
         return summary.rows(summary.metrics_of(results), results)
@@ -338,26 +334,22 @@ class StageWatcher(DisplayObserver):
         self._samples: tracking.SampleFollower | None = None
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        run = self._execution
         if not stage.loads_torch:  # then its own process is there before the libraries are
-            self._execution.to_start.pop(stage.name, None)
-        processes.warm_up(self._execution.settings, [*self._execution.to_start.values()])
+            run.to_start.pop(stage.name, None)
+        processes.warm_up(run.settings, [*run.to_start.values()])
         log_path = self.log_path = work / "output" / "run" / "log.txt"
-        self._execution.display.started(stage.name, summary.shortened(planned.why))
-        self._execution.log.add(stage.name, f"started: {'; '.join(planned.why)}")
-        self._execution.record.stage(
-            stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why)
-        )
-        self.child = self._execution.start_child(stage, planned, work)
+        run.display.started(stage.name, summary.shortened(planned.why))
+        run.log.add(stage.name, f"started: {'; '.join(planned.why)}")
+        run.record.stage(stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why))
+        self.child = run.start_child(stage, planned, work)
         self._samples = tracking.SampleFollower(log_path.with_name("samples"), self.child, f"{stage.name}/run/samples")
-        files = ("metrics.jsonl", *system_metrics.files(self._execution.settings.runtime.nodes))
-        later = self._execution.store.root / "store" / stage.name / (planned.key or "") / "run"
-        for name in files:
-            path = work / "output" / "run" / name
-            self._followers.append(tracking.MetricsFollower(path, self.child, later_at=[later / name]))
-
-    def prepared(self, stage: Stage, work: Path) -> None:
-        if self._execution.make_parts_elsewhere and stage.reuses_parts:
-            self._execution.make_parts_elsewhere(stage, work)
+        later = run.store.path(stage.name, planned.key or "") / "run"
+        for name in ("metrics.jsonl", *system_metrics.files(run.settings.runtime.nodes)):
+            follower = tracking.MetricsFollower(log_path.with_name(name), self.child, later_at=[later / name])
+            self._followers.append(follower)
+        if run.make_parts_elsewhere and stage.reuses_parts:
+            run.make_parts_elsewhere(stage, work)
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         super().progressed(stage, progress)
@@ -387,11 +379,11 @@ class StageWatcher(DisplayObserver):
             self._samples.log_new()
 
     def ended(self, outcome: launch.StageOutcome) -> None:
-        artifact, name = outcome.artifact, self._stage.name
+        run, artifact, name = self._execution, outcome.artifact, self._stage.name
         figures = summary.key_figures(name, artifact.result)
-        self._execution.display.ended(name, outcome.state, outcome.seconds, figures)
-        self._execution.log.add(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
-        self._execution.record.stage(
+        run.display.ended(name, outcome.state, outcome.seconds, figures)
+        run.log.add(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
+        run.record.stage(
             name,
             outcome=outcome.state,
             seconds=round(outcome.seconds, 2),
@@ -403,10 +395,10 @@ class StageWatcher(DisplayObserver):
         )
         if self.child:
             tracking.log_result(self.child, artifact)
-            self._execution.register(artifact, self.child)
+            run.register(artifact, self.child)
             self.child.finish("FINISHED")
         else:
-            self._execution._parent.link_made_by(name, artifact.key)
+            run._parent.link_made_by(name, artifact.key)
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""

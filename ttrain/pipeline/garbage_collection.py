@@ -12,8 +12,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ttrain.core.files import Taken, exclusive, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
-from ttrain.store.layout import MANIFEST, Artifact
+from ttrain.store.layout import MANIFEST, Artifacts
 
 DAY_SECONDS = 86400
 TRASH = "trash"  # under the home: moved there at once, then removed
@@ -44,14 +44,8 @@ class UnneededPath:
 
     def to_json(self) -> dict[str, Any]:
         """The form that `clean --json` prints."""
-        return {
-            "what": self.kind,
-            "stage": self.stage,
-            "key": self.key,
-            "path": str(self.path),
-            "bytes": self.bytes,
-            "why": self.why,
-        }
+        fields = asdict(self)
+        return {"what": fields.pop("kind"), **fields}
 
 
 @dataclass
@@ -65,7 +59,7 @@ class NeededKeys:
         """Why this key is kept; None if it is not needed."""
         return self.keys.get(key) or (IN_PROGRESS if self.running else None)
 
-    def add(self, keys: Iterable[str], reason: str, artifacts: Mapping[str, Artifact], only: Collection[str] = ()) -> None:
+    def add(self, keys: Iterable[str], reason: str, artifacts: Artifacts, only: Collection[str] = ()) -> None:
         """Add these keys and, recursively, the inputs of their artifacts; `only`: restrict to inputs of these names."""
         waiting = [key for key in keys if key]
         while waiting:
@@ -114,7 +108,7 @@ def clean(
     """
     oldest = time.time() - older_than_days * DAY_SECONDS
     with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
-        artifacts = {artifact.key: artifact for artifact in store.everything()}
+        artifacts = {artifact.key: artifact for artifact in store.artifacts()}
         needs = _needs(store, artifacts, registered, needed_by_nights(store.root), keep_runs, oldest)
         cleaned = _find_unneeded(store, artifacts, needs, registered, oldest)
         if dry_run:
@@ -132,7 +126,7 @@ def clean(
 
 def _needs(
     store: ArtifactStore,
-    artifacts: Mapping[str, Artifact],
+    artifacts: Artifacts,
     registered: Collection[str],
     nightly: Collection[str],
     keep_runs: int,
@@ -197,7 +191,7 @@ def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
 
 
 def _find_unneeded(
-    store: ArtifactStore, artifacts: Mapping[str, Artifact], needs: NeededKeys, registered: Collection[str], oldest: float
+    store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, registered: Collection[str], oldest: float
 ) -> CleanupResult:
     candidates: list[tuple[str, str, str, Path, str]] = []
     kept_counts: dict[str, int] = {}

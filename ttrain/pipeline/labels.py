@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
 from ttrain.core import redact
 from ttrain.errors import UsageError
 from ttrain.store.runs import read_rows
 
-TAG_KEY: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-RESERVED: Final = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
-NIGHT: Final = "night"  # the tag of a run that trained in night mode
+TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
+NIGHT = "night"  # the tag of a run that trained in night mode
 MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 20, 250, 2000
 
 
@@ -39,7 +38,7 @@ class Labels:
         return {**({"note": self.note} if self.note else {}), **({"tags": dict(self.tags)} if self.tags else {})}
 
 
-NO_LABELS: Final = Labels()
+NO_LABELS = Labels()
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:

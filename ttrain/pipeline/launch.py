@@ -23,7 +23,7 @@ from ttrain.pipeline.stage_worker import JOB, PROGRESS
 from ttrain.stages import Stage
 from ttrain.store import integrity, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
 
@@ -45,7 +45,7 @@ def build(
     stage: Stage,
     settings: Settings,
     store: ArtifactStore,
-    inputs: Mapping[str, Artifact],
+    inputs: Artifacts,
     observer: StageObserver,
     rerun: Rerun = NOTHING_AGAIN,
     *,
@@ -83,7 +83,6 @@ def build(
             resume.take_over(store, planned.partial_run, planned.key, planned.ingredients)
         _prepare(stage, settings, inputs, planned, work, store)
         observer.started(stage, planned, work)
-        observer.prepared(stage, work)
         try:
             result = processes.run(stage, settings, work, work / "output" / "run" / "log.txt", observer)
         except TTrainError as error:
@@ -105,7 +104,7 @@ def build(
     return StageOutcome(artifact, state, time.monotonic() - began)
 
 
-def verify_inputs(stage: Stage, store: ArtifactStore, inputs: Mapping[str, Artifact]) -> None:
+def verify_inputs(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> None:
     """Verify the stage's inputs against their manifests; shards are verified when a row of one is read.
 
     Raises StageFailed for a damaged file, and sets its artifact aside.
@@ -116,7 +115,7 @@ def verify_inputs(stage: Stage, store: ArtifactStore, inputs: Mapping[str, Artif
 
 
 @contextlib.contextmanager
-def setting_aside(stage: Stage, store: ArtifactStore, inputs: Mapping[str, Artifact]) -> Iterator[None]:
+def setting_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[None]:
     """Turn a DamagedFile into a StageFailed, and set aside the input that the file belongs to."""
     try:
         yield
@@ -124,11 +123,11 @@ def setting_aside(stage: Stage, store: ArtifactStore, inputs: Mapping[str, Artif
         raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
 
 
-def _set_aside(stage: Stage, store: ArtifactStore, inputs: Mapping[str, Artifact], path: Path, message: str) -> StageFailed:
-    """Set a damaged input aside, with what was made from its wrong bytes; return the error to raise."""
+def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
+    """Set a damaged input aside; return the error to raise."""
     artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
     removals = (
-        artifact_commands.set_aside(store, [artifact_commands.UntrustedArtifact(artifact.path, "damaged", artifact)])
+        artifact_commands.set_aside(store, [artifact_commands.DamagedArtifact(artifact.path, "damaged", artifact)])
         if artifact
         else []
     )
@@ -144,7 +143,7 @@ def _check_inputs_did_not_change(stage: Stage, settings: Settings, store: Artifa
 
 
 def _prepare(
-    stage: Stage, settings: Settings, inputs: Mapping[str, Artifact], planned: Planned, work: Path, store: ArtifactStore
+    stage: Stage, settings: Settings, inputs: Artifacts, planned: Planned, work: Path, store: ArtifactStore
 ) -> None:
     """Prepare the work directory. What an earlier attempt of the same key left is kept: training continues from it."""
     output = work / "output"
@@ -259,7 +258,7 @@ def _wait_for_first_node(
 
 def _manifest(
     planned: Planned,
-    inputs: Mapping[str, Artifact],
+    inputs: Artifacts,
     settings: Settings,
     work: Path,
     result: Mapping[str, Any],

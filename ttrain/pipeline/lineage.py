@@ -23,6 +23,7 @@ from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
 from ttrain.tracking import datasets as inputs
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.model_sets import KEY
 
 BASE_MODEL = "base-model"  # the stage that imports an existing model
@@ -54,11 +55,6 @@ def lineage_of(home: Path, text: str) -> Lineage:
     Raises UsageError if the text names nothing.
     """
     target = lineage_names.find_target(home, text)
-    return lineage_behind(home, target)
-
-
-def lineage_behind(home: Path, target: LineageTarget) -> Lineage:
-    """The lineage of a resolved target."""
     walk = _Walk(home, target)
     for stage, key in sorted(target.roots, key=_models_first):
         walk.visit(stage, key)
@@ -92,9 +88,7 @@ class _Walk:
         return link_of_tags(tags, self._target.run_id if is_target else None)
 
     @cached_property
-    def _tracked(self) -> Any:
-        from ttrain.tracking.artifact_source import MlflowArtifacts
-
+    def _tracked(self) -> MlflowArtifacts:
         return MlflowArtifacts(self._home)
 
     @cached_property

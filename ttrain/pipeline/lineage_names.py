@@ -16,6 +16,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.model_sets import KEY, KIND, SET
 
 SHORTEST_KEY = 6
@@ -72,7 +73,7 @@ def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
         (path.parent.name, path.name)
         for path in (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
         if store.at(path) is not None
-    } or set(tracking.find_keys(store.root, stage or None, prefix))
+    } or set(MlflowArtifacts(store.root).find_keys(stage or None, prefix))
     if not matches and not slash:
         return None  # it may be the name of a run
     if len(matches) > 1:

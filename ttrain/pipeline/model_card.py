@@ -25,7 +25,7 @@ from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown, table_of
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
 from ttrain.store.runs import read_rows
 
@@ -218,7 +218,7 @@ def _data(history: History) -> list[Block]:
     return [Table(header, rows), Text("Licences of the data:"), Text("\n".join(licences))]
 
 
-def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[tuple[str, str], str]:
+def _file_digests(artifact: Artifact, sources: Artifacts) -> dict[tuple[str, str], str]:
     """Short digest of each file that a set of shards was made of, by (role, name)."""
     digests = {(role, name): digest for role, name, digest in facts.files_of(artifact.manifest)}
     source = sources.get(artifact.manifest["inputs"].get("source", {}).get("key", ""))
@@ -230,7 +230,7 @@ def _file_digests(artifact: Artifact, sources: Mapping[str, Artifact]) -> dict[t
     return digests
 
 
-def evaluation_rows(history: History) -> list[tuple[str, str, str]]:
+def evaluation_rows(history: History) -> list[report.EvaluationRow]:
     """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
     if history.evaluation is None:
         return []

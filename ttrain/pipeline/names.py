@@ -12,7 +12,7 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ttrain.stages import OF_NIGHTS, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
-from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, RecordedRun, Reference, weights_digest
+from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, Reference, weights_digest
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
@@ -48,7 +48,7 @@ def resolve(
     *,
     base: str | None = None,
     from_hub: bool = False,
-    searched_run: RecordedRun | None = None,
+    searched_run: runs.RecordedRun | None = None,
 ) -> Reference:
     """Find the model that `text` names; None means the last model of a run. `base` names the full model of an adapter that
     does not record its own. `from_hub`: accept names on the Hub. `searched_run`: the run in which stages are looked up.
@@ -73,7 +73,7 @@ def resolve_all(
     return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
 
 
-def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str | None = None) -> RecordedRun | None:
+def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str | None = None) -> runs.RecordedRun | None:
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
@@ -91,7 +91,7 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
         return None
     if run_name is not None:
         return references.need_run(root, run_name)
-    best: dict[int, RecordedRun] = {}  # the newest run of each rank that has all stages
+    best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
     holders: dict[str, str] = {}  # by stage: the newest finished run that has it
     store, name = ArtifactStore(root), _name_in_environment()
     for run in runs.newest_first(root):
@@ -113,7 +113,7 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
     return best[min(best)] if best else None
 
 
-def _rank(run: RecordedRun) -> int | None:
+def _rank(run: runs.RecordedRun) -> int | None:
     """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
     is_finished = run["outcome"] in FINISHED
     if run["pipeline"] == NIGHTLY or "sweep" in run:
@@ -132,7 +132,7 @@ def _name_in_environment() -> str | None:
     return loaded.settings.name if "name" in loaded.sources else None
 
 
-def _has_all(home: ArtifactStore, run: RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
+def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
     """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
     artifacts = {
         stage["name"]: _artifact_of(home, stage) for stage in run["stages"] if stage["name"] in stages or with_model
@@ -144,7 +144,9 @@ def _has_all(home: ArtifactStore, run: RecordedRun, stages: set[str | None], *, 
 class _Resolver:
     """Looks names up in one home; `base` is the user's --base, `run` the run of the stages."""
 
-    def __init__(self, home: ArtifactStore, base: str | None, run: RecordedRun | None, *, from_hub: bool = False) -> None:
+    def __init__(
+        self, home: ArtifactStore, base: str | None, run: runs.RecordedRun | None, *, from_hub: bool = False
+    ) -> None:
         self.store, self.base, self.run, self._from_hub = home, base, run, from_hub
 
     def find(self, text: str | None) -> Reference:
@@ -183,7 +185,7 @@ class _Resolver:
             f"there is no model in {self.store.root} yet; begin with `ttrain pipeline run full`, or name a directory"
         )
 
-    def _of_run(self, text: str, record: RecordedRun, stage_name: str) -> Reference:
+    def _of_run(self, text: str, record: runs.RecordedRun, stage_name: str) -> Reference:
         """The model of the run's stage of that name, or of its last stage with a model."""
         if stage_name:
             references.need_stage(stage_name, (stage["name"] for stage in record["stages"]), f"the run {record['run']}")
@@ -227,11 +229,9 @@ class _Resolver:
         artifact = store.find(stage, key) if stage and key else None
         if artifact is None:
             return None
-        base = artifact.manifest["inputs"].get("base")
+        base = store.input_of(artifact, "base")
         if base and any(name.startswith(f"{ADAPTER_DIRECTORY}/") for name in artifact.manifest["files"]):
-            full = store.find(base["stage"], base["key"])
-            if full:
-                store.complete(full, (MODEL_DIRECTORY,))
+            store.complete(base, (MODEL_DIRECTORY,))
         return store.complete(artifact)
 
     def _of_artifact(self, text: str, artifact: Artifact) -> Reference:
@@ -265,7 +265,7 @@ class _Resolver:
         local_base = adapter / "base"
         if (local_base / "config.json").is_file():
             return local_base
-        for artifact in self.store.everything() if base_digest else ():
+        for artifact in self.store.artifacts() if base_digest else ():
             if base_digest == _stored_digest(artifact) and not self.store.damage(artifact):
                 return artifact.path / MODEL_DIRECTORY
         named_base = read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -286,7 +286,7 @@ class _Resolver:
         )
 
     def _stages_with_models(self) -> list[str]:
-        return sorted({artifact.stage for artifact in self.store.everything() if _model_directory_of(artifact.path)})
+        return sorted({artifact.stage for artifact in self.store.artifacts() if _model_directory_of(artifact.path)})
 
 
 def base_digest_of(adapter: Path) -> str | None:
@@ -337,14 +337,14 @@ def newest_with(home: Path, stage: str) -> dict[str, Any]:
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 
 
-def with_secrets(run: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
     """Restore the secrets in a run's source URLs from environment variables such as TTRAIN__DATA__SFT."""
     if not redact.has_hidden(run["settings"]):
         return run
     return {**run, "settings": redact.restored(run["settings"], load().settings.model_dump())}
 
 
-def settings_of(run: Mapping[str, Any]) -> list[Override]:
+def settings_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings that differ from today's defaults."""
     changed = changed_settings(dict(flatten(run["settings"])))
     return [

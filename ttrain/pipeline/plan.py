@@ -10,7 +10,7 @@ from ttrain import loggers
 from ttrain.config import Section, Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import machine
-from ttrain.core.hashing import SECOND_HEAD, code_digests, differences, digest_of
+from ttrain.core.hashing import SECOND_HEAD, Ingredients, code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
@@ -21,7 +21,7 @@ from ttrain.reports.summary import shortened
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -134,7 +134,7 @@ def plan_stage(
     stage: Stage,
     settings: Settings,
     store: ArtifactStore,
-    inputs: Mapping[str, Artifact],
+    inputs: Artifacts,
     rerun: Rerun = NOTHING_AGAIN,
     *,
     forced: bool = False,
@@ -166,7 +166,7 @@ def _why_cached(artifact: Artifact) -> tuple[str, ...]:
     return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
 
 
-def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts) -> dict[str, Any]:
     """Everything that determines a stage's result: its key is the digest of this, which also explains a cache miss."""
     return {
         "stage": stage.name,
@@ -194,7 +194,7 @@ def _describes_model(stage: Stage, settings: Settings) -> bool:
     return "model" in stage.config.model_fields and settings.existing_model is None
 
 
-def key_of(ingredients: Mapping[str, Any]) -> str:
+def key_of(ingredients: Ingredients) -> str:
     """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
     files = {
         role: [{name: value for name, value in file.items() if name != "name"} for file in files]
@@ -208,7 +208,7 @@ def section_of(stage: Stage, settings: Settings) -> Section:
     return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
-def explain(stage: Stage, key: str, ingredients: Mapping[str, Any], store: ArtifactStore) -> list[str]:
+def explain(stage: Stage, key: str, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
     """Explain why this key is not in the store: damage, or the differences from the most similar artifact."""
     if problem := store.damage_at(stage.name, key):
         is_unreadable = (

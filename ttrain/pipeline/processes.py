@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
-from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkServer, ForkServerError, available
+from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import GATE, TASK, Stage
@@ -54,19 +54,7 @@ WORKER, AGENT = "ttrain.pipeline.stage_worker", "ttrain.pipeline.torchrun_agent"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
 
 
-class StageProcess(Protocol):
-    """A process of a stage: a subprocess.Popen or a ForkedProcess."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def send_signal(self, signum: int) -> None: ...
-
-    def kill(self) -> None: ...
+StageProcess = subprocess.Popen[bytes] | ForkedProcess
 
 
 @dataclass
@@ -399,9 +387,6 @@ class StageObserver:
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         """Its work directory is prepared."""
-
-    def prepared(self, stage: Stage, work: Path) -> None:
-        """Its process comes next."""
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         """It reports how far it is."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
+from ttrain.core.hashing import Ingredients
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
 from ttrain.stages import Stage
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 Recipe = Callable[["Callable[..., Any]", Settings], Any]
 
@@ -25,15 +26,15 @@ class Planned:
     why: tuple[str, ...]
     key: str | None = None  # None: an input must be built first
     artifact: Artifact | None = None
-    ingredients: Mapping[str, Any] = field(default_factory=dict)
+    ingredients: Ingredients = field(default_factory=dict)
     forced: bool = False
-    inputs: Mapping[str, Artifact] = field(default_factory=dict)
+    inputs: Artifacts = field(default_factory=dict)
     start_from: Path | None = None  # a checkpoint of a shorter run, if --extend found one
     waits_for: tuple[str, ...] = ()  # stages that must run first, since it reads their artifacts
     partial_run: resume.PartialRun | None = None  # the work that --continue names
     reused: bool = False  # left out by the selection: it must be in the store
 
-    def has_inputs(self, inputs: Mapping[str, Artifact]) -> bool:
+    def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs."""
         return {name: (a.key, a.content) for name, a in self.inputs.items()} == {
             name: (a.key, a.content) for name, a in inputs.items()

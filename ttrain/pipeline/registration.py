@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from ttrain.config.training import BASES, CHOSEN_BASE, TRAINING_STAGES, model_order
 from ttrain.pipeline.lineage import History, seed_of
 from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tracking import data_of
 from ttrain.tracking.model_description import HERE
 from ttrain.tracking.runs import AnyRun
 
 log = logging.getLogger("ttrain")
 
-LOGGED_TABLES: Final = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
+LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
 EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
 
@@ -50,21 +50,21 @@ def tag_of_tables(names: Iterable[str]) -> dict[str, str]:
     return {LOGGED_TABLES: json.dumps([{"path": name, "type": "table"} for name in names])}
 
 
-SHORT: Final = 12  # letters of a digest that are shown
+SHORT = 12  # letters of a digest that are shown
 
-FILES: Final = 3  # of a data set that are named
+FILES = 3  # of a data set that are named
 
-NAME: Final = 40  # characters of a file's name: MLflow takes 5,000 for everything
+NAME = 40  # characters of a file's name: MLflow takes 5,000 for everything
 
-CHAT_STAGES: Final = tuple(name for name, row in TRAINING_STAGES.items() if row.role != "base")  # their models chat
+CHAT_STAGES = tuple(name for name, row in TRAINING_STAGES.items() if row.role != "base")  # their models chat
 # The title of a registered model; each version has its own description.
-TITLES: Final[Mapping[str, str]] = {
+TITLES: Mapping[str, str] = {
     "tokenizer": "Tokenizers",
     **{name: row.title for name, row in TRAINING_STAGES.items()},
     CHOSEN_BASE: TRAINING_STAGES[BASES[0]].title,
 }
 
-SETS: Final = (  # the description of the registered model that holds the sets of a pipeline
+SETS = (  # the description of the registered model that holds the sets of a pipeline
     "Models of the pipeline `{name}`: each version is a tokenizer, a base model, an SFT model and an adapter that one run "
     "made or took. `champion` is the set that was promoted, `challenger` the newest other one. `ttrain models list` shows "
     "them, `ttrain models promote` and `ttrain models rollback` move the alias."
@@ -82,7 +82,7 @@ def of_model(exported: Exported | None, history: History, *, opens: bool) -> str
     return "\n\n".join([*parts, _open(exported, model.stage, opens=opens), _lineage_hint(card=exported is not None)])
 
 
-def of_set(name: str, run: str, models: Mapping[str, Artifact], metrics: Mapping[str, float]) -> str:
+def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float]) -> str:
     """Describe a version of a set: `models` by their registered name, `metrics` of the run."""
     chats = any(model.stage in CHAT_STAGES for model in models.values())
     members = ((f"`{member}`", f"{model.stage}, key `{model.key[:SHORT]}`") for member, model in models.items())
@@ -107,7 +107,7 @@ def _list(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in rows)
 
 
-def _metrics_section(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+def _metrics_section(rows: Sequence[report.EvaluationRow]) -> list[str]:
     listing = _list((metric, f"**{value}**" + (f" ({remark})" if remark else "")) for metric, value, remark in rows)
     return [f"On held-out data:\n\n{listing}"] if listing else []
 
@@ -170,7 +170,7 @@ def _lineage_hint(*, card: bool) -> str:
     return f"{card_note}What it was made of: `ttrain lineage {HERE}`; the same again: `ttrain reproduce {HERE}`."
 
 
-def log_evaluation(run: AnyRun, evaluation: Artifact, rows: Sequence[tuple[str, str, str]]) -> None:
+def log_evaluation(run: AnyRun, evaluation: Artifact, rows: Sequence[report.EvaluationRow]) -> None:
     """Log the evaluation's table and samples to the pipeline's tracked run."""
     run.log_text(report.markdown(rows, ("metric", "value", "")), "evaluation.md")
     tables = evaluation_tables(rows, evaluation.result.get("samples", {}))

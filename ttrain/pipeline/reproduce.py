@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Rebuilt:
 
     def to_json(self) -> dict[str, Any]:
         """The form that `reproduce --json` prints."""
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "equal": self.is_equal}
+        return {**asdict(self), "equal": self.is_equal}
 
 
 @dataclass(frozen=True)

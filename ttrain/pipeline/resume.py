@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings, Training
 from ttrain.core.files import fsync, read_json, remove_tree, write_json
-from ttrain.core.hashing import differences
+from ttrain.core.hashing import Ingredients, differences
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
@@ -40,7 +40,7 @@ class PartialRun:
     key: str
     path: Path
     step: int
-    ingredients: Mapping[str, Any]
+    ingredients: Ingredients
 
     def __str__(self) -> str:
         return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
@@ -62,17 +62,21 @@ def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
     yield from sorted(runs_with_checkpoint, key=lambda work: (-work.step, work.key))
 
 
-def changes(work: PartialRun, ingredients: Mapping[str, Any]) -> list[str]:
+def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
     """The differences between the work and the stage to build, one line each."""
     return differences(work.ingredients, ingredients)
 
 
-def forbidden_changes(work: PartialRun, ingredients: Mapping[str, Any], *, free: frozenset[str] = BUDGET) -> list[str]:
-    """The changes that forbid resuming a checkpoint: all but code, Python, a sufficient budget, and the other settings of
+def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET) -> list[str]:
+    """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the other settings of
     the stage that are `free`."""
-    return differences(_compared_ingredients(work, free), _compared_ingredients(work, free, ingredients)) + _too_short(
-        work, ingredients["settings"]
-    )
+    left_out = {f"{work.stage}.{name}" for name in free}
+
+    def compared(ingredients: Ingredients) -> dict[str, Any]:
+        settings = {name: value for name, value in ingredients["settings"].items() if name not in left_out}
+        return {**ingredients, "settings": settings, "code": {}}
+
+    return differences(compared(work.ingredients), compared(ingredients)) + _too_short(work, ingredients["settings"])
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
@@ -90,16 +94,7 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _compared_ingredients(
-    work: PartialRun, free: frozenset[str], ingredients: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    compared = work.ingredients if ingredients is None else ingredients
-    left_out = {f"{work.stage}.{name}" for name in free}
-    settings = {name: value for name, value in compared["settings"].items() if name not in left_out}
-    return {**compared, "settings": settings, "code": {}}
-
-
-def offer(stage: Stage, ingredients: Mapping[str, Any], store: ArtifactStore) -> list[str]:
+def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
     """One line on how to resume unfinished work under another key, or none."""
     for work in partial_runs(store, stage.name):
         if not forbidden_changes(work, ingredients):
@@ -109,7 +104,7 @@ def offer(stage: Stage, ingredients: Mapping[str, Any], store: ArtifactStore) ->
     return []
 
 
-def find_partial_run(stage: Stage, prefix: str, ingredients: Mapping[str, Any], store: ArtifactStore) -> PartialRun | None:
+def find_partial_run(stage: Stage, prefix: str, ingredients: Ingredients, store: ArtifactStore) -> PartialRun | None:
     """Find this stage's unfinished work by its key prefix; None if the stage has none.
 
     Raises UsageError with the differences if it cannot be resumed with these ingredients.
@@ -147,7 +142,7 @@ def _stages_resumed_before(store: ArtifactStore, prefix: str) -> Iterator[str]:
                 yield name
 
 
-def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Mapping[str, Any]) -> None:
+def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ingredients) -> None:
     """Move the work to another key, whose lock the caller holds: record the differences in it, then rename it.
 
     What another run of that key saved while this one waited for the lock stays: it took the work over. After a kill in
@@ -184,7 +179,7 @@ def history(work: Path, key: str) -> list[dict[str, Any]]:
 
 
 def extension_of(
-    stage: Stage, settings: Settings, ingredients: Mapping[str, Any], store: ArtifactStore
+    stage: Stage, settings: Settings, ingredients: Ingredients, store: ArtifactStore
 ) -> tuple[Path | None, str]:
     """Find a shorter run's checkpoint that leads to the same weights as training from scratch; return it and the reason.
 

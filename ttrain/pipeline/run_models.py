@@ -17,7 +17,7 @@ from ttrain.pipeline.lineage import History, seed_of
 from ttrain.pipeline.model_card import Exported, card, numbers_in, parameters_of
 from ttrain.pipeline.names import base_digest_of
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.model_description import ADAPTER, MODEL, loadable, shares_disk
@@ -176,7 +176,7 @@ class RunModels:
             self.versions[name] = version
         return version
 
-    def log_cards(self, artifacts: Mapping[str, Artifact]) -> None:
+    def log_cards(self, artifacts: Artifacts) -> None:
         """Rewrite the cards of the models that this run made, now with their evaluation."""
         for stage, run in self._runs.items():
             if stage in artifacts and (card := (model := self._registered(artifacts[stage])).card()):
@@ -184,7 +184,7 @@ class RunModels:
 
     def register_set(
         self,
-        artifacts: Mapping[str, Artifact],
+        artifacts: Artifacts,
         run_name: str,
         metrics: Mapping[str, float],
         run: tracking.AnyRun,

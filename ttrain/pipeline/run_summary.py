@@ -22,8 +22,8 @@ from ttrain.pipeline import registration
 from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
-from ttrain.store.runs import read_rows
+from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.runs import RecordedRun, read_rows
 from ttrain.tracking.mlflow_views import by_weight
 
 log = logging.getLogger("ttrain")
@@ -93,7 +93,7 @@ def start_stage_run(
     stage: str,
     key: str | None,
     settings: Mapping[str, Any],
-    inputs: Mapping[str, Artifact],
+    inputs: Artifacts,
     tags: Mapping[str, str],
     **options: Any,
 ) -> tracking.AnyRun:
@@ -136,10 +136,10 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def description(
-    run: Mapping[str, Any],
+    run: RecordedRun,
     changed: Mapping[str, Any],
     metrics: Mapping[str, float],
-    measured: Sequence[tuple[str, str, str]] = (),
+    measured: Sequence[summary.EvaluationRow] = (),
     registered: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Describe a run and its results in markdown; the first line says most, since tables show only that. The user's note
@@ -231,11 +231,11 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, A
 
 def log_end(
     run: tracking.AnyRun,
-    record: Mapping[str, Any],
+    record: RecordedRun,
     home: Path,
-    artifacts: Mapping[str, Artifact],
+    artifacts: Artifacts,
     changed: Mapping[str, Any],
-    evaluation_table: Sequence[tuple[str, str, str]],
+    evaluation_table: Sequence[summary.EvaluationRow],
     *,
     versions: Mapping[str, str] = MappingProxyType({}),
     ended: float | None = None,

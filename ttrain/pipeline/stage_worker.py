@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core import redact
-from ttrain.core.files import ProgressWriter, read_json, read_object, write_json
+from ttrain.core.files import ProgressWriter, exclusive, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
@@ -84,7 +84,6 @@ class StopFlag:
 
 def main() -> int:
     """Run the job whose work directory is the only argument."""
-    import filelock  # here: a run that is cached reads results without it
 
     work = Path(sys.argv[1])
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -95,7 +94,7 @@ def main() -> int:
         log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
         return 1
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
-    with filelock.FileLock(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
+    with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
         with sample_system_metrics(work, spec):
             outcome = _run(work, spec, stop, rank)
@@ -209,8 +208,6 @@ def _leave_ranks() -> None:
 
 RESULT = "result.json"
 
-LOST = "RankLost"  # kind of a failure that another rank's end or silence caused
-
 
 def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:
     """Write the outcome (completed, interrupted or failed) of a rank. Rank 0 stands for all, unless one fails."""
@@ -232,7 +229,7 @@ def read(work: Path) -> dict[str, Any] | None:
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first
-    return min(outcomes, key=lambda outcome: (outcome.get("kind") == LOST, outcome["at"]), default=None)
+    return min(outcomes, key=lambda outcome: (outcome.get("kind") == RankLost.__name__, outcome["at"]), default=None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ttrain import tracking
 from ttrain.config import flatten
@@ -27,11 +27,11 @@ from ttrain.store.layout import Artifact
 
 log = logging.getLogger("ttrain")
 
-NOT_RESTORED: Final = (
+NOT_RESTORED = (
     "champions (choose one: ttrain models promote), version numbers, descriptions, tags and deletions that were made in "
     "MLflow, runs of models that were evaluated or registered by hand, pages of sweeps"
 )
-ENDED: Final = (*runs.BUILT, runs.NOTHING_NEW, "failed", "interrupted")
+ENDED = (*runs.BUILT, runs.NOTHING_NEW, "failed", "interrupted")
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def repair(home: Path, say: Callable[[str], object]) -> Repair:
     return Repair(damage, aside, tuple(done), tuple(absent), tuple(unreadable), len(waiting), by_servers)
 
 
-def _by_server(record: Mapping[str, Any]) -> bool:
+def _by_server(record: runs.RecordedRun) -> bool:
     return bool((record.get("tracking") or {}).get("url"))
 
 
-def _identity(record: Mapping[str, Any]) -> str | None:
+def _identity(record: runs.RecordedRun) -> str | None:
     """The run's identity in the home's own database; None if it was not tracked, or tracked by a server."""
     tracked = record.get("tracking") or {}
     return None if _by_server(record) else tracked.get("identity")
@@ -98,7 +98,7 @@ def _identity(record: Mapping[str, Any]) -> str | None:
 class _RunReplay:
     """Logs one run of the home to MLflow again, with its stages."""
 
-    def __init__(self, record: Mapping[str, Any], store: ArtifactStore, tracker: tracking.MlflowStore) -> None:
+    def __init__(self, record: runs.RecordedRun, store: ArtifactStore, tracker: tracking.MlflowStore) -> None:
         self.record, self._store, self._tracker = record, store, tracker
         prompts = record["settings"]["runtime"].get("sample_prompts") or ()
         self._models = RunModels(str(record["settings"]["name"]), prompts, store, tracker)
@@ -133,7 +133,7 @@ class _RunReplay:
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
         if record.get("model_set") and {"tokenizer", "evaluate"} <= self._artifacts.keys():
             self._models.register_set(self._artifacts, record["run"], record["metrics"], run)
-        table = list[tuple[str, str, str]]()
+        table = list[summary.EvaluationRow]()
         if "evaluate" in self._artifacts:
             results = {name: artifact.result for name, artifact in self._artifacts.items()}
             table = summary.rows(record["metrics"], results)
@@ -184,5 +184,4 @@ class _RunReplay:
 
     def _inputs(self, artifact: Artifact) -> dict[str, Artifact]:
         """The input artifacts that are in the store."""
-        listed = artifact.manifest["inputs"].items()
-        return {name: source for name, entry in listed if (source := self._store.find(entry["stage"], entry["key"]))}
+        return {name: source for name in artifact.manifest["inputs"] if (source := self._store.input_of(artifact, name))}

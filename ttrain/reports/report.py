@@ -237,7 +237,7 @@ class Problem:
         return f"{self.stage}: {self.description}" if self.stage else self.description
 
 
-def find_problems(view: RunView, earlier: Iterable[Mapping[str, Any]] = ()) -> list[Problem]:
+def find_problems(view: RunView, earlier: Iterable[runs.RecordedRun] = ()) -> list[Problem]:
     """All recorded problems of a run. `earlier`: records of other runs, some of which worked on the same stages."""
     problems = [Problem("", text, is_resolved=False) for text in _of_run(view)]
     for name, stage in view.stages.items():
@@ -263,7 +263,7 @@ def _of_run(view: RunView) -> Iterator[str]:
         yield "the run's process was killed, or the machine went down"
 
 
-def _of_attempts(view: RunView, name: str, earlier: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _of_attempts(view: RunView, name: str, earlier: Iterable[runs.RecordedRun]) -> Iterator[str]:
     """Earlier runs that began the same work and did not finish it."""
     key = view.stages[name].key
     for run in earlier:

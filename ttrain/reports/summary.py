@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.text import counted, format_duration, format_number
-from ttrain.store.runs import NOTHING_NEW
+from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
+EvaluationRow = tuple[str, str, str]  # metric, value, remark
 
 # The metrics of a stage in its line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
@@ -127,14 +128,14 @@ def shortened(reasons: Sequence[str]) -> str:
     )
 
 
-def run_json(run: Mapping[str, Any]) -> dict[str, Any]:
+def run_json(run: RecordedRun) -> dict[str, Any]:
     """The object that `status --json` prints for one run."""
     names = ("run", "pipeline", "outcome", "note", "tags", "started", "seconds", "stages", "metrics", "error", "equals",
              "tracking")  # fmt: skip
     return {name: run[name] for name in names if name in run}
 
 
-def labels(run: Mapping[str, Any]) -> list[str]:
+def labels(run: RecordedRun) -> list[str]:
     """The user's note and tags of a recorded run, as lines for a person."""
     tags = "  ".join(f"{key}={value}" for key, value in run.get("tags", {}).items())
     return [line for line in (*str(run.get("note", "")).split("\n"), tags) if line]
@@ -146,7 +147,7 @@ def _figure(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
 
-def shown_stages(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def shown_stages(run: RecordedRun) -> list[Mapping[str, Any]]:
     """The stages of a recorded run that tell something: none where all were cached, and after a night that found nothing new
     those that it came to."""
     if run["outcome"] == "cached":
@@ -175,7 +176,7 @@ NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
 
 def rows(
     metrics: Mapping[str, float], results: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> list[tuple[str, str, str]]:
+) -> list[EvaluationRow]:
     """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
     intervals and the tasks of its suites."""
     from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
@@ -188,13 +189,13 @@ def rows(
 
     paired = results.get("evaluate", {}).get("paired", {})
 
-    def row(label: str, name: str, remark: str = "") -> tuple[str, str, str]:
+    def row(label: str, name: str, remark: str = "") -> EvaluationRow:
         return label, _with_interval(metrics[name], intervals.get(name)), remark
 
     def count(name: str) -> str:
         return f"{int(metrics.get(f'{EVALUATED}{name}') or 0):,}"
 
-    table: list[tuple[str, str, str]] = []
+    table: list[EvaluationRow] = []
     bits, *losses = PRIMARY_METRICS.values()
     for model, label in ((bits.model, "base model"), *BASELINES):
         name, xz, remark = f"{EVALUATED}{bits.of(model)}", metrics.get(f"{EVALUATED}{bits.of('xz')}"), ""
@@ -229,7 +230,7 @@ def rows(
     return [*table, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
 
 
-def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str, Any]) -> Iterator[EvaluationRow]:
     """The rows of the champion's suites, each with the difference of its challenger."""
     challengers = {task["task"]: task for task in suites["tasks"]}
     for task in champion_suites["tasks"]:
@@ -251,7 +252,7 @@ def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str,
             )
 
 
-def _suites(suites: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _suites(suites: Mapping[str, Any]) -> Iterator[EvaluationRow]:
     """The main metric of each task for each model, and its comparison with the first model."""
     verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
     for task in suites["tasks"]:

@@ -78,6 +78,11 @@ class ArtifactStore:
             return Artifact(stage, key, path, {**manifest, "absent": sorted(manifest["files"])})
         return artifact if artifact and not self.damage(artifact) else None
 
+    def input_of(self, artifact: Artifact | None, name: str) -> Artifact | None:
+        """The input of this name that an artifact was made from; None where it has none, or the input was removed."""
+        entry = artifact.manifest["inputs"].get(name) if artifact else None
+        return self.find(entry["stage"], entry["key"]) if entry else None
+
     def manifest_elsewhere(self, stage: str, key: str) -> Mapping[str, Any] | None:
         """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
@@ -127,14 +132,10 @@ class ArtifactStore:
                 return f"{name} was altered after it was published"
         return None
 
-    def artifacts(self, stage: str) -> list[Artifact]:
-        """All artifacts of a stage, newest first, damaged ones included."""
-        directory = self.root / "store" / stage
-        return self._sorted(directory.iterdir() if directory.is_dir() else ())
-
-    def everything(self) -> list[Artifact]:
-        """All artifacts of all stages, newest first, damaged ones included."""
-        return self._sorted((self.root / "store").glob("*/*"))
+    def artifacts(self, stage: str = "*") -> list[Artifact]:
+        """All artifacts of a stage, or of all, newest first, damaged ones included."""
+        artifacts = [artifact for path in (self.root / "store").glob(f"{stage}/*") if (artifact := self.at(path))]
+        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
         """Directories in the place of an artifact (of one stage, or of all) that have no manifest to go by, and why."""
@@ -165,8 +166,8 @@ class ArtifactStore:
 
     def damaged(self, stage: str = "*") -> dict[Path, str]:
         """Paths of damaged artifacts (of one stage, or of all), and what is wrong with each."""
-        artifacts = self._sorted((self.root / "store").glob(f"{stage}/*"))
-        return {artifact.path: why for artifact in artifacts if (why := self.damage(artifact))} | self.unreadable(stage)
+        damaged = {artifact.path: why for artifact in self.artifacts(stage) if (why := self.damage(artifact))}
+        return damaged | self.unreadable(stage)
 
     def latest(self, stage: str) -> Artifact:
         """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
@@ -281,10 +282,6 @@ class ArtifactStore:
         target = directory / f"{key}-{time.time_ns()}"
         self.path(stage, key).rename(target)
         return target
-
-    def _sorted(self, paths: Iterable[Path]) -> list[Artifact]:
-        artifacts = [artifact for path in paths if (artifact := self.at(path))]
-        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def at(self, path: Path) -> Artifact | None:
         """The artifact of this place in the store, not one that was copied there from another key's."""

@@ -92,6 +92,9 @@ class Artifact:
         return [name for name in self.files_of(names) if name in absent]
 
 
+Artifacts = Mapping[str, Artifact]  # by stage, by the name of an input, or by key
+
+
 def home() -> Path:
     """The home directory: TTRAIN_HOME, else `artifacts` in the working directory."""
     return Path(os.environ.get("TTRAIN_HOME") or "artifacts").absolute()
@@ -157,16 +160,11 @@ def is_manifest(manifest: Manifest) -> bool:
         and all(isinstance(manifest.get(name), str) for name in ("stage", "key"))
         and isinstance(manifest.get("published"), int | float)
         and all(isinstance(manifest.get(name, {}), dict) for name in ("result", "ingredients", "inputs", "provenance"))
-        and all(_has_objects(manifest.get(name, {}), names) for name, names in OBJECTS.items())
+        and all(isinstance(manifest.get(part, {}).get(n), dict | None) for part, names in OBJECTS.items() for n in names)
         and all(isinstance(used, dict) and all(isinstance(used.get(n), str) for n in USED) for used in inputs.values())
         and isinstance(absent, list)
         and all(isinstance(name, str) for name in absent)
     )
-
-
-def _has_objects(section: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether the named values of a section are JSON objects, as far as they are there."""
-    return all(isinstance(section.get(name), dict | None) for name in names)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> dict[str, Any]:

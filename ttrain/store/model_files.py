@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.store import integrity
 from ttrain.store.layout import MANIFEST, Artifact, read_manifest
+from ttrain.store.runs import RecordedRun
 
 MODEL = "model.safetensors"
 
@@ -54,9 +54,6 @@ def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path
     if len(files) == 1 and files[0].name == name:
         return digest(files[0])
     return digest_of([[file.name, digest(file)] for file in files])
-
-
-RecordedRun = Mapping[str, Any]  # a run's record
 
 
 @dataclass(frozen=True)

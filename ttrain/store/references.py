@@ -14,16 +14,16 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ttrain.errors import UsageError
 from ttrain.store import runs
 
-LATEST: Final = "latest"
-LISTED: Final = 5  # names in a message
-SHORTEST_END: Final = 4  # characters of the end of a run's name
-BEGIN: Final = "begin with `ttrain pipeline run full`"
-PATTERN: Final = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
+LATEST = "latest"
+LISTED = 5  # names in a message
+SHORTEST_END = 4  # characters of the end of a run's name
+BEGIN = "begin with `ttrain pipeline run full`"
+PATTERN = re.compile(r"(?:models:/)?(?P<name>[^@/:]+)(?:@(?P<alias>[^@/:]+)|/(?P<version>\d+))")
 
 
 class Registered(NamedTuple):

@@ -17,10 +17,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.core.files import PRIVATE_FILE, exclusive, parse_json, private_directory, read_object, write_json
+import orjson
+
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    exclusive,
+    parse_json,
+    private_directory,
+    private_opener,
+    read_object,
+    write_json,
+)
+from ttrain.core.terminal import escaped
 from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
+
+RecordedRun = Mapping[str, Any]  # the record of a run
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
 
@@ -194,7 +207,7 @@ def _as_it_is_now(home: Path, run: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
+def _seems_alive(home: Path, run: RecordedRun) -> bool:
     """Whether a run's process runs; one of another machine, which shares this home, is assumed to for some days."""
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
@@ -202,7 +215,7 @@ def _seems_alive(home: Path, run: Mapping[str, Any]) -> bool:
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
-def keys_of(run: Mapping[str, Any]) -> dict[str, str | None]:
+def keys_of(run: RecordedRun) -> dict[str, str | None]:
     """The artifact key of each stage of a recorded run; None of one that had none yet."""
     return {stage["name"]: stage.get("key") for stage in run["stages"]}
 
@@ -213,12 +226,12 @@ def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[dict[str,
     return (run for run in newest_first(home, phrases) if keys_of(run) == keys)
 
 
-def is_cut_short(run: Mapping[str, Any]) -> bool:
+def is_cut_short(run: RecordedRun) -> bool:
     """Whether it ended before it was finished: its models may not be registered."""
     return run["outcome"] not in ("completed", "cached", "running")
 
 
-def made_by(run: Mapping[str, Any]) -> str | None:
+def made_by(run: RecordedRun) -> str | None:
     """The run that made the artifacts of this one, which it is itself, or names where all were cached."""
     return str(run["run"]) if run["outcome"] == "completed" else run.get("equals")
 
@@ -294,11 +307,6 @@ def process_started(pid: int) -> float | None:
 TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
 
 
-def _private(name: str, flags: int) -> int:
-    """Open a file; a new one is readable by its owner alone."""
-    return os.open(name, flags, PRIVATE_FILE)
-
-
 LOG_POLL_SECONDS = 0.3
 
 
@@ -318,9 +326,9 @@ class RunLog:
             return
         timed = TIMED.match(line)
         time, line = (timed[1], line[timed.end() :]) if timed else (f"{datetime.now():%Y-%m-%d %H:%M:%S}", line)
-        plain = "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)
+        plain = "\t".join(map(escaped, line.split("\t")))
         try:
-            with self._lock, open(self.path, "a", encoding="utf-8", opener=_private) as file:
+            with self._lock, open(self.path, "a", encoding="utf-8", opener=private_opener) as file:
                 file.write(f"{time} {stage}: {plain}\n")
         except OSError as error:
             if not self._warned:
@@ -345,6 +353,7 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
 
 
 MetricRow = Mapping[str, Any]
+ROW_TYPES = {"step": int, "metrics": dict, "time": int | float | None}
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:
@@ -358,9 +367,8 @@ def read_rows(path: Path) -> Iterator[MetricRow]:
 def parse_row(line: bytes) -> MetricRow | None:
     """The row of a line; None for an invalid line, which a crash of the machine can leave."""
     try:
-        row = parse_json(line)
+        row = orjson.loads(line)  # a long training has a hundred thousand of them
     except ValueError:
         return None
-    kinds = {"step": int, "metrics": dict, "time": int | float | None}
-    good = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+    good = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in ROW_TYPES.items())
     return row if good else None

@@ -13,22 +13,22 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
 
-from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
+from ttrain.core.files import PRIVATE_FILE, read_object, write_bytes
 
-HOST: Final = "127.0.0.1"
+HOST = "127.0.0.1"
 # In the environment of a server's processes, to tell them from others: not a secret.
-SERVER_MARK: Final = "TTRAIN_SERVER_TOKEN"
-ACCESS: Final = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment; "": none
-NO_AUTH: Final = (
+SERVER_MARK = "TTRAIN_SERVER_TOKEN"
+ACCESS = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment; "": none
+NO_AUTH = (
     "servers.auth is off: every account of this machine, and every program on it, can change what the servers hold and have "
     "commands run in your name; leave it at 'token' where you are not alone"
 )
-TOKEN_BYTES: Final = 32
+TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,9 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 
 def read(home: Path, name: str) -> Server | None:
-    record = read_json(folder_of(home) / f"{name}.json")
     try:
-        pid, port, mark = int(record["pid"]), int(record["port"]), str(record["token"])
-        return Server(name, pid, port, mark, record.get("asks_token") is True, str(record.get("owner", "")))
-    except (LookupError, TypeError, ValueError):  # none, or a damaged one
+        return TypeAdapter(Server).validate_python({**read_object(folder_of(home) / f"{name}.json"), "name": name})
+    except ValidationError:  # there is none, or a damaged one
         return None
 
 

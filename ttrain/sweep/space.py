@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from ttrain.config import yaml_text
 from ttrain.config.loading import Override
@@ -33,7 +33,6 @@ _CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
 _UNCLOSED = re.compile(rf"\s*({'|'.join(FORMS)})\s*\([^)]*")
 
 
-@final
 @dataclass(frozen=True)
 class Interval:
     """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm."""
@@ -63,7 +62,6 @@ class Interval:
         return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
 
 
-@final
 @dataclass(frozen=True)
 class IntegerRange:
     """The whole numbers low, low + step, ... up to `high`; with `log` drawn evenly in their logarithm."""
@@ -90,7 +88,6 @@ class IntegerRange:
         return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
 
 
-@final
 @dataclass(frozen=True)
 class ValueList:
     """The values that are listed; `ordered` where they are points of an interval, so that near ones are alike."""
@@ -111,7 +108,6 @@ class ValueList:
 Dimension = Interval | IntegerRange | ValueList
 
 
-@final
 @dataclass(frozen=True)
 class Space:
     """The settings that vary, by name in the order in which they were given, each with its values and its text."""

@@ -68,7 +68,6 @@ __all__ = [
     "data_of",
     "database_of",
     "delivered_identities",
-    "find_keys",
     "find_version",
     "last_of",
     "list_sets",
@@ -163,13 +162,6 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
     if error is not None:
         raise cannot_be_queried(uri, "for its pages", error) from error
     return pages
-
-
-def find_keys(home: Path, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-    """(stage, key) of the artifacts in MLflow whose keys start with `prefix`; [] if it does not answer."""
-    from ttrain.tracking.artifact_source import MlflowArtifacts
-
-    return MlflowArtifacts(home).find_keys(stage, prefix)
 
 
 def prepare(home: Path) -> None:

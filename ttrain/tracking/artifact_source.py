@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, final
+from typing import Any
 
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
@@ -40,7 +40,6 @@ class TrackedArtifact:
     manifest: Manifest
 
 
-@final
 class MlflowArtifacts:
     """Artifacts of one MLflow experiment, or of all of them; a `ttrain.store.layout.Elsewhere`.
 

@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from ttrain.core import redact
@@ -47,14 +47,9 @@ def is_refusal(error: Exception) -> bool:
     return code_of(error) in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 
-def is_locked(error: object) -> bool:
-    """Whether another program kept the SQLite file locked for longer than the timeout."""
-    return "database is locked" in str(error)
-
-
 def is_out_of_use(error: object) -> bool:
-    """Whether the SQLite file is locked or damaged, so that the same call may succeed later."""
-    return is_locked(error) or is_damage(error)
+    """Whether the SQLite file is damaged, or another program keeps it locked, so that the same call may succeed later."""
+    return "database is locked" in str(error) or is_damage(error)
 
 
 def create_if_missing(create: Callable[[], object]) -> None:
@@ -102,13 +97,13 @@ def plain(value: object) -> str:
     return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
-NAME_BYTES: Final = 240  # of one part of a path: file systems allow 255, and a temporary file has a longer name
+NAME_BYTES = 240  # of one part of a path: file systems allow 255, and a temporary file has a longer name
 
-PATH_BYTES: Final = 2000
+PATH_BYTES = 2000
 
-RUN_NAME_CHARACTERS: Final = 250  # the limit of MLflow's databases
+RUN_NAME_CHARACTERS = 250  # the limit of MLflow's databases
 
-CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def run_name(name: str) -> str:

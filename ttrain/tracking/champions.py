@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar
 
 from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.errors import TrackingError, UsageError
@@ -40,11 +40,10 @@ from ttrain.tracking.tracker import MlflowStore
 log = logging.getLogger("ttrain")
 Result = TypeVar("Result")
 
-HISTORY: Final = "ttrain.champions"  # tag of the registered model: versions, the oldest first, the present champion last
-HISTORY_KEPT: Final = 200
+HISTORY = "ttrain.champions"  # tag of the registered model: versions, the oldest first, the present champion last
+HISTORY_KEPT = 200
 
 
-@final
 class Champions:
     """The sets of models of one MLflow. Every method raises TrackingError if MLflow cannot be queried: no answer does not
     mean that there is none."""

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import TypeVar
 
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
@@ -28,7 +28,6 @@ Result = TypeVar("Result")
 PROBE_SECONDS = 3.0  # one request to a silent server, instead of the client's ten seconds
 
 
-@final
 class MlflowCaller:
     """Makes the calls of all threads of this process to one MLflow."""
 
@@ -90,7 +89,7 @@ class MlflowCaller:
 
 
 # Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s and more when the server is dead.
-ENVIRONMENT: Final = {
+ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_CONFIGURE_LOGGING": "false",

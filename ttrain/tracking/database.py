@@ -9,17 +9,17 @@ import os
 import sqlite3
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ttrain.core import sqlite_files
-from ttrain.core.files import private_directory
+from ttrain.core.files import exclusive, private_directory
 from ttrain.core.sqlite_files import damage_of, is_damage, set_aside
 from ttrain.tracking.calls import first_line
 
 log = logging.getLogger("ttrain")
 
 # Every column of MLflow 3.17's schema that holds a location on disk; a test reads the schema and names a new one.
-LOCATIONS: Final = (
+LOCATIONS = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
     ("model_versions", "source"),
@@ -32,9 +32,9 @@ LOCATIONS: Final = (
 )
 
 
-REPAIR: Final = "`ttrain track repair` sets the file aside and brings MLflow up to date from the home"
-UNWRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-SCHEMA: Final = Path(__file__).with_name("mlflow_schema.sql")  # tests/core/test_schemas.py writes it
+REPAIR = "`ttrain track repair` sets the file aside and brings MLflow up to date from the home"
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+SCHEMA = Path(__file__).with_name("mlflow_schema.sql")  # tests/core/test_schemas.py writes it
 LOCKED_SECONDS = 10.0  # to wait for a file that another program is writing
 
 
@@ -64,13 +64,11 @@ def open_client(uri: str, home: Path) -> Any:
         return _client(uri)
     if "?" in str(database):
         raise ValueError("a home whose path contains '?' cannot be named in a database URL; move it")
-    from filelock import FileLock
-
     import_module("mlflow.store.tracking.sqlalchemy_store")  # 1.5 s that another process need not wait for
     private_directory(database.parent, closes_files=False)
     os.environ["SQLITE_TMPDIR"] = str(database.parent)
     try:
-        with FileLock(database.with_name("mlflow.lock")):
+        with exclusive(database.with_name("mlflow.lock")):
             _migrate(database)
             client = _client(uri)
             repair_moved_home(home)
@@ -88,12 +86,10 @@ def open_client(uri: str, home: Path) -> Any:
 def set_damaged_aside(home: Path) -> tuple[str, Path] | None:
     """Move a damaged database aside, with the record of its champions; return (damage, new path), or None if it is whole or
     missing."""
-    from filelock import FileLock
-
     database = database_of(home)
     if not database.exists():
         return None
-    with FileLock(database.with_name("mlflow.lock")):
+    with exclusive(database.with_name("mlflow.lock")):
         if (damage := damage_of(database)) is None:
             return None
         champions_file(home).unlink(missing_ok=True)

@@ -12,20 +12,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 from ttrain.core.hashing import digest_of
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 
 TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
-CONTEXT: Final = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
-TOKENS: Final = "tokens"
-DIGEST_CHARACTERS: Final = 12  # MLflow takes 36; its pages show it in the table of runs
-SOURCE_BYTES: Final = 60_000  # of MLflow's 65535
-SHARDS: Final = "shards-"
-COUNTED_AS: Final = {"rows": "documents", "bytes": "bytes"}
-HELD_OUT: Final = "heldout"
-DUPLICATE_KEY: Final = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
+CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
+TOKENS = "tokens"
+DIGEST_CHARACTERS = 12  # MLflow takes 36; its pages show it in the table of runs
+SOURCE_BYTES = 60_000  # of MLflow's 65535
+SHARDS = "shards-"
+COUNTED_AS = {"rows": "documents", "bytes": "bytes"}
+HELD_OUT = "heldout"
+DUPLICATE_KEY = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[DataInput]:
     ]
 
 
-def read_by(inputs: Mapping[str, Artifact], *, trains: bool) -> list[DataInput]:
+def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     """The data sets that a stage reads through its input artifacts: its training data, or else its validation data."""
     context = TRAINING if trains else VALIDATION
     return [

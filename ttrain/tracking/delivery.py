@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any
 
 from ttrain.config import flatten
 from ttrain.core.files import exclusive, parse_object
@@ -26,9 +26,9 @@ from ttrain.tracking.uploads import local_path, place_file, with_parent, write_t
 
 log = logging.getLogger("ttrain")
 
-PARAMS_PER_BATCH: Final = 100  # MLflow refuses more
+PARAMS_PER_BATCH = 100  # MLflow refuses more
 
-POINTS_PER_BATCH: Final = 1000  # and more of these
+POINTS_PER_BATCH = 1000  # and more of these
 
 
 def params(run: TrackedRun, entry: Entry) -> None:
@@ -146,9 +146,9 @@ def _root(run: TrackedRun) -> Path | None:
     return local_path(run.artifact_uri)
 
 
-STAGES: Final = "ttrain.stages"
+STAGES = "ttrain.stages"
 
-LOCK: Final = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
+LOCK = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
 
 
 def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -238,7 +238,7 @@ def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) ->
 
 
 RUN, STAGE, KEY = "ttrain.run", "ttrain.stage", "ttrain.key"  # tags of a stage's run
-FINISHED: Final = "FINISHED"
+FINISHED = "FINISHED"
 
 
 def status_of(outcome: str) -> str:
@@ -246,7 +246,7 @@ def status_of(outcome: str) -> str:
     return FINISHED if outcome in (*BUILT, NOTHING_NEW) else "FAILED" if outcome == "failed" else "KILLED"
 
 
-FIT: Final = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
+FIT = ("bytes_per_token", "unk_rate")  # metrics of a tokenizer, by which tokenizers are compared
 
 
 def log_result(run: AnyRun, artifact: Artifact) -> None:
@@ -290,7 +290,7 @@ class DeliveryType:
     uploads: bool = False  # may take long: delivered in order by a thread of its own if files go over the network
 
 
-DELIVERY_TYPES: Final[Mapping[str, DeliveryType]] = {
+DELIVERY_TYPES: Mapping[str, DeliveryType] = {
     "params": DeliveryType(params, "logging parameters"),
     "tags": DeliveryType(tags, "setting tags"),
     "continued": DeliveryType(continued, "continuing a run"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from ttrain.store.layout import MANIFEST
 from ttrain.tracking.calls import all_pages
@@ -33,7 +33,6 @@ class StoredRun:
     tags: Mapping[str, str]
 
 
-@final
 class MlflowSource:
     """Read-only access to one MLflow, or to one experiment. Raises MLflow's errors; a silent server costs one probe."""
 
@@ -117,7 +116,6 @@ def _stored_run(run: Any) -> StoredRun:
     )
 
 
-@final
 class LocalCopies:
     """Directories `mlflow/artifacts/RUN_ID/artifacts/STAGE` of a home; each is listed once."""
 

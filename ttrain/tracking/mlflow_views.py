@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 from ttrain.config import SHAPE_NO_RESULT
@@ -22,24 +22,24 @@ from ttrain.core.files import parse_json
 from ttrain.tracking.tracker import AnyStore, MlflowStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
-VIEW: Final = "mlflow.sharedViewState."
-NOTE: Final = "mlflow.note.content"
-PIPELINES: Final = "tags.`ttrain.pipeline` != ''"  # stages' runs have no such tag: one row a pipeline run
+VIEW = "mlflow.sharedViewState."
+NOTE = "mlflow.note.content"
+PIPELINES = "tags.`ttrain.pipeline` != ''"  # stages' runs have no such tag: one row a pipeline run
 NEWEST_RUNS = 50  # whose settings are compared: 0.7 CPU seconds
 FEW_RUNS = 10  # at the end of each run
 MOST_SETTINGS = 4  # of the columns: with the figures before them a table of 1600 pixels is full
 LONGEST_SETTING = 24  # characters of a value that a column shows
 
 # Columns, if the runs have them: the metric that a stage is judged by, and its validation loss for runs without it.
-JUDGED_BY: Final = {metric.of_run: f"{stage}/{VALIDATION_LOSS}" for stage, metric in PRIMARY_METRICS.items()}
-EXTRA_METRICS: Final = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
+JUDGED_BY = {metric.of_run: f"{stage}/{VALIDATION_LOSS}" for stage, metric in PRIMARY_METRICS.items()}
+EXTRA_METRICS = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
 # Settings of these groups shape the models; those of others come after them. Data sets have MLflow's own column.
-SHAPING: Final = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
-NAME: Final = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
+SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
+NAME = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
 LETTER_WIDTH, MARGIN, LEAST_WIDTH = 5.7, 22, 84  # pixels of a column's title; MLflow's 100 a column cut the names off
-WIDTHS: Final = {NAME: 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
+WIDTHS = {NAME: 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
 
-DESCRIPTION: Final = """\
+DESCRIPTION = """\
 Each row is one run of a pipeline. Lower is better for bits per byte and losses; the settings beside them show why.
 
 - [**Which is better, and why**]({table}): the figures, then the settings that differ. Stages are the runs below a row.
@@ -160,15 +160,11 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
     for name in sorted(candidates, key=by_weight):
-        groupings.setdefault(_grouping([run.get(name) for run in runs]), name)
+        values = [run.get(name) for run in runs]
+        groupings.setdefault(tuple(map(values.index, values)), name)  # which of the runs have equal values
     chosen = [*groupings.values()][:MOST_SETTINGS]
     extra = [name for name in sorted(candidates, key=by_weight) if name not in chosen]
     return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=by_weight)
-
-
-def _grouping(values: Sequence[str | None]) -> tuple[int, ...]:
-    """Which of the values are equal: for each the index of the first equal one."""
-    return tuple(values.index(value) for value in values)
 
 
 def _fits(value: str) -> bool:

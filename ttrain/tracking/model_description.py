@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
@@ -24,15 +24,15 @@ from ttrain.tracking.calls import plain
 from ttrain.tracking.runs import AnyRun
 from ttrain.tracking.uploads import local_path
 
-HERE: Final = "<NAME/VERSION>"  # in a text: the version that it describes
+HERE = "<NAME/VERSION>"  # in a text: the version that it describes
 
-CHARACTERS: Final = 5000  # that MLflow's database holds
+CHARACTERS = 5000  # that MLflow's database holds
 
-DECISION: Final = "\n\n## Decision\n\n"
+DECISION = "\n\n## Decision\n\n"
 
-MARK: Final = re.compile(r"\n\n<!-- ttrain ([0-9a-f]{12}) -->\Z")
+MARK = re.compile(r"\n\n<!-- ttrain ([0-9a-f]{12}) -->\Z")
 
-MARK_CHARACTERS: Final = 30
+MARK_CHARACTERS = 30
 
 
 def marked(text: str) -> str:
@@ -66,23 +66,23 @@ def add_decision(client: Any, version: Any, table: str) -> None:
     )
 
 
-CARD: Final = "README.md"
+CARD = "README.md"
 
-LOADS: Final = "ttrain.loads"  # tag of a version: the flavor that loads it, if MLflow can
+LOADS = "ttrain.loads"  # tag of a version: the flavor that loads it, if MLflow can
 
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of an artifact's model and adapter, of an adapter's base
 
-TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-COMPONENTS: Final = "components/tokenizer"  # where MLflow looks for it
+COMPONENTS = "components/tokenizer"  # where MLflow looks for it
 
-TASK: Final = "text-generation"
+TASK = "text-generation"
 
 EXAMPLE, SERVED_EXAMPLE = "input_example.json", "serving_input_example.json"
 
-TEXT_IN_AND_OUT: Final = json.dumps([{"type": "string", "required": True}])
+TEXT_IN_AND_OUT = json.dumps([{"type": "string", "required": True}])
 # Only these are needed to open a model; an environment that MLflow makes for it has no others.
-REQUIRED_LIBRARIES: Final = ("torch", "transformers", "tokenizers", "safetensors", "peft")
+REQUIRED_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "peft")
 
 
 @dataclass(frozen=True)

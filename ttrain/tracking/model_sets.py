@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
+
+from pydantic import TypeAdapter, ValidationError
 
 from ttrain.config.data import LEARNT
 from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import PRIVATE_FILE, parse_object, read_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.errors import DamagedFile
 from ttrain.tracking.calls import all_pages, create_if_missing
 from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
 from ttrain.tracking.database import is_missing, open_client
@@ -25,16 +26,16 @@ from ttrain.tracking.outbox import undelivered_keys
 from ttrain.tracking.registry import CHAMPION, MEMBER, ModelVersion
 from ttrain.tracking.runs import TrackedRun
 
-CHALLENGER: Final = "challenger"
-KIND: Final = "ttrain.kind"
-SET: Final = "set"
-SETS: Final = "sets.json"  # beside a home's own database: its sets, in the state that the file names
-IDENTITY: Final = "ttrain.set"
+CHALLENGER = "challenger"
+KIND = "ttrain.kind"
+SET = "set"
+SETS = "sets.json"  # beside a home's own database: its sets, in the state that the file names
+IDENTITY = "ttrain.set"
 RUN_ID = "ttrain.run_id"  # MLflow's, of the pipeline's run; the version itself names the run of its last model
 KEY = "ttrain.key."  # followed by the stage's name
-METRICS: Final = "ttrain.metrics"
-DECISION: Final = "ttrain.decision"
-LAST_FIRST: Final = MODEL_STAGES[::-1]  # which of a set's models to chat with, the first that exists
+METRICS = "ttrain.metrics"
+DECISION = "ttrain.decision"
+LAST_FIRST = MODEL_STAGES[::-1]  # which of a set's models to chat with, the first that exists
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,8 @@ def read_copied_sets(database: Path) -> list[ModelSet] | None:
         copied = read_object(database.with_name(SETS))
         if copied["state"] != _state_of(database):
             return None
-        return [
-            ModelSet(
-                **{
-                    **values,
-                    "members": {stage: Member(**member) for stage, member in values["members"].items()},
-                    "aliases": tuple(values["aliases"]),
-                }
-            )
-            for values in copied["sets"]
-        ]
-    except (OSError, DamagedFile, KeyError, TypeError, AttributeError):
+        return TypeAdapter(list[ModelSet]).validate_python(copied["sets"])
+    except (OSError, KeyError, ValidationError):
         return None
 
 
@@ -238,13 +230,13 @@ def register_version(
     return version
 
 
-ARTIFACT: Final = ("ttrain.key", "ttrain.content")  # tags that name the artifact of a version
+ARTIFACT = ("ttrain.key", "ttrain.content")  # tags that name the artifact of a version
 
-INPUTS: Final = ("base", "tokenizer")  # a model is useless without them, but not without its training data
+INPUTS = ("base", "tokenizer")  # a model is useless without them, but not without its training data
 
-WITH_A_SET: Final = ("evaluate",)  # metrics that are compared with those of the next set
+WITH_A_SET = ("evaluate",)  # metrics that are compared with those of the next set
 # The files that the champion was trained on, and the held-out rows: the next night needs both.
-WITH_A_CHAMPION: Final = tuple(f"shards-{dataset}" for dataset in LEARNT)
+WITH_A_CHAMPION = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
 
 def registered_keys(home: Path) -> frozenset[str]:

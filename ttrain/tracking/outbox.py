@@ -23,23 +23,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any
 
 from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_object
 
 log = logging.getLogger("ttrain")
 
-FOLDER: Final = "tracking"  # in the home
+FOLDER = "tracking"  # in the home
 
-ID: Final = re.compile(r"[0-9a-f]{32}")
+ID = re.compile(r"[0-9a-f]{32}")
 
 RUN, JOURNAL = "run.json", "journal.jsonl"
 
-COMPACT_BYTES: Final = 1 << 24  # of the journal: then it is written again, without what was delivered
+COMPACT_BYTES = 1 << 24  # of the journal: then it is written again, without what was delivered
 
-IDLE_DAYS: Final = 7  # an outbox of another machine that shares this home is left alone for this long
+IDLE_DAYS = 7  # an outbox of another machine that shares this home is left alone for this long
 
-UNFINISHED_SECONDS: Final = 3600.0  # an outbox is made and removed in milliseconds: older ones are removed
+UNFINISHED_SECONDS = 3600.0  # an outbox is made and removed in milliseconds: older ones are removed
 
 
 @dataclass(eq=False)
@@ -59,7 +59,6 @@ class Entry:
         return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-@final
 class Outbox:
     """The outbox of one run, held by this process; safe to use from several threads."""
 
@@ -196,11 +195,7 @@ def _hidden(directory: Path) -> Path:
 
 def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
     """Lock and open the outbox in a directory; None if there is none, or if another process, or this one, holds it."""
-    if (
-        not (directory / RUN).exists()
-        or is_of_earlier_build(directory)
-        or not (box := Outbox(directory, {})).acquire(seconds)
-    ):
+    if not (directory / RUN).exists() or not (box := Outbox(directory, {})).acquire(seconds):
         return None
     run_info = read_object(directory / RUN)
     if run_info.get("id") != directory.name:  # delivered and removed while we waited
@@ -210,11 +205,6 @@ def take(directory: Path, seconds: float = 0.0) -> Outbox | None:
     box.run_info, read = run_info, read_journal(directory)
     box.entries, box._next = list(read.values()), 1 + max(read, default=0)
     return box
-
-
-def is_of_earlier_build(directory: Path) -> bool:
-    """Whether a build before 25 November 2026 made it, which kept texts and points in files beside the journal."""
-    return any((directory / name).exists() for name in ("files", "flight.json"))
 
 
 def read_journal(directory: Path) -> dict[int, Entry]:

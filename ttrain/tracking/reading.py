@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from ttrain.config import Settings, flatten
 from ttrain.core.files import read_object
@@ -67,7 +67,6 @@ class _Match:
     notes: tuple[str, ...] = ()
 
 
-@final
 class _RunReader:
     """Reads several runs together, since each query to MLflow costs the same for one run and for many."""
 
@@ -152,11 +151,11 @@ class _RunReader:
                 return self._find(child.tags["ttrain.run"])
         raise UsageError(f"'{model}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
 
-    def _is_whole(self, record: Mapping[str, Any] | None) -> bool:
+    def _is_whole(self, record: runs.RecordedRun | None) -> bool:
         """Whether all stages that began are here."""
         return record is not None and all(self._is_here(record, entry) for entry in record["stages"] if entry.get("key"))
 
-    def _is_here(self, record: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    def _is_here(self, record: runs.RecordedRun, entry: Mapping[str, Any]) -> bool:
         """Whether the files of a stage are on this disk, and are those of the run itself."""
         if manifest := self._manifest(entry):
             return entry["outcome"] not in runs.BUILT or _maker_in(manifest) in (None, record["run"])
@@ -266,7 +265,7 @@ def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun
     return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
 
 
-def _tracked_id(record: Mapping[str, Any]) -> Any:
+def _tracked_id(record: runs.RecordedRun) -> Any:
     return (record.get("tracking") or {}).get("run_id")
 
 

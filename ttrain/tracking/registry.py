@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store.references import BEGIN, Registered, unknown
-from ttrain.tracking.calls import attempt, code_of, first_line
+from ttrain.tracking.calls import attempt, first_line, is_refusal
 from ttrain.tracking.client import is_installed, silence, tracking_uri
 from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.uploads import local_path
 
-CHAMPION: Final = "champion"  # alias of the set of models that is in use
-MEMBER: Final = "ttrain.member."  # tag of a set, followed by the stage's name: NAME/VERSION of its member
-LISTED_MODELS: Final = 50
+CHAMPION = "champion"  # alias of the set of models that is in use
+MEMBER = "ttrain.member."  # tag of a set, followed by the stage's name: NAME/VERSION of its member
+LISTED_MODELS = 50
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
                 return _version_by_alias(client, model.name, model.alias), []
             return client.get_model_version(model.name, model.version), []
         except Exception as error:
-            if code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            if not is_refusal(error):
                 raise
             return None, client.search_registered_models(max_results=LISTED_MODELS)
 
@@ -69,7 +69,7 @@ def _version_by_alias(client: Any, name: str, alias: str) -> Any:
         return client.get_model_version_by_alias(name, alias)
     except Exception as error:
         set_name = name.rpartition("-")[0]
-        if not set_name or code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if not set_name or not is_refusal(error):
             raise
         tags = client.get_model_version_by_alias(set_name, alias).tags
         members = [value.rpartition("/") for tag, value in tags.items() if tag.startswith(MEMBER)]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
@@ -30,11 +30,11 @@ log = logging.getLogger("ttrain")
 
 MetricPoint = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
-BEGUN: Final = "begun"  # part of a followed curve's entry, once the curve has a row
+BEGUN = "begun"  # part of a followed curve's entry, once the curve has a row
 
-POINTS_PER_ENTRY: Final = 10_000  # of the outbox
+POINTS_PER_ENTRY = 10_000  # of the outbox
 
-VALUE_CHARACTERS: Final = 6000  # of a parameter, by MLflow's rule
+VALUE_CHARACTERS = 6000  # of a parameter, by MLflow's rule
 
 
 class TrackingStore(Protocol):
@@ -63,7 +63,6 @@ class TrackingStore(Protocol):
     def forget_experiments(self) -> None: ...
 
 
-@final
 class TrackedRun:
     """One MLflow run, created by `MlflowStore`. Until it is in MLflow, `id`, `artifact_uri`, `page` and `url` are None."""
 
@@ -205,7 +204,6 @@ class TrackedRun:
             return getattr(self.store.client, method)(*arguments, **keywords)
 
 
-@final
 class NullRun:
     """A run that is not tracked; `id` keeps the id of the run to continue, so that a later start still finds it."""
 
@@ -223,7 +221,6 @@ class NullRun:
     note_stages = link_to_parent = link_made_by = finish = _nothing
 
 
-@final
 class NullStore:
     """The store if MLflow is missing or switched off."""
 
@@ -275,9 +272,9 @@ def _values_of(row: MetricRow) -> Iterator[tuple[str, float]]:
             yield clean(key), math.nan
 
 
-ID: Final = "ttrain.id"  # tag: the id of the run's outbox, to find the run if the answer to its creation was lost
+ID = "ttrain.id"  # tag: the id of the run's outbox, to find the run if the answer to its creation was lost
 
-PARENT: Final = "mlflow.parentRunId"  # tag by which MLflow's pages nest
+PARENT = "mlflow.parentRunId"  # tag by which MLflow's pages nest
 
 
 def ensure_run(run: TrackedRun) -> None:

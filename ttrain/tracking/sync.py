@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any
 
 from ttrain.core.files import read_object
 from ttrain.core.redact import without_user
@@ -26,7 +26,7 @@ from ttrain.tracking.tracker import MlflowStore
 
 log = logging.getLogger("ttrain")
 
-TRIES: Final = 3  # while the server passes its health check
+TRIES = 3  # while the server passes its health check
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def _deliver(store: MlflowStore, pending: UndeliveredRun, *, uploads: bool, else
         if done is not False:
             break
     why = ""
-    if outbox.is_of_earlier_build(pending.directory):
-        why = "a build before 25 November 2026 made it: deliver it with that one, or remove the directory"
-    elif done is None:
+    if done is None:
         host = read_object(pending.directory / outbox.RUN).get("host")
         host_note = "" if host == platform.node() else f" on {host}; name the run to deliver it all the same"
         why = f"a process still has its outbox and delivers it itself{host_note}"
@@ -128,12 +126,11 @@ def _read_outbox(directory: Path) -> UndeliveredRun | None:
     return UndeliveredRun(run, str(run_info.get("name")), str(run_info.get("tracker", "")), directory, things)
 
 
-READ_BYTES: Final = 1 << 22
+READ_BYTES = 1 << 22
 
-PATIENCE_SECONDS: Final = 15.0  # to wait for a request that the thread has made
+PATIENCE_SECONDS = 15.0  # to wait for a request that the thread has made
 
 
-@final
 class MetricsFollower:
     """Logs the lines that a stage appends to its `metrics.jsonl` to a run, about once a second, from its own thread.
 
@@ -194,7 +191,6 @@ class MetricsFollower:
         return chunk[: chunk.rfind(b"\n") + 1]
 
 
-@final
 class SampleFollower:
     """Logs the sample texts that a training writes into a directory, `step-*.txt`, under `path` of a run.
 

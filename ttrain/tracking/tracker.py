@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any
 
 from ttrain.core.files import read_object, write_json
 from ttrain.core.redact import without_user
@@ -33,7 +33,6 @@ TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier
 UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run waits no longer for uploads
 
 
-@final
 class MlflowStore:
     """One experiment of one MLflow, shared by threads; opened by `open_store`, to be closed."""
 
@@ -407,10 +406,9 @@ def open_reader(home: Path) -> MlflowStore:
     return store
 
 
-LONGEST_SECONDS: Final = 30.0
+LONGEST_SECONDS = 30.0
 
 
-@final
 class RetryThread:
     """Calls `work` when woken; if it returns False, again after a pause that doubles up to half a minute."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, final
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ttrain.tracking.calls import artifact_path
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 File = tuple[Path, str]  # source, and target path below the run
 
 # From the last byte of a file to the answer: a server that passes 10 GB on to S3 answers when that is done.
-ANSWER_SECONDS: Final = 600.0
+ANSWER_SECONDS = 600.0
 
-SECONDS_BETWEEN: Final = 0.2
+SECONDS_BETWEEN = 0.2
 
 _patience = threading.local()
 
@@ -98,7 +98,6 @@ def _patch_time_limit() -> None:
             module.http_request = _PatientRequest(module.http_request)
 
 
-@final
 class _PatientRequest:
     """MLflow's `http_request`; in an uploading thread with its own time limit and counted bytes."""
 
@@ -114,7 +113,6 @@ class _PatientRequest:
         return partial(self._original, timeout=(10.0, ANSWER_SECONDS))(*arguments, **keywords)
 
 
-@final
 class _CountedFile:
     """A file that reports how far it was read; has the methods that `requests` needs to stream a body."""
 
@@ -142,7 +140,7 @@ class _CountedFile:
         return self._file.seek(offset, whence)
 
 
-LINK_FROM_BYTES: Final = 1 << 20  # linking a smaller file saves nothing, and a copy cannot change under MLflow
+LINK_FROM_BYTES = 1 << 20  # linking a smaller file saves nothing, and a copy cannot change under MLflow
 
 
 def local_path(uri: str) -> Path | None:

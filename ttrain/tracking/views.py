@@ -7,23 +7,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple, TypeVar, final
-
-import orjson
+from typing import Any, NamedTuple, TypeVar
 
 from ttrain.core.files import parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
+from ttrain.store.runs import MetricRow, read_rows
 from ttrain.tracking.calls import attempt, clean
 from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.uploads import local_path
 
 Result = TypeVar("Result")
 
-CURVES: Final = ("metrics.jsonl", "system*.jsonl")  # under run/
-TOKENS: Final = "tokens"
-MACHINE_PREFIX: Final = "system/"  # metrics whose steps are seconds of the stage's time
-LARGEST_TEXT: Final = 4 << 20  # bytes of a file that are read as a text
+CURVES = ("metrics.jsonl", "system*.jsonl")  # under run/
+TOKENS = "tokens"
+MACHINE_PREFIX = "system/"  # metrics whose steps are seconds of the stage's time
+LARGEST_TEXT = 4 << 20  # bytes of a file that are read as a text
 
 
 class Point(NamedTuple):
@@ -90,7 +89,6 @@ class RunView:
         return self.reader.files(self.stages[stage], under) if stage in self.stages else []
 
 
-@final
 class StageFiles:
     """The reader behind a view: of the stages whose files are here, from them; else from MLflow, if it was asked."""
 
@@ -180,23 +178,15 @@ class StageFiles:
             self._local_curves[stage_key] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
         return self._local_curves[stage_key]
 
-    def _rows(self, stage: StageView) -> Iterator[dict[str, Any]]:
+    def _rows(self, stage: StageView) -> Iterator[MetricRow]:
         """The rows of a stage's own curves, without torn lines."""
         for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
             for path in paths:
                 with contextlib.suppress(OSError):
-                    yield from _rows_of(path)
+                    yield from read_rows(path)
             if paths:
                 return
-
-
-def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-            row = orjson.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int):
-                yield row
 
 
 def _is_inside(path: str) -> bool:
