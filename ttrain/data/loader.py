@@ -39,6 +39,7 @@ class MicroBatch:
     filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
+@dataclass(eq=False)
 class Loader:
     """The same global micro-batches for any number of ranks: rank r of W takes numbers r, r+W, r+2W, ...
 
@@ -46,19 +47,13 @@ class Loader:
     `consumed` is the number of steps returned so far, not counting prefetched ones; the next iteration continues there.
     """
 
-    def __init__(
-        self,
-        rows: BatchSource,
-        order: Order,
-        *,
-        rows_per_device: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.rows, self.order = rows, order
-        self.rows_per_device, self.rank, self.world = rows_per_device, rank, world
-        self.consumed = 0
-        self._running: Generator[list[MicroBatch], None, None] | None = None
+    rows: BatchSource
+    order: Order
+    rows_per_device: int
+    rank: int = 0
+    world: int = 1
+    consumed: int = 0
+    _running: Generator[list[MicroBatch], None, None] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
         """Micro-batches of this rank in a step; any step can be asked for."""
@@ -183,11 +178,14 @@ def derived_seed(seed: int, number: int) -> int:
     return int(mix(np.array([(seed << 32) ^ (number + 1)], dtype=U64))[0] >> U64(32))
 
 
+@dataclass(eq=False)
 class Order(ABC):
     """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
 
-    def __init__(self, rows: int, rows_per_step: int, total_rows: int, seed: int) -> None:
-        self.rows, self.rows_per_step, self.total_rows, self.seed = rows, rows_per_step, total_rows, seed
+    rows: int
+    rows_per_step: int
+    total_rows: int
+    seed: int
 
     @property
     def steps(self) -> int:
