@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -237,11 +237,6 @@ class Candidates(NamedTuple):
     firsts: Places
     bands: Places
 
-    def members(self) -> Iterator[tuple[int, list[int]]]:
-        """Position and bands of each document."""
-        for number, position in enumerate(self.positions.tolist()):
-            yield position, self.bands[self.firsts[number] : self.firsts[number + 1]].tolist()
-
 
 def candidates(
     band_keys: Callable[[int], Values], rule: SimilarityRule, counts: Values, present: Flags, droppable: Flags
@@ -279,7 +274,8 @@ def confirm(
     """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
     originals: dict[int, list[int]] = {}
     dropped = []
-    for position, bands in pairs.members():
+    for number, position in enumerate(pairs.positions.tolist()):
+        bands = pairs.bands[pairs.firsts[number] : pairs.firsts[number + 1]].tolist()
         near = _original(position, bands, originals, counts, shingles, rule) if droppable[position] else None
         if near:
             dropped.append(near)
