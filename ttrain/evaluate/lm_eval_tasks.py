@@ -73,7 +73,11 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
         names[document.name].append(number)
     groups = {f"task={name}": tuple(numbers) for name, numbers in names.items()} if len(names) > 1 else {}
     identities = [
-        [document.name, [[str(argument) for argument in request.args] for request in document.requests], _target(document)]
+        [
+            document.name,
+            [list(map(str, request.args)) for request in document.requests],
+            str(document.task.doc_to_target(document.content)),
+        ]
         for document in documents
     ]
     return Items(task, spec, tuple(documents), digests(identities), groups=groups)
@@ -244,10 +248,6 @@ def _quiet() -> Iterator[None]:
 def _label(metric: str, name: str) -> str:
     """Metric name such as acc, or exact_match_strict-match if the harness has several filters of answers."""
     return re.sub(r"[^\w.-]", "_", metric if name == "none" else f"{metric}_{name}")
-
-
-def _target(document: HarnessDocument) -> str:
-    return str(document.task.doc_to_target(document.content))
 
 
 def _shown(value: object) -> str:

@@ -72,20 +72,17 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_
             "evaluate.overlapping=report, or have shards.decontaminate remove the documents"
         )
     new_numbers = {number: new for new, number in enumerate(clean)}
+    groups = {
+        name: tuple(new_numbers[number] for number in numbers if number in new_numbers)
+        for name, numbers in items.groups.items()
+    }
     return replace(
         items,
         items=tuple(items.items[number] for number in clean),
         digests=tuple(items.digests[number] for number in clean),
         left_out=(*items.left_out, *(LeftOut(items.digests[number], None, IN_TRAINING) for number in sorted(overlapping))),
-        groups=_renumbered(items.groups, new_numbers),
+        groups=_groups_like(items.groups, groups),
     )
-
-
-def _renumbered(groups: Mapping[str, tuple[int, ...]], new_numbers: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
-    renumbered = {
-        name: tuple(new_numbers[number] for number in numbers if number in new_numbers) for name, numbers in groups.items()
-    }
-    return _groups_like(groups, renumbered)
 
 
 def _groups_like(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> Groups:
