@@ -109,17 +109,13 @@ def first_loss(learner: Learner, rows: Rows, precision: Precision, *, trained: b
     loss, nothing = float(loss_sum.total) / max(1, loss_sum.count), math.log(_head(model).weight.shape[0])
     slack = max(0.5, SLACK * nothing)
     if trained:
-        figure = f"{loss:.3f} nats a token, below ln(vocabulary) = {nothing:.3f}"
-        ok, fix = (
-            loss < nothing,
-            "train the base for longer, on text more like this, or look for what broke it: it is overconfident",
-        )
+        ok = loss < nothing
+        figure = f"{loss:.3f} nats a token, {'' if ok else 'not '}below ln(vocabulary) = {nothing:.3f}"
+        fix = "train the base for longer, on text more like this, or look for what broke it: it is overconfident"
     else:
         figure = f"{loss:.3f} nats a token, ln(vocabulary) = {nothing:.3f}"
         ok = abs(loss - nothing) <= slack
         fix = "set model.init_std nearer to 0.02: to a new model all tokens should be about equally likely"
-    if not ok:
-        figure = figure.replace("below", "not below")
     return make_check("loss at the start", ok and math.isfinite(loss), figure, fix)
 
 

@@ -76,7 +76,8 @@ class Doctor:
         runtime = self.settings.runtime
         device = training.start(runtime).device
         computed_in = precision.resolve_precision(self.config.precision, device)
-        yield run_check("versions", _versions)
+        pins = machine.pins_of(CONSTRAINTS)
+        yield run_check("versions", lambda: machine.versions(metadata.requires("ttrain") or [], pins))
         yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
         yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
         yield run_check("tuning", lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())))
@@ -164,10 +165,6 @@ def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training
     return prepared
 
 
-def _versions() -> Check:
-    return machine.versions(metadata.requires("ttrain") or [], machine.pins_of(CONSTRAINTS))
-
-
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
 
 HELDOUT_SHARE = 10  # one record of so many is held out of a sample for which the user names no such files
@@ -227,42 +224,44 @@ def _base_stage(stage: str, settings: Settings) -> str:
     return NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
 
 
+@dataclass
 class _Sample:
     """The first records of the user's files, as a source that the stages read like the quickstart's."""
 
-    def __init__(self, settings: Settings, made_source: Path | None, directory: Path) -> None:
-        self._settings, self._source, self._directory = settings, made_source, directory
-        self.records = 0
+    settings: Settings
+    source: Path | None
+    directory: Path
+    records: int = 0
 
     def tokenizer(self) -> Path:
         """Train a tokenizer on the sample, or take the existing one."""
-        roles = data_files(TOKENIZER, self._settings)
-        texts = self._directory / "texts.jsonl"
-        if is_measured := self._settings.reads("tokenizer"):
+        roles = data_files(TOKENIZER, self.settings)
+        texts = self.directory / "texts.jsonl"
+        if is_measured := self.settings.reads("tokenizer"):
             self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
-        output = self._directory / "tokenizer"
-        reading = self._settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
+        output = self.directory / "tokenizer"
+        reading = self.settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         existing = [Path(file.location) for file in roles.get(EXISTING, ())]
         read = [str(texts)] if is_measured else []
-        tokenizer.train_directory(read, output, self._settings.tokenizer, reading, existing_files=existing)
+        tokenizer.train_directory(read, output, self.settings.tokenizer, reading, existing_files=existing)
         return output
 
     def shards(self, stage: Stage, tokenizer_path: Path, output: Path) -> float:
         """Make shards of the sample; returns about how many bytes those of all the data would take."""
         assert stage.dataset is not None, "shards are made of a data set"
-        sample_source = self._directory / stage.name
+        sample_source = self.directory / stage.name
         sample_source.mkdir()
         files = [sample_source / f"{stage.dataset}.jsonl", sample_source / f"{stage.dataset}_heldout.jsonl"]
-        roles = data_files(stage, self._settings)
+        roles = data_files(stage, self.settings)
         for role, path in zip((TRAIN, HELDOUT), files, strict=True):
             locations_of = [file.location for file in roles.get(role, ())]
             if locations_of or not roles:
                 self.records += self._copy(stage, locations_of, path, role)
         if not files[1].exists():
             _hold_out(*files)
-        config = ShardsConfig(reading=self._settings.reading, shards=self._settings.shards)
+        config = ShardsConfig(reading=self.settings.reading, shards=self.settings.shards)
         job = _job(
-            self._settings,
+            self.settings,
             output,
             inputs={"source": sample_source, "tokenizer": tokenizer_path},
             arguments=dict(stage.arguments),
@@ -275,7 +274,7 @@ class _Sample:
 
     def _copy(self, stage: Stage, files: Sequence[str], output: Path, role: str) -> int:
         """Write the first good records of the files as JSONL; returns how many. Raises DataError where too many are bad."""
-        reading, dataset = self._settings.reading, "pretrain" if stage is TOKENIZER else stage.dataset
+        reading, dataset = self.settings.reading, "pretrain" if stage is TOKENIZER else stage.dataset
         name = dataset if role == TRAIN else f"{dataset}_heldout"
         if not files:
             files = [str(self._python_docs() / f"{name}.jsonl")]
@@ -298,10 +297,10 @@ class _Sample:
         return records
 
     def _python_docs(self) -> Path:
-        if self._source is None:
-            self._source = self._directory / "source"
-            source.run(SourceConfig(python_docs=self._settings.python_docs), _job(self._settings, self._source))
-        return self._source
+        if self.source is None:
+            self.source = self.directory / "source"
+            source.run(SourceConfig(python_docs=self.settings.python_docs), _job(self.settings, self.source))
+        return self.source
 
 
 def _job(
