@@ -28,6 +28,7 @@ from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table, row_
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.records import Tally
+from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
@@ -37,7 +38,7 @@ SHARD_FILE_NAME = re.compile(
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
-Entry = dict[str, Any]  # of a shard, in the index of its part
+Entry = JsonObject  # of a shard, in the index of its part
 Overlaps = tuple[OverlapCheck, Sequence[ShardScan]]  # with evaluation items, of each block's training part
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
@@ -46,18 +47,18 @@ Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 class ShardSetResult:
     """The result of sharding: counts of both parts, one tally per role, one entry per file."""
 
-    parts: dict[str, dict[str, Any]]
+    parts: dict[str, JsonObject]
     tallies: dict[str, Tally]
-    files: list[dict[str, Any]]
+    files: list[JsonObject]
     blocks: int
     encoded_blocks: int
     duplicates: int
     encoder: str
-    contamination: dict[str, Any] | None = None
-    near_duplicates: dict[str, Any] | None = None
+    contamination: JsonObject | None = None
+    near_duplicates: JsonObject | None = None
     of_earlier_heldout: int | None = None  # rows that would be learnt, if no earlier held-out set had them
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
         figures = (
@@ -98,7 +99,8 @@ def assemble(
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
         lowest = _hold_out_lowest_row(built_blocks, figures, kept_back, recipe.kind)
-    _leave_out_kept_back(built_blocks, figures, kept_back)
+    for block, flags in zip(built_blocks, kept_back, strict=True):
+        _leave_out(figures, HELD_OUT, block, flags)
     overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
@@ -144,9 +146,9 @@ def assemble(
     )
 
 
-def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> dict[str, Any]:
+def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonObject:
     """Write the index of a part, which makes it a set of shards."""
-    extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
+    extra_fields: JsonObject = {"weights": list(weights)} if weights else {}
     if recipe.kind != "documents":
         extra_fields["template"] = recipe.template
     return shards.write_index(
@@ -224,11 +226,10 @@ def _in_earlier_heldout(built_blocks: list[BuiltBlock], earlier_heldout: Table |
     return [block.selected & ~block.is_heldout & np.isin(_split_keys(block.rows, kind), keys) for block in built_blocks]
 
 
-def _leave_out_kept_back(built_blocks: list[BuiltBlock], figures: Tallies, kept_back: Sequence[Flags]) -> None:
-    """Leave the rows of an earlier held-out set out of the training part and count them."""
-    for block, flags in zip(built_blocks, kept_back, strict=True):
-        figures[block.role, block.file].leave_out(HELD_OUT, int((flags & block.selected).sum()))
-        block.selected &= ~flags
+def _leave_out(figures: Tallies, rule: str, block: BuiltBlock, flags: Flags) -> None:
+    """Leave the flagged rows of a block out by a rule, and count those that were selected."""
+    figures[block.role, block.file].leave_out(rule, int((flags & block.selected).sum()))
+    block.selected &= ~flags
 
 
 def _hold_out_lowest_row(
@@ -270,7 +271,7 @@ def _leave_out_overlaps(
     figures: Tallies,
     removed: Sequence[Flags],
     overlaps: Overlaps,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Count the training documents that contain an evaluation item, and leave the `removed` rows out.
 
     Returns the report. Documents that are not selected anyway do not count.
@@ -281,8 +282,7 @@ def _leave_out_overlaps(
         rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
         matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
         file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
-        figures[block.role, block.file].leave_out(contamination.OVERLAPS, int((flags & block.selected).sum()))
-        block.selected &= ~flags
+        _leave_out(figures, contamination.OVERLAPS, block, flags)
     return contamination.report(against, file_scans)
 
 

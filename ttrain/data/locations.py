@@ -95,9 +95,10 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
+            variable = f"TTRAIN__{setting.upper().replace('.', '__')}"
+            fix = f"{setting}=URL, or {variable} in the environment" if "." in setting else f"the whole URL as {setting}"
             raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; "
-                f"give it again in full, with {_how_to_set(setting)}"
+                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it again in full, with {fix}"
             )
         try:
             if not is_remote(pattern):
@@ -118,13 +119,6 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 raise UsageError(f"{setting} names the file {match!r}, whose name is not UTF-8; rename it")
         paths.update(dict.fromkeys(matches))
     return list(paths)
-
-
-def _how_to_set(setting: str) -> str:
-    """What a user writes to set a setting or an argument."""
-    if "." not in setting:
-        return f"the whole URL as {setting}"
-    return f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
 
 
 def _missing(pattern: str) -> str:

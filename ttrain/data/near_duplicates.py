@@ -274,38 +274,28 @@ def confirm(
     """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
     originals: dict[int, list[int]] = {}
     dropped = []
+
+    def compared(position: int, bands: Sequence[int]) -> NearDuplicate | None:
+        """With the first kept document, of those with most bands in common, that is as similar as the threshold."""
+        shared = Counter(original for band in bands for original in originals.get(band, ()))
+        size = int(counts[position])
+        similar = [
+            (-times, original)
+            for original, times in shared.items()
+            if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
+        ]
+        hashes = shingles(position) if similar else np.zeros(0, np.uint64)
+        for _, original in sorted(similar)[:MOST_COMPARED]:
+            if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
+                return NearDuplicate(position, original, similarity)
+        return None
+
     for number, position in enumerate(pairs.positions.tolist()):
         bands = pairs.bands[pairs.firsts[number] : pairs.firsts[number + 1]].tolist()
-        near = _original(position, bands, originals, counts, shingles, rule) if droppable[position] else None
-        if near:
+        if droppable[position] and (near := compared(position, bands)):
             dropped.append(near)
             continue
         for band in bands:
             if len(members := originals.setdefault(band, [])) < MOST_IN_BAND:
                 members.append(position)
     return dropped
-
-
-def _original(
-    position: int,
-    bands: Sequence[int],
-    originals: dict[int, list[int]],
-    counts: Values,
-    shingles: Callable[[int], Hashes],
-    rule: SimilarityRule,
-) -> NearDuplicate | None:
-    """The first kept document, of those with most bands in common, that is as similar as the threshold."""
-    shared = Counter(original for band in bands for original in originals.get(band, ()))
-    size = int(counts[position])
-    similar = [
-        (-times, original)
-        for original, times in shared.items()
-        if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
-    ]
-    hashes = shingles(position) if similar else None
-    for _, original in sorted(similar)[:MOST_COMPARED]:
-        assert hashes is not None
-        similarity = jaccard(hashes, shingles(original))
-        if similarity >= rule.threshold:
-            return NearDuplicate(position, original, similarity)
-    return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -196,14 +195,14 @@ class ShardSet:
                 f"not with {tokenizer[:12]}; make them again with `ttrain data shard --tokenizer`"
             )
         self.directory, self.index = directory, index
-        self._shards = [shard for shard in index["shards"] if group is None or shard["group"] == group]
-        firsts = itertools.accumulate((shard["rows"] for shard in index["shards"]), initial=0)
+        firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
-        self._first_of_all = [first for first, shard in numbered if group is None or shard["group"] == group]
+        chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
+        self._first_of_all, self._shards = [first for first, _ in chosen], [shard for _, shard in chosen]
         self._verified: set[str] = set()
         self._columns: list[Column | None] = [None] * len(self._shards)
-        self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
-        self._first_token = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
+        self._first_row = offsets_of([shard["rows"] for shard in self._shards])
+        self._first_token = offsets_of([shard["tokens"] for shard in self._shards])
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:

@@ -64,7 +64,11 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonObject]:
         raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
     for call in calls:
         _check_name(call, "a tool call", A_CALL)
-        _check_arguments(_function(call))
+        arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
+        if not isinstance(arguments, dict):
+            raise Malformed(
+                f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}'
+            )
     return calls
 
 
@@ -95,12 +99,6 @@ def _check_name(value: object, kind: str, example: str) -> None:
     name = _function(value).get("name")
     if not isinstance(name, str) or not name.strip():
         raise Malformed(f"{kind} has no name; write {example}")
-
-
-def _check_arguments(function: JsonObject) -> None:
-    arguments = _parsed(function.get("arguments"), "the arguments of a tool call")
-    if not isinstance(arguments, dict):
-        raise Malformed(f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}')
 
 
 def _parsed(value: object, name: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ttrain.core.signals import end_with_parent
-from ttrain.data.packing import IGNORE, Batch, Rows
+from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.doctor.parts import (
     Check,
     InMemoryRows,
@@ -158,7 +158,7 @@ def _evenness(numbers: Tensor, experts: int) -> float:
     return float(-(shares * shares.log()).sum()) / math.log(experts) if experts > 1 else 1.0
 
 
-def _logits(learner: Learner, precision: Precision, inputs: list[np.ndarray[Any, Any]], segments_BT: Any) -> list[Tensor]:
+def _logits(learner: Learner, precision: Precision, inputs: Sequence[Array], segments_BT: Array) -> list[Tensor]:
     """[B, T, V] logits for each of the inputs, as the task's own forward pass makes them, mask and all."""
     task, model = learner.prepared(precision.device)
     hidden: list[Tensor] = []

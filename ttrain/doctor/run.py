@@ -202,8 +202,9 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     unmade = 0.0 if stored_shards else sampling.shards(shards_stage, tokenizer_path, sample_shards)
     figure = "the shards of the store" if stored_shards else f"the first {sampling.records} records"
     paths = {"tokenizer": tokenizer_path, "shards": stored_shards.path if stored_shards else sample_shards}
-    base_artifact = artifacts.get(_base_stage(stage, settings))
-    is_trained = settings.existing_model is not None or (base_artifact is not None and settings.starts[stage] != NONE)
+    start = settings.starts[stage]  # the stage that makes what this one starts from, unless no stage that trains does
+    base_artifact = artifacts.get(start if start in TRAININGS else NEW_MODEL.name if start == NONE else EXISTING_MODEL.name)
+    is_trained = settings.existing_model is not None or (base_artifact is not None and start != NONE)
     if base_artifact:
         paths["base"] = base_artifact.path
         figure += ", the base of the store"
@@ -214,14 +215,6 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
         paths["base"] = _stand_in(settings, tokenizer_path, directory / "base")
         figure += ", a base of random weights until there is one"
     return StageInputs(paths, figure, is_trained, unmade)
-
-
-def _base_stage(stage: str, settings: Settings) -> str:
-    """The stage that makes what this one starts from."""
-    start = settings.starts[stage]
-    if start in TRAININGS:
-        return start
-    return NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
 
 
 @dataclass
@@ -281,20 +274,16 @@ class _Sample:
             reading = reading.model_copy(update={"text_field": "text"})
         kind = stage.arguments.get("kind", "documents")
         parse = sources.parser_of(kind, reading.text_field)
-        expected_fields = sources.expected_fields(kind, reading.text_field)
-        tally, sampled_files = Tally(), files[:SAMPLE_FILES]
-        records = size = 0
+        tally, sampled_files, size = Tally(), files[:SAMPLE_FILES], 0
         with output.open("w", encoding="utf-8") as file:
-            for path in sampled_files:
-                bytes_per_file = SAMPLE_BYTES // len(sampled_files)
-                source_records = sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field)
-                for record in itertools.islice(source_records, max(1, SAMPLE_RECORDS // len(sampled_files))):
+            for number, path in enumerate(sampled_files, start=1):
+                records = sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field)
+                for record in itertools.islice(records, max(1, SAMPLE_RECORDS // len(sampled_files))):
                     size += file.write(json.dumps(record.to_json(), ensure_ascii=False) + "\n")
-                    records += 1
-                    if size > bytes_per_file * (sampled_files.index(path) + 1):
+                    if size > SAMPLE_BYTES // len(sampled_files) * number:
                         break
-        tally.check(f"data.{name}", reading.rejected_fraction, expected_fields)
-        return records
+        tally.check(f"data.{name}", reading.rejected_fraction, sources.expected_fields(kind, reading.text_field))
+        return tally.kept
 
     def _python_docs(self) -> Path:
         if self.source is None:

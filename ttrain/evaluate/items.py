@@ -207,15 +207,13 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
     A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
     row forms no groups and is listed as unused.
     """
-    numbers_by_key: dict[str, dict[str, list[int]]] = {key: {} for key in keys}
-    for number, row in enumerate(rows):
-        for key in keys:
-            value = row.get(key)
-            if isinstance(value, str | int) and not isinstance(value, bool):
-                numbers_by_key[key].setdefault(f"{key}={value}", []).append(number)
     numbers_by_group: dict[str, tuple[int, ...]] = {}
     unused: dict[str, str] = {}
-    for key, of_key in numbers_by_key.items():
+    for key in keys:
+        of_key: dict[str, list[int]] = {}
+        for number, row in enumerate(rows):
+            if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
+                of_key.setdefault(f"{key}={value}", []).append(number)
         if not of_key:
             unused[key] = "no item has it as a text or a whole number"
         elif len(of_key) > MOST_GROUPS:

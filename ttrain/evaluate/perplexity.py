@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ def score_each(
     length: int,
     stride: int,
     device: torch.device,
-    progress: Callable[[int, int], None],
+    progress: ProgressCallback,
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> list[Score]:
