@@ -12,7 +12,7 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.overlap import plain
 from ttrain.data.preferences import Preference
-from ttrain.errors import DataError
+from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut, SuiteFiles
@@ -111,7 +111,10 @@ def _digest(item: object) -> str | None:
 
 
 def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
-    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs."""
+    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs.
+
+    Raises UsageError if the package of a kind is not installed.
+    """
     match spec:
         case evaluate.TextTask():
             from ttrain.evaluate import perplexity
@@ -132,6 +135,11 @@ def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callab
         case evaluate.GenerationTask():
             return generation.read, generation.run
         case evaluate.HarnessTask():
-            from ttrain.evaluate import lm_eval_tasks
-
+            try:
+                from ttrain.evaluate import lm_eval_tasks
+            except ImportError as error:
+                raise UsageError(
+                    f"task {spec.task} needs lm-evaluation-harness, which is not installed ({error}); "
+                    "install it with: pip install 'ttrain[harness]'"
+                ) from None
             return lm_eval_tasks.read, lm_eval_tasks.run
