@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.core.files import read_json, read_object
@@ -20,7 +19,7 @@ from ttrain.data.blocks import PARTS
 from ttrain.data.chat import encode_chat, header_length
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, Rows
+from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
@@ -32,7 +31,6 @@ from ttrain.store.layout import MANIFEST
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
 
 
-def lengths_json(lengths: Lengths, unit: str) -> JsonObject:
+def lengths_json(lengths: Array, unit: str) -> JsonObject:
     """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
     if not len(lengths):
         return {"unit": unit, "records": 0, "histogram": []}

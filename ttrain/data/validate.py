@@ -19,7 +19,7 @@ from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.built_blocks import Flags, Pool
-from ttrain.data.inspect import Lengths, lengths_json
+from ttrain.data.inspect import lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
 from ttrain.data.overlap import Hashes, Places
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
@@ -54,7 +54,7 @@ class Report:
     bad_rows: Iterable[dict[str, Any]] = ()  # of a block
     keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
     sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
-    sizes: list[Lengths] = field(default_factory=list)  # bytes of each good row's text
+    sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
     letters: Counter[str] = field(default_factory=Counter)  # by their script
 
     def add(self, block: Report) -> None:

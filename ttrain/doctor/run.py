@@ -130,10 +130,10 @@ class Doctor:
         sample = kind.with_references(learner, rows, device) if kind else None
         rows = rows if sample is None else sample
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
-        count, free = row_count, machine.free_bytes(self.home)
+        free = machine.free_bytes(self.home)
         checks: dict[str, Callable[[], Check | None]] = {
             "memory": lambda: machine.memory(footprint(), runtime, device, available_bytes(device)),
-            "disk": lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free),
+            "disk": lambda: machine.disk(footprint(), self.config, runtime, row_count, inputs.unmade_bytes, free),
             "no future leak": lambda: model.future(next_tokens, rows, computed_in),
             "records apart": lambda: model.documents(next_tokens, rows, computed_in),
             "loss at the start": lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained),
