@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
@@ -225,12 +226,8 @@ def _call_metrics(chats: Chats) -> list[Metric]:
     others = [[calls for calls, is_expected in verdicts if not is_expected] for verdicts in judged]
     metrics: list[Metric] = []
     if any(expected):
-        metrics += [
-            _share("calls", expected, lambda calls: calls.called),
-            _share("valid_calls", expected, lambda calls: calls.valid),
-            _share("right_functions", expected, lambda calls: calls.right_names),
-            _share("right_calls", expected, lambda calls: calls.right),
-        ]
+        names = {"calls": "called", "valid_calls": "valid", "right_functions": "right_names", "right_calls": "right"}
+        metrics += [_share(name, expected, attrgetter(field)) for name, field in names.items()]
     if any(others):
         metrics.append(_share("needless_calls", others, lambda calls: calls.called, higher=False))
     return metrics

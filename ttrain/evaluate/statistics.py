@@ -109,7 +109,8 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
     if count < FEWEST_ITEMS:
         return PairedComparison(difference, better, None, p, None, count)
     needed = smallest(first, second, level=(1 - rule.confidence) / among)
-    return PairedComparison(difference, better, _interval_of_difference(first, second, rule), p, needed, count)
+    ends = _interval_of_difference(first, ours, theirs, sizes, rule)
+    return PairedComparison(difference, better, ends, p, needed, count)
 
 
 def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
@@ -134,10 +135,12 @@ def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05
     return difference
 
 
-def _interval_of_difference(first: Metric, second: Metric, rule: Rule) -> Interval | None:
-    """Interval of a paired difference. Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width
-    even if the models agree on every item. Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250."""
-    (ours, sizes), (theirs, _) = _counting(first), _counting(second)
+def _interval_of_difference(first: Metric, ours: Floats, theirs: Floats, sizes: Floats, rule: Rule) -> Interval | None:
+    """Interval of a paired difference; `ours` are the sums of the first metric.
+
+    Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width even if the models agree on every item.
+    Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250.
+    """
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
         count, wins, losses = len(sizes) + 2, (ours > theirs).sum() + 0.5, (theirs > ours).sum() + 0.5
         middle = float(wins - losses) / count

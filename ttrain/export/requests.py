@@ -187,8 +187,8 @@ def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     field = _field(first, body)
     if first["type"] == "missing":
         return f"{field} is missing"
-    rules = dict.fromkeys(rule_of(detail, RULES) for detail in details if _field(detail, body) == field)
-    rule = " or ".join([next(iter(rules))] + [rule.removeprefix("must be ") for rule in list(rules)[1:]])
+    rule, *others = dict.fromkeys(rule_of(detail, RULES) for detail in details if _field(detail, body) == field)
+    rule = " or ".join([rule, *(other.removeprefix("must be ") for other in others)])
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
     shown = truncated(value, MAX_VALUE_CHARACTERS)
     return f"{field} is {shown}: {rule if first['type'].endswith('_type') else rule_of(first, RULES)}"
