@@ -126,7 +126,7 @@ def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: 
     assert [row for _, row in rows] == TABLE.to_pylist()
     assert list(streams.parquet_rows(path, 1, 2)) == rows[1000:2000]
     assert list(streams.parquet_rows(path, 1, 1)) == []
-    assert next(streams.parquet_rows(path, 2, 3, ["n"])) == (2001, {"n": 2000})
+    assert next(streams.parquet_rows(path, 2, 3)) == rows[2000]
 
 
 def test_a_file_of_text_is_no_parquet(tmp_path: Path) -> None:
@@ -225,7 +225,8 @@ def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_n
     assert streams.is_parquet(location)
     site.asked.clear()
     site.breaks = [10, 10]
-    assert list(streams.parquet_rows(location, 1, 2, ["text"])) == [(n + 1, {"text": f"row {n}"}) for n in range(500, 1000)]
+    texts = [(number, row["text"]) for number, row in streams.parquet_rows(location, 1, 2)]
+    assert texts == [(n + 1, f"row {n}") for n in range(500, 1000)]
     spans = [wanted.removeprefix("bytes=").split("-") for _, wanted in site.requests("GET")]
     assert sum(int(last) - int(first) for first, last in spans) < 0.6 * len(site.files["/rows.parquet"])
     site.ranges = False

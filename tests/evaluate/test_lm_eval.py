@@ -166,16 +166,13 @@ def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
     assert not math.isnan(second.primary.value)
 
 
-def test_what_the_harness_does_not_have_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
     with pytest.raises(UsageError, match=r"tasks.theirs.task is .*absent.yaml, which is not a file"):
         read(place, "absent")
     broken = {**COMMON, **TASKS["words"], "dataset_kwargs": {"data_files": {"test": "absent.jsonl"}}}
     (place / "broken.yaml").write_text(json.dumps({"task": "broken", **broken}))
     with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, whose data or task file cannot be read"):
         read(place, "broken")
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
-        read(place, "words")
 
 
 RUNS = "!function evil.run"
@@ -281,3 +278,11 @@ def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
     with pytest.raises(DataError, match="it holds more than 25,000 values"):
         lm_eval_code.check(tmp_path / "bomb.yaml", "tasks.theirs.task")
+
+
+def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.delitem(sys.modules, "ttrain.evaluate.lm_eval_tasks")
+    monkeypatch.delattr("ttrain.evaluate.lm_eval_tasks")
+    with pytest.raises(UsageError, match=r"task arc_easy needs .* pip install 'ttrain\[harness\]'"):
+        run.functions_of(HarnessTask(task="arc_easy"))

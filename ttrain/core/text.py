@@ -127,6 +127,11 @@ def first_of(items: Iterable[object], most: int, separator: str = ", ") -> str:
     return separator.join(texts[:most]) + (f" and {hidden:,} more" if hidden > 0 else "")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its kind where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def truncated(text: str, most: int) -> str:
     """The text in at most so many characters, with "..." where it was cut."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -24,10 +24,11 @@ from ttrain.config import Reading
 from ttrain.core.files import write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Table, row_keys
+from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table, row_keys
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.records import Tally
+from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
@@ -37,46 +38,48 @@ SHARD_FILE_NAME = re.compile(
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
+Entry = JsonObject  # of a shard, in the index of its part
+Overlaps = tuple[OverlapCheck, Sequence[ShardScan]]  # with evaluation items, of each block's training part
+Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
+
+
 @dataclass
 class ShardSetResult:
     """The result of sharding: counts of both parts, one tally per role, one entry per file."""
 
-    parts: dict[str, dict[str, Any]]
+    parts: dict[str, JsonObject]
     tallies: dict[str, Tally]
-    files: list[dict[str, Any]]
+    files: list[JsonObject]
     blocks: int
     encoded_blocks: int
     duplicates: int
     encoder: str
-    contamination: dict[str, Any] | None = None
-    near_duplicates: dict[str, Any] | None = None
+    contamination: JsonObject | None = None
+    near_duplicates: JsonObject | None = None
     of_earlier_heldout: int | None = None  # rows that would be learnt, if no earlier held-out set had them
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
+        figures = (
+            "files", "duplicates", "blocks", "encoded_blocks", "encoder",
+            "contamination", "near_duplicates", "of_earlier_heldout",
+        )  # fmt: skip
         return {
             **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
-            "files": self.files,
-            "duplicates": self.duplicates,
-            "blocks": self.blocks,
-            "encoded_blocks": self.encoded_blocks,
-            "encoder": self.encoder,
-            **({"contamination": self.contamination} if self.contamination else {}),
-            **({"near_duplicates": self.near_duplicates} if self.near_duplicates else {}),
-            **({} if self.of_earlier_heldout is None else {"of_earlier_heldout": self.of_earlier_heldout}),
+            **{name: value for name in figures if (value := getattr(self, name)) is not None},
         }
 
 
 def assemble(
     output: Path,
-    files: Mapping[str, Sequence[DataFile]],
+    files: FilesByRole,
     built_blocks: list[BuiltBlock],
     recipe: BlockRecipe,
     reading: Reading,
     weights: Sequence[float],
-    overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None = None,
+    overlaps: Overlaps | None = None,
     near: NearDuplicateSearch | None = None,
     earlier_heldout: Table | None = None,
 ) -> ShardSetResult:
@@ -96,13 +99,14 @@ def assemble(
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
         lowest = _hold_out_lowest_row(built_blocks, figures, kept_back, recipe.kind)
-    _leave_out_kept_back(built_blocks, figures, kept_back)
+    for block, flags in zip(built_blocks, kept_back, strict=True):
+        _leave_out(figures, HELD_OUT, block, flags)
     overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
     for part_name in PARTS:  # an output that is being changed is not a set of shards
         (output / part_name / shards.INDEX).unlink(missing_ok=True)
-    entries: dict[str, list[dict[str, Any]]] = {part_name: [] for part_name in PARTS}
+    entries: dict[str, list[Entry]] = {part_name: [] for part_name in PARTS}
     sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for part_name in PARTS:
         (output / part_name).mkdir(parents=True, exist_ok=True)
@@ -142,11 +146,9 @@ def assemble(
     )
 
 
-def _write_index(
-    directory: Path, entries: list[dict[str, Any]], recipe: BlockRecipe, weights: Sequence[float]
-) -> dict[str, Any]:
+def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonObject:
     """Write the index of a part, which makes it a set of shards."""
-    extra_fields: dict[str, Any] = {"weights": list(weights)} if weights else {}
+    extra_fields: JsonObject = {"weights": list(weights)} if weights else {}
     if recipe.kind != "documents":
         extra_fields["template"] = recipe.template
     return shards.write_index(
@@ -159,12 +161,7 @@ def _write_index(
     )
 
 
-def _quarantine(
-    output: Path,
-    files: Mapping[str, Sequence[DataFile]],
-    built_blocks: list[BuiltBlock],
-    figures: Mapping[tuple[str, int], Tally],
-) -> None:
+def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock], figures: Tallies) -> None:
     """Count each file's rows and write the bad ones, numbered within the file, to `run/rejected.jsonl`."""
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
@@ -179,25 +176,19 @@ def _quarantine(
             figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
 
 
-def _select_rows(
-    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], reading: Reading, kind: str
-) -> int:
+def _select_rows(built_blocks: list[BuiltBlock], figures: Tallies, reading: Reading, kind: str) -> int:
     """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
     table = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
-    first = is_first(table)
+    first, shared, beyond = is_first(table), np.zeros(len(table), bool), np.zeros(len(table), bool)
     from_heldout = np.repeat(
         [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
     )
-    shared = (
-        ~from_heldout & np.isin(_split_keys(table, kind), _split_keys(table[from_heldout], kind))
-        if from_heldout.any()
-        else np.zeros(len(table), bool)
-    )
+    if from_heldout.any():
+        shared = ~from_heldout & np.isin(_split_keys(table, kind), _split_keys(table[from_heldout], kind))
     selected = ~shared & (first if reading.deduplicate else True)
-    limit = reading.limit * reading.rounds if reading.limit else None
-    beyond = (
-        selected & ~from_heldout & (np.cumsum(selected & ~from_heldout) > limit) if limit else np.zeros(len(table), bool)
-    )
+    if reading.limit:
+        learnt = selected & ~from_heldout
+        beyond = learnt & (np.cumsum(learnt) > reading.limit * reading.rounds)
     start = 0
     for block in built_blocks:
         end = start + len(block.rows)
@@ -235,17 +226,14 @@ def _in_earlier_heldout(built_blocks: list[BuiltBlock], earlier_heldout: Table |
     return [block.selected & ~block.is_heldout & np.isin(_split_keys(block.rows, kind), keys) for block in built_blocks]
 
 
-def _leave_out_kept_back(
-    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kept_back: Sequence[Flags]
-) -> None:
-    """Leave the rows of an earlier held-out set out of the training part and count them."""
-    for block, flags in zip(built_blocks, kept_back, strict=True):
-        figures[block.role, block.file].leave_out(HELD_OUT, int((flags & block.selected).sum()))
-        block.selected &= ~flags
+def _leave_out(figures: Tallies, rule: str, block: BuiltBlock, flags: Flags) -> None:
+    """Leave the flagged rows of a block out by a rule, and count those that were selected."""
+    figures[block.role, block.file].leave_out(rule, int((flags & block.selected).sum()))
+    block.selected &= ~flags
 
 
 def _hold_out_lowest_row(
-    built_blocks: list[BuiltBlock], figures: Mapping[tuple[str, int], Tally], kept_back: Sequence[Flags], kind: str
+    built_blocks: list[BuiltBlock], figures: Tallies, kept_back: Sequence[Flags], kind: str
 ) -> tuple[BuiltBlock, bytes] | None:
     """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
 
@@ -261,12 +249,12 @@ def _hold_out_lowest_row(
         block.rows[block.selected if can_spare_one else block.selected & flags]
         for block, flags in zip(built_blocks, kept_back, strict=True)
     ]
-    if not any(map(len, selected_rows)):
-        return None
     lowest_rows = [
-        (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0]].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)
+        (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0], :2].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)
     ]
-    (first, second, *_), number = min(lowest_rows, key=lambda lowest: (lowest[0][:2], lowest[1]))
+    if not lowest_rows:
+        return None
+    (first, second), number = min(lowest_rows)
     copies = 0
     for block in built_blocks:
         same = block.selected & (block.rows[:, 0] == np.uint64(first))
@@ -278,12 +266,12 @@ def _hold_out_lowest_row(
 
 
 def _leave_out_overlaps(
-    files: Mapping[str, Sequence[DataFile]],
+    files: FilesByRole,
     built_blocks: list[BuiltBlock],
-    figures: Mapping[tuple[str, int], Tally],
+    figures: Tallies,
     removed: Sequence[Flags],
-    overlaps: tuple[OverlapCheck, Sequence[ShardScan]],
-) -> dict[str, Any]:
+    overlaps: Overlaps,
+) -> JsonObject:
     """Count the training documents that contain an evaluation item, and leave the `removed` rows out.
 
     Returns the report. Documents that are not selected anyway do not count.
@@ -294,14 +282,11 @@ def _leave_out_overlaps(
         rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
         matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
         file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
-        figures[block.role, block.file].leave_out(contamination.OVERLAPS, int((flags & block.selected).sum()))
-        block.selected &= ~flags
+        _leave_out(figures, contamination.OVERLAPS, block, flags)
     return contamination.report(against, file_scans)
 
 
-def _removed_overlaps(
-    built_blocks: list[BuiltBlock], overlaps: tuple[OverlapCheck, Sequence[ShardScan]] | None
-) -> list[Flags]:
+def _removed_overlaps(built_blocks: list[BuiltBlock], overlaps: Overlaps | None) -> list[Flags]:
     """For each block, a flag per row: whether it is to be left out, since it holds an evaluation item."""
     removed = [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
     if overlaps and overlaps[0].remove:
@@ -313,17 +298,13 @@ def _removed_overlaps(
 def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:
     """Write the report for people, and for evaluations the items that the training part still contains."""
     (output / contamination.REPORT).unlink(missing_ok=True)
-    item_shares = (
-        {}
-        if overlapping is None or overlapping["removed"]
-        else {item["digest"]: item["share"] for item in overlapping["items"]}
-    )
-    contamination.write_item_shares(output, item_shares)
+    items = overlapping["items"] if overlapping and not overlapping["removed"] else ()
+    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
     if overlapping:
         write_json(output / contamination.REPORT, overlapping)
 
 
-def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: BlockRecipe) -> dict[str, Any]:
+def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: BlockRecipe) -> Entry:
     """Read the record with this hash again and write it as a held-out shard. Raises DataError if it is gone."""
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
@@ -336,9 +317,7 @@ def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: 
     return {**entry, "records": f"{name}.jsonl", "bytes": len(blocks.text_of(record).encode("utf-8")), "group": 0}
 
 
-def _place_shard(
-    output: Path, part_name: str, block: BuiltBlock, used_names: set[str], recipe: BlockRecipe
-) -> dict[str, Any] | None:
+def _place_shard(output: Path, part_name: str, block: BuiltBlock, used_names: set[str], recipe: BlockRecipe) -> Entry | None:
     """Put the selected rows of a block into a part; returns the entry for its index, or None if there are none."""
     entry = block.manifest[part_name]
     if entry is None:
@@ -374,7 +353,7 @@ def _write_selection(
     selected: Flags,
     in_part: Flags,
     recipe: BlockRecipe,
-) -> dict[str, Any]:
+) -> Entry:
     """Write a copy of a shard with the selected rows only; its name depends on the selection. Returns the index entry."""
     stem = f"{Path(entry['file']).stem}-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
     column = shards.read_shard(output / BLOCKS / f"{part_name}-{entry['file']}").select(selected)
@@ -418,7 +397,7 @@ def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
                 _link(source, target)
 
 
-def _remove_stale_files(output: Path, entries: Mapping[str, list[dict[str, Any]]], built_blocks: list[BuiltBlock]) -> None:
+def _remove_stale_files(output: Path, entries: Mapping[str, list[Entry]], built_blocks: list[BuiltBlock]) -> None:
     """Remove files left by removed inputs, other settings or a killed run; only names that ttrain writes are touched."""
     current_names = {f"{block.identity}.{ending}" for block in built_blocks for ending in ("json", "rows", "rejected.jsonl")}
     for part_name in PARTS:

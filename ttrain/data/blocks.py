@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -217,16 +217,15 @@ def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:
     endings = ["rows", *(["rejected.jsonl"] if manifest["tally"]["rejected"] else [])]
     if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
         return False
-    return all(
-        is_whole(find_file(directory, part_name, name), entry, home_of(directory))
+    files = (
+        (find_file(directory, part_name, name), entry)
         for part_name in PARTS
         for name, entry in (manifest[part_name] or {}).get("files", {}).items()
     )
-
-
-def is_whole(path: Path | None, entry: Mapping[str, Any], home: Path | None) -> bool:
-    """Whether the file still has the bytes that were written, so that no damaged shard goes into a new set."""
-    return path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home)
+    return all(  # have the bytes that were written, so that no damaged shard goes into a new set
+        path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
+        for path, entry in files
+    )
 
 
 def find_file(directory: Path, part_name: str, name: str) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,9 @@ class DataFile:
     group: int = 0
 
 
+FilesByRole = Mapping[str, Sequence[DataFile]]  # of the roles "train" and, if the user names such files, "heldout"
+
+
 @dataclass
 class BuiltBlock:
     """A finished block: its directory, its manifest, and which of its rows are selected."""
@@ -45,12 +48,9 @@ class BuiltBlock:
 
     @property
     def is_heldout(self) -> Flags:
-        threshold = self.manifest["threshold"]
-        return (
-            self.rows[:, 0] < np.uint64(min(threshold, 2**64 - 1))
-            if threshold < 2**64
-            else np.ones(len(self.rows), np.bool_)
-        )
+        if (threshold := self.manifest["threshold"]) < 2**64:
+            return self.rows[:, 0] < np.uint64(threshold)
+        return np.ones(len(self.rows), np.bool_)
 
     def in_part(self, part_name: str) -> Flags:
         """A flag per row: whether it is in "train", or in "heldout"."""

@@ -13,7 +13,7 @@ from typing import Any
 from ttrain.data import tools
 from ttrain.data.chat_templates import Message
 from ttrain.data.jinja_templates import ROLES
-from ttrain.data.tools import Malformed, kind_of
+from ttrain.data.tools import JsonObject, Malformed, kind_of
 
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
@@ -169,7 +169,7 @@ def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
     return messages
 
 
-def _turn(turn: dict[str, Any], has_tools: bool) -> tuple[Message, list[dict[str, Any]]]:
+def _turn(turn: JsonObject, has_tools: bool) -> tuple[Message, list[JsonObject]]:
     """(the turn, its calls); the content includes the calls as text."""
     is_sharegpt = "role" not in turn and "from" in turn
     name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")

@@ -73,26 +73,28 @@ class Template(ABC):
         """Render the conversation up to the beginning of the assistant's next answer."""
 
 
+@dataclass(frozen=True)
 class TurnTemplate(Template):
-    """A template that writes each turn as the mark of its role, its text and its end."""
+    """A template that writes each turn as the mark of its role, its text and its end.
 
-    def __init__(
-        self, begin: Sequence[Segment], roles: Mapping[str, Segment], ends: Mapping[str, Sequence[Segment]]
-    ) -> None:
-        """`ends`: by role, those of a turn that the loss does not count, and of one that it counts."""
-        self._begin, self._roles, self._ends = begin, roles, ends
+    ends    by role, those of a turn that the loss does not count, and of one that it counts
+    """
+
+    begin: Sequence[Segment]
+    roles: Mapping[str, Segment]
+    ends: Mapping[str, Sequence[Segment]]
 
     def segments(self, messages: Messages) -> list[Segment]:
-        segments = list(self._begin)
+        segments = list(self.begin)
         for turn in messages:
-            if turn.role not in self._roles:
+            if turn.role not in self.roles:
                 raise DataError(f"unknown role {turn.role!r}; the roles are {', '.join(ROLES)}")
             live = is_live(turn)
-            segments += (self._roles[turn.role], Segment(turn.content, live), self._ends[turn.role][live])
+            segments += (self.roles[turn.role], Segment(turn.content, live), self.ends[turn.role][live])
         return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:
-        return [*self.segments(messages), self._roles["assistant"]]
+        return [*self.segments(messages), self.roles["assistant"]]
 
 
 def role_tokens(encoder: Encoder) -> TurnTemplate:

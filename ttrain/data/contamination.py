@@ -140,7 +140,7 @@ def overlap_check(files: Sequence[str], rule: OverlapRule, *, remove: bool) -> O
         task = locations.name(file)
         file_items, tally = read_items(file, task)
         items += file_items
-        left_out[task] += sum(tally.rejected.values())
+        left_out[task] += tally.rejected.total()
     return OverlapCheck(tuple(items), rule, remove, left_out)
 
 

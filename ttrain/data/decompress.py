@@ -176,4 +176,4 @@ def _decoded(head: bytes, encoding: str) -> str | None:
 
 
 def _is_text(text: str | None) -> bool:
-    return bool(text) and text is not None and "\0" not in text and not text.isspace()
+    return bool(text and "\0" not in text and not text.isspace())

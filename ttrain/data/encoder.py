@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
+T = TypeVar("T")
 log = logging.getLogger("ttrain")
 
 END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
@@ -64,9 +65,9 @@ class Encoder:
         self._reference.no_truncation()
         self._reference.no_padding()
         self.directory = directory
-        self.jinja = _read(directory / "chat_template.jinja", path)
+        self.jinja = _read(directory / "chat_template.jinja", path, bytes.decode)  # a template's line ends are part of it
         self.template = jinja_templates.name_of(self.jinja)
-        config = _config(directory / "tokenizer_config.json", path)
+        config = _read(directory / "tokenizer_config.json", path, need_object)
         self.tokens: dict[str, str] = {}
         for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
             value = config.get(name)
@@ -82,6 +83,8 @@ class Encoder:
         self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
         self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
         self.digest = digest_of([sha256_file(path), ids])
+        added = self._reference.get_added_tokens_decoder()
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
         self._fast = self._checked_fast(path) if fast else None
 
@@ -126,8 +129,7 @@ class Encoder:
 
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""
-        added = self._reference.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+        return self._special_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
@@ -171,17 +173,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
 
 
-def _read(path: Path, tokenizer: Path) -> str:
+def _read(path: Path, tokenizer: Path, parse: Callable[[bytes], T]) -> T:
     try:
-        return path.read_bytes().decode("utf-8")  # a template's line ends are part of it
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
-
-
-def _config(path: Path, tokenizer: Path) -> dict[str, Any]:
-    try:
-        return need_object(_read(path, tokenizer))
-    except ValueError as error:
+        return parse(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
 
 
@@ -202,6 +197,5 @@ def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
 
 def _reference_flat(reference: Tokenizer, texts: Sequence[str]) -> tuple[Ids, Offsets]:
     ids_by_text = [encoding.ids for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)]
-    offsets = np.zeros(len(ids_by_text) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids in ids_by_text], out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, ids_by_text)], dtype=np.int64)
     return np.fromiter(itertools.chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(offsets[-1])), offsets

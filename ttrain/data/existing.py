@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.core.files import need_object, parse_json
+from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
@@ -45,29 +46,31 @@ def tokenizer_files(existing: str) -> list[Path]:
     Raises UsageError if there is no such tokenizer, or it has no tokenizer.json.
     """
     directory = Path(existing).expanduser()
-    hub_name = HUB_REFERENCE.fullmatch(existing)
     if not directory.is_dir():
-        if hub_name is None or directory.exists():
-            raise UsageError(
-                f"tokenizer.existing is '{existing}' but there is no such folder; "
-                "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
-            )
-        directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file())
+        fix = "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
+        directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file(), fix)
     if not (directory / JSON).is_file():
         raise UsageError(f"tokenizer.existing is '{existing}', which has no tokenizer.json; {CONVERT}")
+    return files_in(directory)
+
+
+def files_in(directory: Path) -> list[Path]:
+    """The files of a tokenizer that the directory has."""
     return [directory / name for name in FILES if (directory / name).is_file()]
 
 
-def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool]) -> Path:
+def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool], fix: str) -> Path:
     """The folder in the Hub's cache with the files that match `patterns`; fetched if `is_whole` finds files missing.
 
-    `text` is owner/name[@revision], the value of `setting`. Raises UsageError if it cannot be fetched.
+    `text` is the value of `setting`. Raises UsageError, with the `fix`, if it is not owner/name[@revision] or names a file,
+    and if it cannot be fetched.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     hub_name = HUB_REFERENCE.fullmatch(text)
-    assert hub_name is not None, f"{text} is not a name on the Hub"
+    if hub_name is None or Path(text).expanduser().exists():
+        raise UsageError(f"{setting} is '{text}' but there is no such folder; {fix}")
     name, revision = hub_name.groups()
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
     with contextlib.suppress(LocalEntryNotFoundError, ValueError):
@@ -77,10 +80,9 @@ def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callabl
     try:
         return Path(download())
     except Exception as error:  # of the network, of the Hub, of the name
-        reason = str(error).strip().splitlines()
         raise UsageError(
             f"{setting} is '{text}', which is neither a folder nor in the Hub's cache, and fetching it failed: "
-            f"{reason[0] if reason else type(error).__name__}; fetch it elsewhere and name the folder"
+            f"{first_line(error)}; fetch it elsewhere and name the folder"
         ) from None
 
 
@@ -162,20 +164,20 @@ def _tokenizer_config(paths: dict[str, Path]) -> dict[str, Any]:
 
 def _tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, str]:
     """Names and strings of pad, bos, eos and, if present, unk; padding is neither eos nor unk."""
-
     tokens = dict(zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False))
     for name in NAMES:
         value = config.get(name)
         token = value.get("content") if isinstance(value, dict) else value
         if isinstance(token, str) and token and (name != "unk_token" or tokenizer.token_to_id(token) is not None):
             tokens[name] = token
-    model = json.loads(tokenizer.to_str())["model"]
+    spec = json.loads(tokenizer.to_str())
+    model = spec["model"]
     unknown = model.get("unk_token")
     if unknown is None and model.get("unk_id") is not None:
         unknown = tokenizer.id_to_token(model["unk_id"])
     if unknown is not None and tokenizer.token_to_id(unknown) is not None:
         tokens["unk_token"] = unknown
-    elif missing := _missing_bytes(tokenizer):
+    elif missing := _missing_bytes(tokenizer, spec):
         raise UsageError(
             f"tokenizer.existing has no unknown token in its model and no token for {missing} of the 256 bytes, so that "
             "text would be lost; use another tokenizer, or train one"
@@ -185,11 +187,10 @@ def _tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _missing_bytes(tokenizer: Tokenizer) -> int:
-    """How many bytes have no token; all 256 if the tokenizer does not work on bytes."""
+def _missing_bytes(tokenizer: Tokenizer, spec: Mapping[str, Any]) -> int:
+    """How many bytes have no token; all 256 if the tokenizer, whose JSON is `spec`, does not work on bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    spec = json.loads(tokenizer.to_str())
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if spec["model"].get("byte_fallback"):
         return sum(f"<0x{byte:02X}>" not in vocabulary for byte in range(256))
@@ -213,7 +214,7 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
-    paths = {name: directory / name for name in FILES if (directory / name).is_file()}
+    paths = {path.name: path for path in files_in(directory)}
     try:
         return _chat_template(paths, _tokenizer_config(paths)) is not None
     except UsageError:
@@ -294,13 +295,9 @@ def _directory(start_from: str, setting: str) -> Path:
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory
-    if HUB_REFERENCE.fullmatch(start_from) is None or directory.exists():
-        near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
-        raise UsageError(
-            f"{setting} is '{start_from}' but there is no such folder; "
-            + (f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]")
-        )
-    return from_hub(start_from, setting, MODEL_FILES, _is_whole)
+    near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
+    fix = f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]"
+    return from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
 
 
 def _is_whole(directory: Path) -> bool:

@@ -35,17 +35,17 @@ _ESCAPED = re.compile(rb'[\x00-\x1f"\\]')
 _ESCAPES = {bytes([code]): json.dumps(chr(code))[1:-1].encode() for code in (*range(32), ord('"'), ord("\\"))}
 
 
+ReadStored = Callable[[], bytes]  # gives the first bytes of a file as it is stored, which show whether it is an archive
+
+
 class Format(enum.Enum):
     LINES = enum.auto()  # JSON Lines, good or bad: every line is judged on its own
     ARRAY = enum.auto()  # one JSON array of objects, over any number of lines
     DOCUMENT = enum.auto()  # a `.txt` file: all of it is one text
 
 
-def check_encoding(head: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
-    """Raise DataError if the first bytes of a text are in another encoding than UTF-8.
-
-    `read_stored` gives the first bytes of the file as it is stored, which show whether it is an archive.
-    """
+def check_encoding(head: bytes, location: str, read_stored: ReadStored) -> None:
+    """Raise DataError if the first bytes of a text are in another encoding than UTF-8."""
     encoding = decompress.wide_encoding(head)
     if encoding is None and not decompress.is_utf8(head) and decompress.is_gb18030(head):
         encoding = "GB18030"
@@ -55,8 +55,8 @@ def check_encoding(head: bytes, location: str, read_stored: Callable[[], bytes])
         raise DataError(f"{location} is {encoding}, but ttrain reads UTF-8; {command}")
 
 
-def format_of(head: bytes, location: str, read_stored: Callable[[], bytes]) -> Format:
-    """The format of a text by its first `HEAD_BYTES`, without a byte order mark. `read_stored`: see `check_encoding`.
+def format_of(head: bytes, location: str, read_stored: ReadStored) -> Format:
+    """The format of a text by its first `HEAD_BYTES`, without a byte order mark.
 
     Raises DataError if the whole text is something else; a bad first line is rejected alone.
     """
@@ -152,7 +152,7 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
         )
 
 
-def _check_lines(start: bytes, location: str, read_stored: Callable[[], bytes]) -> None:
+def _check_lines(start: bytes, location: str, read_stored: ReadStored) -> None:
     """Raise DataError if objects span several lines, or lines do not end with a newline."""
     first, _, remainder = start.partition(b"\r")
     if b"\n" not in start and remainder.strip() and _is_json(first):
@@ -175,7 +175,7 @@ def _is_spread(start: bytes) -> bool:
     return end > len(first.decode("utf-8", "replace"))
 
 
-def _of_text(start: bytes, location: str, read_stored: Callable[[], bytes]) -> str:
+def _of_text(start: bytes, location: str, read_stored: ReadStored) -> str:
     """The error message for a text without JSON."""
     delimiter = _delimiter(start, CSV_NAMES.get(_suffix(location)))
     if delimiter is not None:
@@ -212,7 +212,7 @@ def _delimiter(start: bytes, usual: str | None) -> str | None:
     return max(candidates, key=candidates.__getitem__) if candidates else None
 
 
-def _command(program: str, location: str, read_stored: Callable[[], bytes], ending: str) -> str:
+def _command(program: str, location: str, read_stored: ReadStored, ending: str) -> str:
     """The shell command that pipes the text through a program into a new file."""
     is_remote = locations.is_remote(location)
     source = locations.name(location) if is_remote else str(locations.local_path(location))

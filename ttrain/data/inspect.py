@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.core.files import read_json, read_object
@@ -18,12 +17,13 @@ from ttrain.core.terminal import escaped
 from ttrain.data import chat_shapes, records
 from ttrain.data.blocks import PARTS
 from ttrain.data.chat import encode_chat, header_length
-from ttrain.data.chat_templates import Message
+from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, Rows
+from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
+from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
@@ -31,7 +31,6 @@ from ttrain.store.layout import MANIFEST
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class TokenView:
         """The view of a single record."""
         return cls(number, ids, live, [0] * len(ids), pieces(ids))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
 
@@ -91,7 +90,7 @@ def parts_of(path: Path) -> dict[str, Path]:
     return parts
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
+def summary_of(folder: Path) -> JsonObject:
     """The summary written when a set of shards was made: "files", "duplicates", ...; empty if there is none."""
     root = folder.resolve().parent
     summary = read_json(root / SUMMARY) or read_object(root / MANIFEST).get("result")
@@ -122,7 +121,7 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> dict[str, Any]:
+def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> JsonObject:
     """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises UsageError if there are none.
 
     Without the tokenizer, whose token ends a turn, chats and pairs have no rows.
@@ -151,8 +150,8 @@ def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store:
 
 def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
     """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
-    figures = summary.get("near_duplicates")
-    return int(figures["dropped"]) if isinstance(figures, Mapping) and "dropped" in figures else None
+    figures: JsonObject = summary.get("near_duplicates") or {}
+    return figures.get("dropped")
 
 
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
@@ -166,7 +165,7 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
 
 
-def lengths_json(lengths: Lengths, unit: str) -> dict[str, Any]:
+def lengths_json(lengths: Array, unit: str) -> JsonObject:
     """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
     if not len(lengths):
         return {"unit": unit, "records": 0, "histogram": []}
@@ -197,14 +196,9 @@ def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:
 def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
     """The tokens of a packed row, and the target after the last one. Padding is left out."""
     batch = rows.batch([number])
-    inputs, labels, of_record = batch.input_ids_BT[0], batch.labels_BT[0], batch.parts_BT[0]
-    borders = np.flatnonzero(np.diff(of_record, prepend=-2)).tolist()
     shown = TokenView(number, [], [], [], [])
-    segment = 0
-    for start, end in zip(borders, [*borders[1:], len(inputs)], strict=True):
-        if of_record[start] < 0:
-            continue
-        ids, targets = inputs[start:end].tolist(), labels[start:end].tolist()
+    for segment, (start, end) in enumerate(batch.spans(0)):
+        ids, targets = batch.input_ids_BT[0, start:end].tolist(), batch.labels_BT[0, start:end].tolist()
         live = [False, *(target != IGNORE for target in targets[:-1])]
         if targets[-1] != IGNORE:  # an input in no position of this record: the end of a chat, or the next row's first
             ids, live = [*ids, targets[-1]], [*live, True]
@@ -216,7 +210,6 @@ def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
             name = "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
             shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
         shown.pieces.extend(pieces(ids))
-        segment += 1
     return shown
 
 
@@ -242,7 +235,10 @@ def first_questions(shards: Path, encoder: Encoder, count: int) -> list[str]:
             continue
         segments: list[list[int]] = [[]]
         for token in tokens[: int(live.argmax())].tolist():
-            segments = [*segments, []] if token in special else [*segments[:-1], [*segments[-1], token]]
+            if token in special:
+                segments.append([])
+            else:
+                segments[-1].append(token)
         texts = [encoder.decode(segment).strip() for segment in segments]
         questions += [" ".join(text.removeprefix("user\n").split()) for text in texts if text and text != "assistant"][-1:]
     return questions[:count]
@@ -302,7 +298,7 @@ def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -
         yield line
 
 
-def describe(encoder: Encoder) -> dict[str, Any]:
+def describe(encoder: Encoder) -> JsonObject:
     """Vocabulary, special tokens, template and longest tokens of a tokenizer."""
     pieces = TokenDecoder(encoder)
     names = {encoder.special(token): name for name, token in encoder.tokens.items()}
@@ -318,7 +314,7 @@ def describe(encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
+def chat_of(data: bytes, name: str) -> Messages:
     """The chat in a JSON object, or in the first of several JSON lines. Raises DataError if it is not a chat."""
     try:
         try:
@@ -330,10 +326,9 @@ def chat_of(data: bytes, name: str) -> tuple[Message, ...]:
     if not isinstance(value, dict):
         raise DataError(f"{name} holds {json.dumps(value)[:40]}, not a JSON object with {chat_shapes.CHAT_FIELDS}")
     parsed = records.parse_conversation(value)
-    if not isinstance(parsed, records.Conversation):
-        reason = parsed.reason if isinstance(parsed, records.Rejected) else str(getattr(parsed, "rule", ""))
-        raise DataError(f"{name} holds no chat to learn from: {reason}")
-    return parsed.messages
+    if isinstance(parsed, records.Conversation):
+        return parsed.messages
+    raise DataError(f"{name} holds no chat to learn from: {parsed.reason}")
 
 
 def show_text(encoder: Encoder, text: str) -> TokenView:
@@ -345,6 +340,6 @@ def show_text(encoder: Encoder, text: str) -> TokenView:
     return TokenView.of(ids, [False] * len(ids), TokenDecoder(encoder))
 
 
-def show_chat(encoder: Encoder, messages: tuple[Message, ...]) -> TokenView:
+def show_chat(encoder: Encoder, messages: Messages) -> TokenView:
     """The tokens of a chat, with its loss mask."""
     return TokenView.of(*encode_chat(encoder, messages), TokenDecoder(encoder))

@@ -39,6 +39,7 @@ class MicroBatch:
     filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
+@dataclass(eq=False)
 class Loader:
     """The same global micro-batches for any number of ranks: rank r of W takes numbers r, r+W, r+2W, ...
 
@@ -46,19 +47,13 @@ class Loader:
     `consumed` is the number of steps returned so far, not counting prefetched ones; the next iteration continues there.
     """
 
-    def __init__(
-        self,
-        rows: BatchSource,
-        order: Order,
-        *,
-        rows_per_device: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.rows, self.order = rows, order
-        self.rows_per_device, self.rank, self.world = rows_per_device, rank, world
-        self.consumed = 0
-        self._running: Generator[list[MicroBatch], None, None] | None = None
+    rows: BatchSource
+    order: Order
+    rows_per_device: int
+    rank: int = 0
+    world: int = 1
+    consumed: int = 0
+    _running: Generator[list[MicroBatch], None, None] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
         """Micro-batches of this rank in a step; any step can be asked for."""
@@ -120,7 +115,7 @@ def pad_fraction(rows: Rows, loader: Loader, steps: int = 100) -> float:
 
 U64 = np.uint64
 
-Numbers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
 
@@ -135,7 +130,7 @@ GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough t
 CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
 
 
-def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Numbers:
+def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Array:
     """Image of `index` under the permutation of [0, size) that belongs to (seed, epoch).
 
     A Feistel network on the next even power of two, walked until the image lies inside (Black and Rogaway 2002): under four
@@ -152,7 +147,7 @@ def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Number
     return values.astype(np.int64)
 
 
-def feistel(values: npt.NDArray[U64], half: U64, mask: U64, seed: int, epoch: int) -> npt.NDArray[U64]:
+def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words:
     """Permute the values by a Feistel network, whose keys are of the seed and the epoch."""
     high_bits, low_bits = values >> half, values & mask
     for key in _keys(seed, epoch):
@@ -166,12 +161,12 @@ def _keys(seed: int, epoch: int) -> list[U64]:
     return list(mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64)))
 
 
-def mix(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
+def mix(values: Words) -> Words:
     """The next value of SplitMix64 (Steele, Lea and Flood 2014)."""
     return spread(values + STEP)
 
 
-def spread(values: npt.NDArray[U64]) -> npt.NDArray[U64]:
+def spread(values: Words) -> Words:
     """The finalizer of SplitMix64."""
     values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
     values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
@@ -183,24 +178,27 @@ def derived_seed(seed: int, number: int) -> int:
     return int(mix(np.array([(seed << 32) ^ (number + 1)], dtype=U64))[0] >> U64(32))
 
 
+@dataclass(eq=False)
 class Order(ABC):
     """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
 
-    def __init__(self, rows: int, rows_per_step: int, total_rows: int, seed: int) -> None:
-        self.rows, self.rows_per_step, self.total_rows, self.seed = rows, rows_per_step, total_rows, seed
+    rows: int
+    rows_per_step: int
+    total_rows: int
+    seed: int
 
     @property
     def steps(self) -> int:
         """Optimizer steps; the last one may be smaller, and none is dropped."""
         return -(-self.total_rows // self.rows_per_step)
 
-    def step_rows(self, step: int) -> Numbers:
+    def step_rows(self, step: int) -> Array:
         """Row numbers of a step, counted from 0, over all ranks."""
         start = step * self.rows_per_step
         return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
 
     @abstractmethod
-    def rows_at(self, places: Numbers) -> Numbers:
+    def rows_at(self, places: Array) -> Array:
         """Row numbers at these positions of the whole run, without computing earlier ones."""
 
 
@@ -208,7 +206,7 @@ class Order(ABC):
 class ShuffledOrder(Order):
     """Each epoch is a keyed permutation of all rows."""
 
-    def rows_at(self, places: Numbers) -> Numbers:
+    def rows_at(self, places: Array) -> Array:
         row_numbers = np.empty_like(places)
         epochs = places // self.rows
         for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
@@ -246,7 +244,7 @@ class WeightedOrder(Order):
         self._firsts = np.cumsum([0, *group_rows])
         self._cycle = lru_cache(CACHED_PARTS)(self._draws_of_cycle)
 
-    def rows_at(self, places: Numbers) -> Numbers:
+    def rows_at(self, places: Array) -> Array:
         groups, draws = np.empty_like(places), np.empty_like(places)
         for cycle in np.unique(places // self.draws):
             mask = places // self.draws == cycle
@@ -259,7 +257,7 @@ class WeightedOrder(Order):
                 row_numbers[mask] = self._firsts[group] + permute(draws[mask] % size, size, seed, int(turn))
         return row_numbers
 
-    def _draws_of_cycle(self, cycle: int) -> tuple[Numbers, Numbers]:
+    def _draws_of_cycle(self, cycle: int) -> tuple[Array, Array]:
         """(group, how many draws of that group came before) of each draw of a cycle."""
         slots = permute(np.arange(self.draws), self.draws, derived_seed(self.seed, 0), cycle)
         groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")
@@ -278,13 +276,13 @@ class LengthGroupedOrder(Order):
     micro-batches are alike too. A skip costs one part.
     """
 
-    def __init__(self, lengths: Numbers, rows_per_step: int, total_rows: int, seed: int) -> None:
+    def __init__(self, lengths: Array, rows_per_step: int, total_rows: int, seed: int) -> None:
         super().__init__(len(lengths), rows_per_step, total_rows, seed)
         self._lengths = lengths
         self._steps = max(1, min(GROUPED_STEPS, len(lengths) // (4 * rows_per_step)))
         self._part = lru_cache(CACHED_PARTS)(self._rows_of_part)
 
-    def rows_at(self, places: Numbers) -> Numbers:
+    def rows_at(self, places: Array) -> Array:
         row_numbers = np.empty_like(places)
         epochs = places // self.rows
         part_numbers = (places // self.rows_per_step - epochs * self.rows // self.rows_per_step) // self._steps
@@ -294,7 +292,7 @@ class LengthGroupedOrder(Order):
             row_numbers[in_part] = rows[places[in_part] - start]
         return row_numbers
 
-    def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Numbers]:
+    def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Array]:
         """(first position of a part of an epoch, the rows from there on). An epoch may begin and end within a step."""
         size, first = self.rows_per_step, epoch * self.rows
         first_step = first // size + part_number * self._steps

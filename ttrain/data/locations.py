@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -96,9 +95,10 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
+            variable = f"TTRAIN__{setting.upper().replace('.', '__')}"
+            fix = f"{setting}=URL, or {variable} in the environment" if "." in setting else f"the whole URL as {setting}"
             raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; "
-                f"give it again in full, with {_how_to_set(setting)}"
+                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it again in full, with {fix}"
             )
         try:
             if not is_remote(pattern):
@@ -121,13 +121,6 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     return list(paths)
 
 
-def _how_to_set(setting: str) -> str:
-    """What a user writes to set a setting or an argument."""
-    if "." not in setting:
-        return f"the whole URL as {setting}"
-    return f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
-
-
 def _missing(pattern: str) -> str:
     """Why a pattern matches nothing."""
     if is_remote(pattern):
@@ -141,7 +134,12 @@ def _missing(pattern: str) -> str:
 def _local_files(pattern: str) -> list[str]:
     matches = local_matches(local_path(pattern))
     for match in matches:
-        _check_regular(match)
+        try:
+            kind = irregular_kind(Path(match).stat().st_mode)
+        except OSError as error:
+            raise UsageError(f"{match} cannot be read: {error.strerror}") from None
+        if kind:
+            raise UsageError(f"{match} is {kind}, which cannot be read twice; write its output to a file and name that file")
     return matches
 
 
@@ -170,15 +168,6 @@ def _in_folder(root: Path) -> list[str]:
     return _data_files(paths, str(root))
 
 
-def _check_regular(path: str) -> None:
-    try:
-        mode = Path(path).stat().st_mode
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if kind := irregular_kind(mode):
-        raise UsageError(f"{path} is {kind}, which cannot be read twice; write its output to a file and name that file")
-
-
 def irregular_kind(mode: int) -> str | None:
     """What a file of this mode is, if it is not a regular one."""
     return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "not a regular file")
@@ -192,10 +181,7 @@ def _remote_files(pattern: str) -> list[str]:
         if magic:
             root = path[: path.rfind("/", 0, magic.start()) + 1]
             depth = None if "**" in path else path[len(root) :].count("/") + 1
-            path_pattern = _glob(path)
-            matches = [
-                match for match in remote.retried(lambda: _files_below(files, root, depth)) if path_pattern.match(match)
-            ]
+            matches = list(filter(_glob(path).match, remote.retried(lambda: _files_below(files, root, depth))))
         elif _is_folder(remote.info(pattern), pattern):
             root = path.rstrip("/") + "/"
             listed = remote.retried(lambda: _files_below(files, root, None))
@@ -250,7 +236,7 @@ def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
     if path in files:
         return [path]
     if any(sign in path for sign in "*?["):
-        return [file for file in files if _glob(path).match(file)]
+        return list(filter(_glob(path).match, files))
     shown = [file for file in files if not _is_hidden(file)]
     if path:
         return _data_files([file for file in shown if file.startswith(f"{path}/")], location)
@@ -262,23 +248,15 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     """The data files of a folder: files of rows, or, if there are none, texts. Files that look like data and are left out
     are logged."""
     rows = [path for path in paths if path.endswith(ROWS)]
-    texts = [path for path in paths if path.endswith(TEXTS)]
-    _log_left_out([path for path in paths if path.endswith((*TABLES, *(TEXTS if rows else ())))], folder)
-    return rows or texts
-
-
-def _log_left_out(paths: Sequence[str], folder: str) -> None:
-    """Log the number of files per extension, once per folder, since a run looks it up several times."""
-    endings = Counter(next(ending for ending in (*TEXTS, *TABLES) if path.endswith(ending)) for path in paths)
-    if not endings:
-        return
-    shown = redact.url(folder)
-    ordered = sorted(endings, key=(*TEXTS, *TABLES).index)
-    counts = ", ".join(f"{endings[ending]} {ending}" for ending in ordered)
-    line = f"left out of {shown}: {counts}; name {shown}/*{ordered[0]} too"
-    if line not in _logged:
-        _logged.add(line)
-        log.warning("%s", line)
+    counts = {ending: sum(path.endswith(ending) for path in paths) for ending in (*(TEXTS if rows else ()), *TABLES)}
+    if left_out := [ending for ending, count in counts.items() if count]:
+        shown = redact.url(folder)
+        numbers = ", ".join(f"{counts[ending]} {ending}" for ending in left_out)
+        line = f"left out of {shown}: {numbers}; name {shown}/*{left_out[0]} too"
+        if line not in _logged:  # a run looks a folder up several times
+            _logged.add(line)
+            log.warning("%s", line)
+    return rows or [path for path in paths if path.endswith(TEXTS)]
 
 
 def _is_hidden(path: str) -> bool:

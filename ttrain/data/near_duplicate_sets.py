@@ -20,7 +20,7 @@ import orjson
 from ttrain.core.files import read_object, write_json
 from ttrain.data import blocks, near_duplicates, shards
 from ttrain.data.blocks import PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, Flags, Pool
+from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Pool
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicate, SimilarityRule, Sketches, Values
 from ttrain.data.overlap import Hashes
 from ttrain.data.records import Tally
@@ -59,7 +59,7 @@ class SketchedShard:
 
 def search(
     output: Path,
-    files: Mapping[str, Sequence[DataFile]],
+    files: FilesByRole,
     built_blocks: Sequence[BuiltBlock],
     recipe: BlockRecipe,
     rule: SimilarityRule,
@@ -103,7 +103,7 @@ class NearDuplicateSearch:
     """Finds near-duplicates among the documents of earlier sets (`old`) and of blocks (`new`: part to shard), in order."""
 
     output: Path
-    files: Mapping[str, Sequence[DataFile]]
+    files: FilesByRole
     recipe: BlockRecipe
     rule: SimilarityRule
     built_blocks: list[BuiltBlock]

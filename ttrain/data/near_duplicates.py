@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -237,11 +237,6 @@ class Candidates(NamedTuple):
     firsts: Places
     bands: Places
 
-    def members(self) -> Iterator[tuple[int, list[int]]]:
-        """Position and bands of each document."""
-        for number, position in enumerate(self.positions.tolist()):
-            yield position, self.bands[self.firsts[number] : self.firsts[number + 1]].tolist()
-
 
 def candidates(
     band_keys: Callable[[int], Values], rule: SimilarityRule, counts: Values, present: Flags, droppable: Flags
@@ -279,37 +274,28 @@ def confirm(
     """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
     originals: dict[int, list[int]] = {}
     dropped = []
-    for position, bands in pairs.members():
-        near = _original(position, bands, originals, counts, shingles, rule) if droppable[position] else None
-        if near:
+
+    def compared(position: int, bands: Sequence[int]) -> NearDuplicate | None:
+        """With the first kept document, of those with most bands in common, that is as similar as the threshold."""
+        shared = Counter(original for band in bands for original in originals.get(band, ()))
+        size = int(counts[position])
+        similar = [
+            (-times, original)
+            for original, times in shared.items()
+            if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
+        ]
+        hashes = shingles(position) if similar else np.zeros(0, np.uint64)
+        for _, original in sorted(similar)[:MOST_COMPARED]:
+            if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
+                return NearDuplicate(position, original, similarity)
+        return None
+
+    for number, position in enumerate(pairs.positions.tolist()):
+        bands = pairs.bands[pairs.firsts[number] : pairs.firsts[number + 1]].tolist()
+        if droppable[position] and (near := compared(position, bands)):
             dropped.append(near)
             continue
         for band in bands:
             if len(members := originals.setdefault(band, [])) < MOST_IN_BAND:
                 members.append(position)
     return dropped
-
-
-def _original(
-    position: int,
-    bands: Sequence[int],
-    originals: dict[int, list[int]],
-    counts: Values,
-    shingles: Callable[[int], Hashes],
-    rule: SimilarityRule,
-) -> NearDuplicate | None:
-    """The first kept document, of those with most bands in common, that is as similar as the threshold."""
-    shared = Counter(original for band in bands for original in originals.get(band, ()))
-    size = int(counts[position])
-    similar = [
-        (-times, original)
-        for original, times in shared.items()
-        if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
-    ]
-    hashes = shingles(position) if similar else None
-    for _, original in sorted(similar)[:MOST_COMPARED]:
-        assert hashes is not None
-        similarity = jaccard(hashes, shingles(original))
-        if similarity >= rule.threshold:
-            return NearDuplicate(position, original, similarity)
-    return None

@@ -239,7 +239,7 @@ def plain(text: str) -> bytes:
     return _reduced(text.encode("utf-32-le", "replace"))
 
 
-def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> tuple[Bytes, npt.NDArray[np.int64]]:
+def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> tuple[Bytes, Places]:
     """(plain text of the records `first` to `last` concatenated, where each begins in it).
 
     The turns of a chat are joined like those of an item, so that an item of many short turns is found whole too.

@@ -8,10 +8,11 @@ record, for the attention mask; padding is a segment of its own).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -51,6 +52,12 @@ class Batch:
     def parts_BT(self) -> Array:
         """Which record, or which branch of one, a position belongs to; negative: padding."""
         return self.segments_BT
+
+    def spans(self, row: int) -> Iterator[tuple[int, int]]:
+        """(start, end) of each of these parts of a row, padding left out."""
+        parts = self.parts_BT[row]
+        borders = [*np.flatnonzero(np.diff(parts, prepend=-2)).tolist(), len(parts)]
+        return ((start, end) for start, end in pairwise(borders) if parts[start] >= 0)
 
     @property
     def live_tokens(self) -> int:

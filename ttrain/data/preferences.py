@@ -25,6 +25,8 @@ PREFERENCE_FIELDS = (
 )
 PROMPT, CHOSEN, REJECTED = 0, 1, 2  # parts of a record's tokens; a single rated answer is CHOSEN if it is desirable
 AN_ANSWER = f"not text, a turn or a list of turns such as {A_TURN}"
+Labels = tuple[tuple[str, str], ...]  # of a row, by key
+Sides = tuple[Sequence[Message], Sequence[Message], Sequence[Message]]  # prompt, chosen, rejected
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Preference:
     prompt: Messages
     chosen: Messages
     rejected: Messages
-    labels: tuple[tuple[str, str], ...] = ()
+    labels: Labels = ()
 
     @property
     def messages(self) -> Messages:
@@ -54,10 +56,11 @@ class Preference:
 
     def to_json(self) -> dict[str, Any]:
         parts = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+        label: dict[str, bool] = {}
         if not (self.chosen and self.rejected):
             parts = {"prompt": self.prompt, "completion": self.chosen or self.rejected}
-        fields: dict[str, Any] = {name: [message.to_json() for message in turns] for name, turns in parts.items()}
-        return {**fields, **({"label": bool(self.chosen)} if "completion" in fields else {}), **dict(self.labels)}
+            label = {"label": bool(self.chosen)}
+        return {name: [message.to_json() for message in turns] for name, turns in parts.items()} | label | dict(self.labels)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Preference:
@@ -76,7 +79,7 @@ def is_preference(row: Mapping[str, Any]) -> bool:
     return is_rated or all(row.get(key) is not None for key in ANSWER_KEYS)
 
 
-def preference_of(row: Mapping[str, Any], labels: tuple[tuple[str, str], ...] = ()) -> Preference:
+def preference_of(row: Mapping[str, Any], labels: Labels = ()) -> Preference:
     """The preference in a row. A key that is null counts as absent. Raises Malformed with the reason."""
     if any(row.get(key) is not None for key in ANSWER_KEYS):
         prompt, chosen, rejected = _pair(row)
@@ -88,8 +91,7 @@ def preference_of(row: Mapping[str, Any], labels: tuple[tuple[str, str], ...] = 
     return Preference(prompt, tuple(chosen), tuple(rejected), labels)
 
 
-def _pair(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
-    """(prompt, chosen, rejected)."""
+def _pair(row: Mapping[str, Any]) -> Sides:
     turns = {key: _answer_turns(row, key) for key in ANSWER_KEYS}
     prompt_key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
     if prompt_key is None:
@@ -100,13 +102,13 @@ def _pair(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message],
         chosen, rejected = (_answer(prompt, prompt_turns, turns[key], key, row) for key in ANSWER_KEYS)
     if _identity(chosen) == _identity(rejected):
         raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
-    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+    for key, answer in zip(ANSWER_KEYS, (chosen, rejected), strict=True):
         _check_answer(answer, key)
     return prompt, chosen, rejected
 
 
-def _rated(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
-    """(prompt, chosen, rejected) of a single answer with a label."""
+def _rated(row: Mapping[str, Any]) -> Sides:
+    """The sides of a single answer with a label."""
     label = row.get("label")
     if not isinstance(label, bool):
         kind = kind_of(label) if "label" in row else "missing"
@@ -159,9 +161,7 @@ def _begins_with(turns: list[Any], prompt: Sequence[Message], row: Mapping[str, 
         return False
 
 
-def _common_beginning(
-    row: Mapping[str, Any], turns: Mapping[str, list[Any]]
-) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+def _common_beginning(row: Mapping[str, Any], turns: Mapping[str, list[Any]]) -> Sides:
     """(common turns, the others of `chosen`, those of `rejected`)."""
     for key in ANSWER_KEYS:
         if isinstance(row[key], str):
@@ -170,8 +170,6 @@ def _common_beginning(
     size = 0
     while size < min(len(chosen), len(rejected)) and _identity(chosen[size:][:1]) == _identity(rejected[size:][:1]):
         size += 1
-    if size == len(chosen) == len(rejected):
-        raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
     if not size:
         raise Malformed("'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'")
     return chosen[:size], chosen[size:], rejected[size:]

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from ttrain.core import redact
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of
-from ttrain.data.chat_templates import Message
-from ttrain.data.preferences import PREFERENCE_FIELDS, Preference, is_preference, preference_of
-from ttrain.data.tools import Malformed, kind_of
+from ttrain.data.chat_templates import Messages
+from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
+from ttrain.data.tools import JsonObject, Malformed, kind_of
 from ttrain.errors import DataError
 
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
@@ -28,9 +28,7 @@ LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
-Labels = tuple[tuple[str, str], ...]
-
-Row = tuple[str, int, dict[str, Any]]  # path, number of the line, JSON object
+Row = tuple[str, int, JsonObject]  # path, number of the line, JSON object
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TextDocument:
         """What identifies the record, wherever it stands."""
         return self.text.encode("utf-8")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"text": self.text, **dict(self.labels)}
 
 
@@ -52,14 +50,14 @@ class TextDocument:
 class Conversation:
     """Turns of system, user, assistant and tool in any order, with at least one answer; with the labels of their row."""
 
-    messages: tuple[Message, ...]
+    messages: Messages
     labels: Labels = ()
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
         return orjson.dumps([message.identity() for message in self.messages])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"messages": [message.to_json() for message in self.messages], **dict(self.labels)}
 
 
@@ -67,14 +65,14 @@ Record = TextDocument | Conversation | Preference
 
 Kind = Literal["documents", "chats", "pairs"]
 
-Parser = Callable[[dict[str, Any]], "Record | Skipped | Rejected"]
+Parser = Callable[[JsonObject], "Record | Skipped | Rejected"]
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that a documented rule leaves out."""
+    """A row that a documented rule leaves out; the rule is the reason."""
 
-    rule: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,13 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
         if isinstance(parsed, Rejected):
             tally.reject(path, number, parsed.reason, _excerpt(value))
         elif isinstance(parsed, Skipped):
-            tally.skipped[parsed.rule] += 1
+            tally.skipped[parsed.reason] += 1
         else:
             tally.kept += 1
             yield number, parsed
 
 
-def _excerpt(value: dict[str, Any]) -> bytes:
+def _excerpt(value: JsonObject) -> bytes:
     try:
         return orjson.dumps(value, default=repr)
     except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
@@ -119,7 +117,7 @@ def document_fields(text_field: str, prefix: str = "reading.") -> str:
     return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} ({prefix}text_field) with a text"
 
 
-def document_parser(text_field: str) -> Parser:
+def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Skipped | Rejected]:
     """A parser of documents with their text under `text_field`; for the default, "text", under the first of DOCUMENT_KEYS.
 
     `paragraphs` may be a list of texts, which are joined by newlines.
@@ -127,11 +125,9 @@ def document_parser(text_field: str) -> Parser:
     keys = document_keys(text_field)
     missing = Rejected(f"no key {' or '.join(repr(key) for key in keys)}")
 
-    def parse(value: dict[str, Any]) -> Record | Skipped | Rejected:
-        for key in keys:
-            if key in value:
-                break
-        else:
+    def parse(value: JsonObject) -> TextDocument | Skipped | Rejected:
+        key = next((key for key in keys if key in value), None)
+        if key is None:
             return missing
         text = value[key]
         if key == "paragraphs" and isinstance(text, list):
@@ -147,14 +143,14 @@ def document_parser(text_field: str) -> Parser:
     return parse
 
 
-def labels_of(row: dict[str, Any]) -> Labels:
+def labels_of(row: JsonObject) -> Labels:
     """The LABELS of a row that are short texts; a long text would be different in every row."""
     return tuple(
         (key, value) for key in LABELS if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
     )
 
 
-def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
+def parse_conversation(value: JsonObject) -> Conversation | Skipped | Rejected:
     """Parse a chat in one of the formats that `messages_of` reads.
 
     A key that is null counts as absent. Roles may come in any order.
@@ -170,7 +166,7 @@ def parse_conversation(value: dict[str, Any]) -> Record | Skipped | Rejected:
     return Conversation(tuple(messages), labels_of(value))
 
 
-def parse_preference(value: dict[str, Any]) -> Record | Skipped | Rejected:
+def parse_preference(value: JsonObject) -> Preference | Rejected:
     """Parse a preference in one of the formats that `preference_of` reads. A row without two different answers is bad."""
     try:
         return preference_of(value, labels_of(value))
@@ -190,7 +186,7 @@ def expected_fields(kind: str, text_field: str) -> str:
     return {"chats": CHAT_FIELDS, "pairs": PREFERENCE_FIELDS}.get(kind) or document_fields(text_field)
 
 
-def kind_of_row(row: dict[str, Any]) -> Kind:
+def kind_of_row(row: JsonObject) -> Kind:
     """The kind of record that the keys of a row mean."""
     return "pairs" if is_preference(row) else "chats" if is_chat(row) else "documents"
 
@@ -264,7 +260,7 @@ class Tally:
     rejected: Counter[str] = field(default_factory=Counter)
     keys_seen: Counter[str] = field(default_factory=Counter)
     first_rejected: list[str] = field(default_factory=list)
-    quarantine: Callable[[dict[str, Any]], object] | None = None
+    quarantine: Callable[[JsonObject], object] | None = None
     lines: int = 0  # rows and blank lines
     bad_rows: Counter[str] = field(default_factory=Counter)  # by location
 
@@ -272,12 +268,12 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
         self.bad_rows[path] += 1
-        row: dict[str, Any] = {"file": redact.url(path), "line": line, "reason": reason}
+        row: JsonObject = {"file": redact.url(path), "line": line, "reason": reason}
         if raw:
             row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
         self._list(row)
 
-    def _list(self, row: dict[str, Any]) -> None:
+    def _list(self, row: JsonObject) -> None:
         if "line" in row and len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append(f"{row['file']}:{row['line']}: {row['reason']}")
         if self.quarantine:
@@ -286,7 +282,7 @@ class Tally:
     def _count(self, reason: str, rows: int) -> None:
         self.rejected[reason if reason in self.rejected or len(self.rejected) < REASONS else OTHER_REASONS] += rows
 
-    def see(self, row: dict[str, Any]) -> None:
+    def see(self, row: JsonObject) -> None:
         """Count the keys of a row, if it is among the first KEYS_LOOKED_AT."""
         if self.rows <= KEYS_LOOKED_AT:
             self.keys_seen.update(key[:40] for key in islice(row, KEYS_OF_A_ROW))
@@ -307,7 +303,7 @@ class Tally:
         self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
 
-    def add_block(self, block: Tally, bad_rows: Iterable[dict[str, Any]], path: str) -> None:
+    def add_block(self, block: Tally, bad_rows: Iterable[JsonObject], path: str) -> None:
         """Add the counts of the next block of a file, and number its bad rows, which are numbered by block, by file."""
         lines_before, shown_path = self.lines, redact.url(path)
         self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
@@ -317,7 +313,7 @@ class Tally:
                 row["line"] += lines_before
             self._list(row)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Counts for the manifest and the summary."""
         counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
         return {**counts, "first_rejected": self.first_rejected} if self.first_rejected else counts
@@ -352,14 +348,14 @@ class BadRows:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._count = limit, 0
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[JsonObject] = []
 
-    def __call__(self, row: dict[str, Any]) -> None:
+    def __call__(self, row: JsonObject) -> None:
         self._count += 1
         if self._count <= self._limit:
             self._rows.append(row)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         yield from self._rows
         if self._count > self._limit:
             yield {"reason": f"{self._count - self._limit} more bad rows in this block are counted but not listed"}

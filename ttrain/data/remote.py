@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from urllib.parse import unquote
 from ttrain.core import redact
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import first_line
 from ttrain.errors import CannotRead, DataError, TTrainError, UsageError
 
 T = TypeVar("T")
@@ -62,10 +62,10 @@ def filesystem(location: str) -> tuple[Any, str]:
         client = {"timeout": timeout, "auto_decompress": False, "trust_env": True}
         options = {"client_kwargs": client, "headers": {"Accept-Encoding": "identity"}}
     try:
-        opened: tuple[Any, str] = url_to_fs(location, **options)
+        files, path = url_to_fs(location, **options)
     except Exception as error:  # an unknown protocol, a missing package, or missing credentials of that package
         raise UsageError(f"cannot open {redact.url(location)}: {reason(error)}") from None
-    return opened
+    return files, path
 
 
 def info(location: str) -> dict[str, Any]:
@@ -100,7 +100,9 @@ def retried(call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:  # every file system has errors of its own
-            real, pause = _root_error(error), next(pauses, None)
+            # fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
+            cause, pause = error.__cause__, next(pauses, None)
+            real = cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) else error
             if pause is None or not _is_transient(real):
                 raise real from None
         time.sleep(pause)
@@ -118,19 +120,12 @@ def reason(error: BaseException) -> str:
         return "there is no such file"
     if status_of(error) and hasattr(error, "message"):
         return redact.text(f"its server says {status_of(error)} {error.message}")
-    lines = str(error).strip().splitlines()
-    return redact.text(lines[0]) if lines else type(error).__name__
+    return redact.text(first_line(error))
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether the error says that there is no such file."""
     return isinstance(error, FileNotFoundError) or status_of(error) in (404, 410)
-
-
-def _root_error(error: Exception) -> Exception:
-    """The underlying error: fsspec reports any error of an HTTP server as a missing file, with the true one as its cause."""
-    hidden = isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception)
-    return error.__cause__ if hidden else error  # type: ignore[return-value]
 
 
 def _is_transient(error: Exception) -> bool:
@@ -151,7 +146,7 @@ class RemoteFile(io.RawIOBase):
         self._files, self._path = filesystem(location)
         details = self._with_data_errors(lambda: info(location))
         if details.get("type") == "directory":
-            raise CannotRead(f"cannot read {redact.url(location)}: it is a folder, not a file")
+            raise CannotRead(f"cannot read {self._shown}: it is a folder, not a file")
         self._size: int | None = details.get("size")
         self._version = version_in(details, location)
         self._position = 0
@@ -344,7 +339,7 @@ def _cached_listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ..
     if not _COMMIT.fullmatch(commit):
         return None
     snapshot = _folder(repo) / "snapshots" / commit
-    lying = ((Path(at) / name).relative_to(snapshot).as_posix() for at, _, names in os.walk(snapshot) for name in names)
+    lying = (path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir())
     files = read_json(_listing_path(repo, commit)) or sorted(lying)
     return (commit, tuple(files)) if files else None
 

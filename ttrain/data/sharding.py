@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +23,7 @@ from ttrain.core.files import read_json, read_object, write_json
 from ttrain.data import blocks, contamination, locations, near_duplicate_sets, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, Pool, Table
+from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.encoder import EncoderDiffers
 from ttrain.data.near_duplicate_sets import EarlierSet
@@ -31,11 +31,12 @@ from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
 
 FILES = "files.json"
+Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
 
 
 def build(
     output: Path,
-    files: Mapping[str, Sequence[DataFile]],
+    files: FilesByRole,
     recipe: BlockRecipe,
     reading: Reading,
     *,
@@ -45,7 +46,7 @@ def build(
     against: OverlapCheck | None = None,
     earlier: Sequence[EarlierSet] = (),
     earlier_heldout: Table | None = None,
-    progress: Callable[[int, int], None] = lambda rows, block_count: None,
+    progress: Progress = lambda rows, block_count: None,
 ) -> ShardSetResult:
     """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, if given, "heldout".
 
@@ -65,20 +66,21 @@ def build(
 
 def make_all(
     output: Path,
-    files: Mapping[str, Sequence[DataFile]],
+    files: FilesByRole,
     recipe: BlockRecipe,
     reading: Reading,
     *,
     block_bytes: int,
     pool: Pool,
-    progress: Callable[[int, int], None] = lambda rows, block_count: None,
+    progress: Progress = lambda rows, block_count: None,
 ) -> list[BuiltBlock]:
     """Make or reuse every block of the files. If the encoders differ, all blocks are made again with `tokenizers`."""
     recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
+    maker = _BlockMaker(output, files, reading, block_bytes, pool, progress)
     try:
-        return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
+        return maker.make_all(recipe)
     except EncoderDiffers:
-        return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(replace(recipe, fast=False))
+        return maker.make_all(replace(recipe, fast=False))
 
 
 def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool) -> list[ShardScan]:
@@ -93,19 +95,22 @@ def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: Overl
     return [next(scans) if path else ShardScan({}, []) for path in paths]
 
 
+@dataclass
 class _RowLimit:
     """Whether the blocks so far have `limit` rows, not counting those that are held out."""
 
-    def __init__(self, limit: int, kept_back: Set[bytes], *, distinct: bool) -> None:
-        self._limit, self._kept_back, self._distinct, self._rows = limit, kept_back, distinct, 0
-        self._seen: set[bytes] = set()
+    limit: int
+    kept_back: Set[bytes]
+    distinct: bool
+    rows: int = 0
+    seen: set[bytes] = field(default_factory=set)
 
     def __call__(self, block: BuiltBlock) -> bool:
-        keys = [key for row in block.rows if (key := row[:2].tobytes()) not in self._kept_back]
-        self._rows += len(keys)
-        if self._distinct:
-            self._seen.update(keys)
-        return (len(self._seen) if self._distinct else self._rows) >= self._limit
+        keys = [key for row in block.rows if (key := row[:2].tobytes()) not in self.kept_back]
+        self.rows += len(keys)
+        if self.distinct:
+            self.seen.update(keys)
+        return (len(self.seen) if self.distinct else self.rows) >= self.limit
 
 
 @dataclass(frozen=True)
@@ -113,11 +118,11 @@ class _BlockMaker:
     """Makes or reuses the blocks of files; `names` receives the blocks of each file that did not change meanwhile."""
 
     output: Path
-    files: Mapping[str, Sequence[DataFile]]
+    files: FilesByRole
     reading: Reading
     block_bytes: int
     pool: Pool
-    progress: Callable[[int, int], None]
+    progress: Progress
     names: dict[str, list[str]] = field(default_factory=dict)
 
     def make_all(self, recipe: BlockRecipe) -> list[BuiltBlock]:
@@ -200,15 +205,13 @@ def _open(role: str, file: int, identity: str, directory: str, encoded: bool) ->
 
 def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list[int] | None]:
     """Size, modification time and inode of the local files, which change with their bytes; None for remote ones."""
-    stamps: dict[int, list[int] | None] = {}
+    stamps: dict[int, list[int] | None] = dict.fromkeys(numbers)
     for number in numbers:
         location = files[number].location
-        if locations.is_remote(location):
-            stamps[number] = None
-            continue
-        with contextlib.suppress(OSError):  # a missing file is reported when it is opened
-            stat = locations.local_path(location).stat()
-            stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        if not locations.is_remote(location):
+            with contextlib.suppress(OSError):  # a missing file is reported when it is opened
+                stat = locations.local_path(location).stat()
+                stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stamps
 
 

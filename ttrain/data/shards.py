@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -98,12 +97,11 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any], pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
-    arrays, fields = [_large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))], ["tokens"]
+    arrays = {"tokens": _large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))}
     for field, mask in (("live", column.live), ("branches", column.branches)):
         if mask is not None:
-            arrays.append(_large_list(column.offsets, mask.astype(np.uint8)))
-            fields.append(field)
-    batch = pa.record_batch(arrays, names=fields)
+            arrays[field] = _large_list(column.offsets, mask.astype(np.uint8))
+    batch = pa.record_batch([*arrays.values()], names=[*arrays])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -159,14 +157,9 @@ def write_index(
     """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
-        "format": FORMAT,
-        "kind": kind,
-        **totals,
-        "vocab_size": vocab_size,
-        "tokenizer": tokenizer,
-        "shards": list(shards),
-        **extra_fields,
-    }
+        "format": FORMAT, "kind": kind, **totals, "vocab_size": vocab_size, "tokenizer": tokenizer,
+        "shards": list(shards), **extra_fields,
+    }  # fmt: skip
     write_json(directory / INDEX, index)
     return index
 
@@ -202,14 +195,14 @@ class ShardSet:
                 f"not with {tokenizer[:12]}; make them again with `ttrain data shard --tokenizer`"
             )
         self.directory, self.index = directory, index
-        self._shards = [shard for shard in index["shards"] if group is None or shard["group"] == group]
-        firsts = itertools.accumulate((shard["rows"] for shard in index["shards"]), initial=0)
+        firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
-        self._first_of_all = [first for first, shard in numbered if group is None or shard["group"] == group]
+        chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
+        self._first_of_all, self._shards = [first for first, _ in chosen], [shard for _, shard in chosen]
         self._verified: set[str] = set()
         self._columns: list[Column | None] = [None] * len(self._shards)
-        self._first_row = list(itertools.accumulate((shard["rows"] for shard in self._shards), initial=0))
-        self._first_token = np.cumsum([0, *(shard["tokens"] for shard in self._shards)])
+        self._first_row = offsets_of([shard["rows"] for shard in self._shards])
+        self._first_token = offsets_of([shard["tokens"] for shard in self._shards])
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:
@@ -230,12 +223,12 @@ class ShardSet:
         return [shard["sha256"] for shard in self._shards]
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Offsets:
         """Tokens of each record; reads the offsets of every shard."""
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
+    def starts(self) -> Offsets:
         """Position of each record's first token in the stream of all records, and the end of the last."""
         return offsets_of(self.lengths)
 
@@ -263,7 +256,7 @@ class ShardSet:
         self.verify()
         return [self._column(number) for number in range(len(self._shards))]
 
-    def stream(self, start: int, end: int) -> npt.NDArray[np.int64]:
+    def stream(self, start: int, end: int) -> Offsets:
         """Tokens `start` to `end` of all records, one after the other."""
         return self.ranges(np.array([start]), np.array([end])).ids
 

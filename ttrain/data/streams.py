@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -190,36 +190,32 @@ def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: b
 def parquet_groups(location: str) -> list[tuple[int, int]]:
     """(rows, bytes before compression) of every row group."""
     with _parquet(location) as file:
-        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
-        return list(zip(_rows_of(file), sizes, strict=True))
+        return [(group.num_rows, group.total_byte_size) for group in _groups_of(file)]
 
 
 def parquet_bytes(location: str) -> int:
     """The bytes that the columns take in the file, by its footer; at most those of the file."""
     path = local_file(location)
     with _parquet(location) as file:
-        chunks = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
         size: int = sum(
-            chunk.column(number).total_compressed_size for chunk in chunks for number in range(chunk.num_columns)
+            group.column(number).total_compressed_size for group in _groups_of(file) for number in range(group.num_columns)
         )
         return max(0, min(size, path.stat().st_size) if path else size)
 
 
-def parquet_rows(
-    location: str, first_group: int, last_group: int, columns: Sequence[str] | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_rows(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number in the file, from 1; the row) of the groups `first_group` to `last_group`, the latter not included.
 
-    `columns` names those to read; None reads all. Text that is not UTF-8 becomes None, so that only its row is rejected.
-    At most `BATCH_ROWS` rows are in memory, fewer where they are large, and some megabytes of each column.
+    Text that is not UTF-8 becomes None, so that only its row is rejected. At most `BATCH_ROWS` rows are in memory, fewer
+    where they are large, and some megabytes of each column.
     """
     with _parquet(location) as file:
-        rows, names = _rows_of(file), list(columns) if columns is not None else None
+        rows = _rows_of(file)
         number = sum(rows[:first_group])
         for group in range(first_group, last_group):
             row_bytes = file.metadata.row_group(group).total_byte_size // max(1, rows[group])
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
-            for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names, use_threads=False):
+            for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
                 for row in _values(batch):
                     number += 1
                     yield number, row
@@ -250,16 +246,20 @@ def _parquet(location: str) -> Iterator[Any]:
             source.close()
 
 
+def _groups_of(file: Any) -> list[Any]:
+    return [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+
+
 def _rows_of(file: Any) -> list[int]:
-    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    return [group.num_rows for group in _groups_of(file)]
 
 
-def _values(batch: Any) -> list[dict[str, Any]]:
+def _values(batch: Any) -> Any:
+    """The rows of a batch, each as an object."""
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
+        return batch.to_pylist()
     except UnicodeDecodeError:
-        rows = [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
-    return rows
+        return [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
 
 
 def _value(scalar: Any) -> Any:

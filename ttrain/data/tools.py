@@ -24,6 +24,9 @@ JSON_TYPES = {
 }  # fmt: skip
 
 
+JsonObject = dict[str, Any]
+
+
 class Malformed(ValueError):
     """A malformed row; the message is the reason."""
 
@@ -50,7 +53,7 @@ def with_tools(content: str, text: str) -> str:
     return content + ("\n\n" if content and text else "") + text
 
 
-def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
+def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonObject]:
     """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
     calls = _parsed(value, name)
     if calls is None:
@@ -61,11 +64,15 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
         raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
     for call in calls:
         _check_name(call, "a tool call", A_CALL)
-        _check_arguments(_function(call))
+        arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
+        if not isinstance(arguments, dict):
+            raise Malformed(
+                f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}'
+            )
     return calls
 
 
-def with_calls(content: str, calls: list[dict[str, Any]]) -> str:
+def with_calls(content: str, calls: list[JsonObject]) -> str:
     """An assistant's text followed by its calls."""
     return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
 
@@ -75,13 +82,13 @@ def has_calls(content: str) -> bool:
     return CALL_BEGIN in content
 
 
-def _call_text(function: dict[str, Any]) -> str:
+def _call_text(function: JsonObject) -> str:
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else _dumps(arguments)
     return f'{CALL_BEGIN}\n{{"name": {_dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
 
 
-def _function(value: dict[str, Any]) -> dict[str, Any]:
+def _function(value: JsonObject) -> JsonObject:
     function = value.get("function") or value
     return function if isinstance(function, dict) else {}
 
@@ -92,12 +99,6 @@ def _check_name(value: object, kind: str, example: str) -> None:
     name = _function(value).get("name")
     if not isinstance(name, str) or not name.strip():
         raise Malformed(f"{kind} has no name; write {example}")
-
-
-def _check_arguments(function: dict[str, Any]) -> None:
-    arguments = _parsed(function.get("arguments"), "the arguments of a tool call")
-    if not isinstance(arguments, dict):
-        raise Malformed(f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}')
 
 
 def _parsed(value: object, name: str) -> Any:

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
-from ttrain.data.built_blocks import Pool
-from ttrain.data.inspect import Lengths, lengths_json
+from ttrain.data.built_blocks import Flags, Pool
+from ttrain.data.inspect import lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
-from ttrain.data.overlap import Hashes
+from ttrain.data.overlap import Hashes, Places
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
 from ttrain.errors import DataError, UsageError
 
@@ -53,9 +52,9 @@ class Report:
     error: str | None = None
     bytes: int = 0
     bad_rows: Iterable[dict[str, Any]] = ()  # of a block
-    keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
+    keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
     sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
-    sizes: list[Lengths] = field(default_factory=list)  # bytes of each good row's text
+    sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
     letters: Counter[str] = field(default_factory=Counter)  # by their script
 
     def add(self, block: Report) -> None:
@@ -74,9 +73,8 @@ class Report:
         if self.error is None and not self.tally.rows:
             self.error = f"{shown_file}: no rows: it is empty, or holds nothing but blank lines"
         elif self.error is None:
-            expected_fields = records.expected_fields(self.kind, text_field)
             try:
-                self.tally.check(shown_file, rejected_fraction, expected_fields)
+                self.tally.check(shown_file, rejected_fraction, records.expected_fields(self.kind, text_field))
             except DataError as error:
                 self.error = str(error)
 
@@ -153,9 +151,9 @@ def validate(
 
 def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule: SimilarityRule | None) -> Report:
     """The report on a block, with the first `listed` bad rows."""
-    bad_rows, tally = BadRows(listed), Tally()
+    bad_rows = BadRows(listed)
+    tally = Tally(quarantine=bad_rows)
     report = Report(block.location, recipe.kind, measured, tally, bad_rows=bad_rows)
-    tally.quarantine = bad_rows
     hashes, texts, plain = list[bytes](), list[str](), list[bytes]()
     try:
         data = blocks.read(block, recipe.max_line_bytes)
@@ -208,7 +206,7 @@ def _recipe(report: Report, reading: Reading) -> BlockRecipe:
     )
 
 
-def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> npt.NDArray[np.bool_]:
+def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
     """Count the rows that equal an earlier one; returns a flag for each good row."""
     keys = [block_keys for report in reports for block_keys in report.keys]
     repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
@@ -223,7 +221,7 @@ def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> npt.NDA
 
 
 def _mark_near_duplicates(
-    reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: npt.NDArray[np.bool_], pool: Pool
+    reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: Flags, pool: Pool
 ) -> None:
     """Count the documents that are near-duplicates, as sharding does. Their texts are spooled to a temporary file."""
     sketches = [Sketches.none(rule), *(sketch for report in reports for sketch in report.sketches)]
@@ -250,7 +248,7 @@ def _mark_near_duplicates(
 
 
 def _spool(
-    reports: Sequence[Report], reading: Reading, positions: npt.NDArray[np.int64], spool: IO[bytes], pool: Pool
+    reports: Sequence[Report], reading: Reading, positions: Places, spool: IO[bytes], pool: Pool
 ) -> dict[int, tuple[int, int]]:
     """Write the plain texts of documents, by position among all, to a file; returns (start, length) of each."""
     starts: list[int] = []

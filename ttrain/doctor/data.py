@@ -32,7 +32,8 @@ def document_labels(rows: Rows, encoder: Encoder) -> Check:
     def fault(ids: Array, labels: Array) -> str:
         if (labels == encoder.bos_id).any():
             return "the token that begins a document is learnt"
-        return _not_learnt(labels if ids[-1] == encoder.eos_id else np.append(labels, ids[-1]))
+        not_learnt = np.flatnonzero(labels[: -1 if ids[-1] == encoder.eos_id else None] == IGNORE)
+        return f"position {not_learnt[0]} has no target" if len(not_learnt) else ""
 
     return _check_rows(rows, encoder, fault)
 
@@ -46,7 +47,9 @@ def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array, Array], st
     """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     for number, ids, labels in records(rows):
-        if wrong := _unshifted(ids, labels) or fault(ids, labels):
+        bad = np.flatnonzero((labels[:-1] != IGNORE) & (labels[:-1] != ids[1:]))
+        wrong = f"the target at position {bad[0]} is not the next token" if len(bad) else fault(ids, labels)
+        if wrong:
             return Check(LABELS, False, _decoded(f"row {number}: {wrong}", ids, labels, encoder), FIX)
         positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
     shown = min(MOST_ROWS, len(rows))
@@ -62,8 +65,8 @@ def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[s
     heldout_check = _runs_of(heldout, encoder, answers) if training_check.ok and len(heldout) else None
     if heldout_check is None or not heldout_check.ok:
         return heldout_check or training_check
-    return make_check(
-        LABELS, True, f"{training_check.figure}; of the held-out rows, with their text: {heldout_check.figure}", FIX
+    return replace(
+        heldout_check, figure=f"{training_check.figure}; of the held-out rows, with their text: {heldout_check.figure}"
     )
 
 
@@ -96,22 +99,8 @@ def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
     """(row, input ids, labels) of every record, or branch of one, of up to MOST_ROWS rows, padding left out."""
     for number in range(min(MOST_ROWS, len(rows))):
         batch = rows.batch([number * len(rows) // min(MOST_ROWS, len(rows))])
-        of_record, ids, labels = batch.parts_BT[0], batch.input_ids_BT[0], batch.labels_BT[0]
-        borders = [*np.flatnonzero(np.diff(of_record, prepend=-2)), len(of_record)]
-        for start, end in pairwise(borders):
-            if of_record[start] >= 0:
-                yield number, ids[start:end], labels[start:end]
-
-
-def _unshifted(ids: Array, labels: Array) -> str:
-    """What is wrong where a target is not the next token; empty where none is."""
-    bad = np.flatnonzero((labels[:-1] != IGNORE) & (labels[:-1] != ids[1:]))
-    return f"the target at position {bad[0]} is not the next token" if len(bad) else ""
-
-
-def _not_learnt(labels: Array) -> str:
-    bad = np.flatnonzero(labels[:-1] == IGNORE)
-    return f"position {bad[0]} has no target" if len(bad) else ""
+        for start, end in batch.spans(0):
+            yield number, batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
 
 
 def _decoded(figure: str, ids: Array, labels: Array, encoder: Encoder) -> str:
@@ -139,10 +128,10 @@ def _runs(labels: Array) -> Iterator[list[int]]:
 
 def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool:
     """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it."""
-    if run in answers:
-        return True
-    return (not alone and any(answer[:-1] in run for answer in answers)) or (
-        not whole and any(run in answer for answer in answers)
+    return (
+        run in answers
+        or (not alone and any(answer[:-1] in run for answer in answers))
+        or (not whole and any(run in answer for answer in answers))
     )
 
 
@@ -171,9 +160,10 @@ def round_trip(encoder: Encoder, texts: Sequence[str], normalize: Callable[[str]
 
     All characters together have all bytes that UTF-8 has.
     """
-    characters = ["".join(map(chr, range(start, start + BLOCK))) for start in range(0, END, BLOCK)
-                  if start not in SURROGATES]  # fmt: skip
-    characters[0xD000 // BLOCK] = "".join(map(chr, range(0xD000, 0xD800)))
+    characters = [
+        "".join(chr(point) for point in range(start, start + BLOCK) if point not in SURROGATES)
+        for start in range(0, END, BLOCK)
+    ]
     offered = [*characters, *AWKWARD, *texts]
     changed = lost = 0
     example = ""

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ttrain.core.signals import end_with_parent
-from ttrain.data.packing import IGNORE, Batch, Rows
+from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.doctor.parts import (
     Check,
     InMemoryRows,
@@ -109,17 +109,13 @@ def first_loss(learner: Learner, rows: Rows, precision: Precision, *, trained: b
     loss, nothing = float(loss_sum.total) / max(1, loss_sum.count), math.log(_head(model).weight.shape[0])
     slack = max(0.5, SLACK * nothing)
     if trained:
-        figure = f"{loss:.3f} nats a token, below ln(vocabulary) = {nothing:.3f}"
-        ok, fix = (
-            loss < nothing,
-            "train the base for longer, on text more like this, or look for what broke it: it is overconfident",
-        )
+        ok = loss < nothing
+        figure = f"{loss:.3f} nats a token, {'' if ok else 'not '}below ln(vocabulary) = {nothing:.3f}"
+        fix = "train the base for longer, on text more like this, or look for what broke it: it is overconfident"
     else:
         figure = f"{loss:.3f} nats a token, ln(vocabulary) = {nothing:.3f}"
         ok = abs(loss - nothing) <= slack
         fix = "set model.init_std nearer to 0.02: to a new model all tokens should be about equally likely"
-    if not ok:
-        figure = figure.replace("below", "not below")
     return make_check("loss at the start", ok and math.isfinite(loss), figure, fix)
 
 
@@ -162,7 +158,7 @@ def _evenness(numbers: Tensor, experts: int) -> float:
     return float(-(shares * shares.log()).sum()) / math.log(experts) if experts > 1 else 1.0
 
 
-def _logits(learner: Learner, precision: Precision, inputs: list[np.ndarray[Any, Any]], segments_BT: Any) -> list[Tensor]:
+def _logits(learner: Learner, precision: Precision, inputs: Sequence[Array], segments_BT: Array) -> list[Tensor]:
     """[B, T, V] logits for each of the inputs, as the task's own forward pass makes them, mask and all."""
     task, model = learner.prepared(precision.device)
     hidden: list[Tensor] = []

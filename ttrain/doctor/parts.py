@@ -6,7 +6,7 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
+from ttrain.core.text import first_line
 from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
@@ -31,6 +32,8 @@ from ttrain.train.training_options import Cadence, TrainerOptions
 POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
 
 NEVER = 1 << 30  # steps between events that must not happen
+
+BATCH_ARRAYS = tuple(field.name for field in fields(Batch))  # those that all batches have
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,8 @@ class InMemoryRows(Rows):
         return len(self.whole.input_ids_BT)
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        batch.input_ids_BT[lines] = self.whole.input_ids_BT[rows]
-        batch.labels_BT[lines] = self.whole.labels_BT[rows]
-        batch.positions_BT[lines] = self.whole.positions_BT[rows]
-        batch.segments_BT[lines] = self.whole.segments_BT[rows]
+        for name in BATCH_ARRAYS:
+            getattr(batch, name)[lines] = getattr(self.whole, name)[rows]
         if isinstance(self.whole, PairBatch) and isinstance(batch, PairBatch):
             batch.branches_BT[lines] = self.whole.branches_BT[rows]
             batch.answers_BT[lines] = numbered_answers(self.whole)[rows]
@@ -97,7 +98,7 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
     firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
     starts_B = np.clip(firsts_B - length // 2, 0, width - length)
     places_BT = starts_B[:, None] + np.arange(length)
-    return InMemoryRows(Batch(*(np.take_along_axis(array, places_BT, axis=1) for array in _arrays(batch))))
+    return InMemoryRows(Batch(*(np.take_along_axis(getattr(batch, name), places_BT, axis=1) for name in BATCH_ARRAYS)))
 
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
@@ -107,8 +108,7 @@ def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
     labels_BT = rows.whole.labels_BT.copy()
     for row, labels in enumerate(labels_BT):
         labels[np.delete(np.flatnonzero(labels != IGNORE), np.s_[:: 1 << row % 4])] = IGNORE
-    whole = rows.whole
-    return InMemoryRows(Batch(whole.input_ids_BT, labels_BT, whole.positions_BT, whole.segments_BT))
+    return InMemoryRows(replace(rows.whole, labels_BT=labels_BT))
 
 
 def numbered_answers(batch: PairBatch) -> Array:
@@ -180,10 +180,6 @@ def trainer_of(
     )
 
 
-def _arrays(batch: Batch) -> tuple[np.ndarray[Any, Any], ...]:
-    return batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT
-
-
 Result = TypeVar("Result", bound="Check | None")
 
 
@@ -214,5 +210,5 @@ def run_check(name: str, examine: Callable[[], Result]) -> Result | Check:
     except TTrainError as error:
         return Check(name, False, str(error), "do what the message says; training would fail with it too")
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        return Check(name, False, f"{type(error).__name__}: {lines[0]}", "training would fail with it too; report it")
+        figure = f"{type(error).__name__}: {first_line(error)}"
+        return Check(name, False, figure, "training would fail with it too; report it")

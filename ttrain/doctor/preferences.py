@@ -17,6 +17,7 @@ from ttrain.data.packing import Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.doctor.model import LEARNT_STEPS, ROWS_PER_STEP, learn_batch
 from ttrain.doctor.parts import (
+    BATCH_ARRAYS,
     Check,
     InMemoryRows,
     Learner,
@@ -134,5 +135,5 @@ def _swapped(batch: PairBatch) -> PairBatch:
     order_BT = np.lexsort((branches_BT, segments_BT), axis=1)
     ids_BT = numbered_answers(batch)
     swapped_BT = np.where(ids_BT >= 0, ids_BT ^ 1, -1)
-    arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT, batch.segments_BT, branches_BT, swapped_BT)
+    arrays = (*(getattr(batch, name) for name in BATCH_ARRAYS), branches_BT, swapped_BT)
     return finished_pairs(PairBatch(*(np.take_along_axis(array, order_BT, 1) for array in arrays)))

@@ -76,7 +76,8 @@ class Doctor:
         runtime = self.settings.runtime
         device = training.start(runtime).device
         computed_in = precision.resolve_precision(self.config.precision, device)
-        yield run_check("versions", _versions)
+        pins = machine.pins_of(CONSTRAINTS)
+        yield run_check("versions", lambda: machine.versions(metadata.requires("ttrain") or [], pins))
         yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
         yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
         yield run_check("tuning", lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())))
@@ -129,10 +130,10 @@ class Doctor:
         sample = kind.with_references(learner, rows, device) if kind else None
         rows = rows if sample is None else sample
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
-        count, free = row_count, machine.free_bytes(self.home)
+        free = machine.free_bytes(self.home)
         checks: dict[str, Callable[[], Check | None]] = {
             "memory": lambda: machine.memory(footprint(), runtime, device, available_bytes(device)),
-            "disk": lambda: machine.disk(footprint(), self.config, runtime, count, inputs.unmade_bytes, free),
+            "disk": lambda: machine.disk(footprint(), self.config, runtime, row_count, inputs.unmade_bytes, free),
             "no future leak": lambda: model.future(next_tokens, rows, computed_in),
             "records apart": lambda: model.documents(next_tokens, rows, computed_in),
             "loss at the start": lambda: model.first_loss(learner, rows, computed_in, trained=inputs.trained),
@@ -162,10 +163,6 @@ def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training
         config, inputs, Encoder(inputs["tokenizer"], fast=False)
     )
     return prepared
-
-
-def _versions() -> Check:
-    return machine.versions(metadata.requires("ttrain") or [], machine.pins_of(CONSTRAINTS))
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
@@ -205,8 +202,9 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     unmade = 0.0 if stored_shards else sampling.shards(shards_stage, tokenizer_path, sample_shards)
     figure = "the shards of the store" if stored_shards else f"the first {sampling.records} records"
     paths = {"tokenizer": tokenizer_path, "shards": stored_shards.path if stored_shards else sample_shards}
-    base_artifact = artifacts.get(_base_stage(stage, settings))
-    is_trained = settings.existing_model is not None or (base_artifact is not None and settings.starts[stage] != NONE)
+    start = settings.starts[stage]  # the stage that makes what this one starts from, unless no stage that trains does
+    base_artifact = artifacts.get(start if start in TRAININGS else NEW_MODEL.name if start == NONE else EXISTING_MODEL.name)
+    is_trained = settings.existing_model is not None or (base_artifact is not None and start != NONE)
     if base_artifact:
         paths["base"] = base_artifact.path
         figure += ", the base of the store"
@@ -219,50 +217,44 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     return StageInputs(paths, figure, is_trained, unmade)
 
 
-def _base_stage(stage: str, settings: Settings) -> str:
-    """The stage that makes what this one starts from."""
-    start = settings.starts[stage]
-    if start in TRAININGS:
-        return start
-    return NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
-
-
+@dataclass
 class _Sample:
     """The first records of the user's files, as a source that the stages read like the quickstart's."""
 
-    def __init__(self, settings: Settings, made_source: Path | None, directory: Path) -> None:
-        self._settings, self._source, self._directory = settings, made_source, directory
-        self.records = 0
+    settings: Settings
+    source: Path | None
+    directory: Path
+    records: int = 0
 
     def tokenizer(self) -> Path:
         """Train a tokenizer on the sample, or take the existing one."""
-        roles = data_files(TOKENIZER, self._settings)
-        texts = self._directory / "texts.jsonl"
-        if is_measured := self._settings.reads("tokenizer"):
+        roles = data_files(TOKENIZER, self.settings)
+        texts = self.directory / "texts.jsonl"
+        if is_measured := self.settings.reads("tokenizer"):
             self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
-        output = self._directory / "tokenizer"
-        reading = self._settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
+        output = self.directory / "tokenizer"
+        reading = self.settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         existing = [Path(file.location) for file in roles.get(EXISTING, ())]
         read = [str(texts)] if is_measured else []
-        tokenizer.train_directory(read, output, self._settings.tokenizer, reading, existing_files=existing)
+        tokenizer.train_directory(read, output, self.settings.tokenizer, reading, existing_files=existing)
         return output
 
     def shards(self, stage: Stage, tokenizer_path: Path, output: Path) -> float:
         """Make shards of the sample; returns about how many bytes those of all the data would take."""
         assert stage.dataset is not None, "shards are made of a data set"
-        sample_source = self._directory / stage.name
+        sample_source = self.directory / stage.name
         sample_source.mkdir()
         files = [sample_source / f"{stage.dataset}.jsonl", sample_source / f"{stage.dataset}_heldout.jsonl"]
-        roles = data_files(stage, self._settings)
+        roles = data_files(stage, self.settings)
         for role, path in zip((TRAIN, HELDOUT), files, strict=True):
             locations_of = [file.location for file in roles.get(role, ())]
             if locations_of or not roles:
                 self.records += self._copy(stage, locations_of, path, role)
         if not files[1].exists():
             _hold_out(*files)
-        config = ShardsConfig(reading=self._settings.reading, shards=self._settings.shards)
+        config = ShardsConfig(reading=self.settings.reading, shards=self.settings.shards)
         job = _job(
-            self._settings,
+            self.settings,
             output,
             inputs={"source": sample_source, "tokenizer": tokenizer_path},
             arguments=dict(stage.arguments),
@@ -275,33 +267,29 @@ class _Sample:
 
     def _copy(self, stage: Stage, files: Sequence[str], output: Path, role: str) -> int:
         """Write the first good records of the files as JSONL; returns how many. Raises DataError where too many are bad."""
-        reading, dataset = self._settings.reading, "pretrain" if stage is TOKENIZER else stage.dataset
+        reading, dataset = self.settings.reading, "pretrain" if stage is TOKENIZER else stage.dataset
         name = dataset if role == TRAIN else f"{dataset}_heldout"
         if not files:
             files = [str(self._python_docs() / f"{name}.jsonl")]
             reading = reading.model_copy(update={"text_field": "text"})
         kind = stage.arguments.get("kind", "documents")
         parse = sources.parser_of(kind, reading.text_field)
-        expected_fields = sources.expected_fields(kind, reading.text_field)
-        tally, sampled_files = Tally(), files[:SAMPLE_FILES]
-        records = size = 0
+        tally, sampled_files, size = Tally(), files[:SAMPLE_FILES], 0
         with output.open("w", encoding="utf-8") as file:
-            for path in sampled_files:
-                bytes_per_file = SAMPLE_BYTES // len(sampled_files)
-                source_records = sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field)
-                for record in itertools.islice(source_records, max(1, SAMPLE_RECORDS // len(sampled_files))):
+            for number, path in enumerate(sampled_files, start=1):
+                records = sources.read([path], parse, tally, reading.max_line_bytes, reading.text_field)
+                for record in itertools.islice(records, max(1, SAMPLE_RECORDS // len(sampled_files))):
                     size += file.write(json.dumps(record.to_json(), ensure_ascii=False) + "\n")
-                    records += 1
-                    if size > bytes_per_file * (sampled_files.index(path) + 1):
+                    if size > SAMPLE_BYTES // len(sampled_files) * number:
                         break
-        tally.check(f"data.{name}", reading.rejected_fraction, expected_fields)
-        return records
+        tally.check(f"data.{name}", reading.rejected_fraction, sources.expected_fields(kind, reading.text_field))
+        return tally.kept
 
     def _python_docs(self) -> Path:
-        if self._source is None:
-            self._source = self._directory / "source"
-            source.run(SourceConfig(python_docs=self._settings.python_docs), _job(self._settings, self._source))
-        return self._source
+        if self.source is None:
+            self.source = self.directory / "source"
+            source.run(SourceConfig(python_docs=self.settings.python_docs), _job(self.settings, self.source))
+        return self.source
 
 
 def _job(

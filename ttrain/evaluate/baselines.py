@@ -50,8 +50,7 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
     https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
     of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
     """
-    if not 0 <= order <= 3:
-        raise AssertionError(f"order {order}; a context and the byte after it have to fit into 32 bits")
+    assert 0 <= order <= 3, f"order {order}; a context and the byte after it have to fit into 32 bits"
     byte = np.frombuffer(data, np.uint8).astype(np.uint32)
     context, chance = np.zeros(len(byte), np.uint32), np.full(len(byte), 1 / 256)
     for length in range(min(order, len(byte) - 1) + 1):

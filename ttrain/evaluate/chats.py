@@ -8,24 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
 from ttrain.data import chat, chat_shapes, records
 from ttrain.data.chat_templates import Message, Messages, Segment, is_live
 from ttrain.data.encoder import Encoder
-from ttrain.data.tools import has_calls
+from ttrain.data.tools import JsonObject, has_calls
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity, tool_calls
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import UNSPACED, BadRow, Items, SuiteFiles
+from ttrain.evaluate.perplexity import Tokens
 from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.evaluate.tool_calls import Budget, CallVerdict
 
 log = logging.getLogger("ttrain")
-
-Tokens = tuple[list[int], list[bool]]
 
 
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
@@ -49,10 +49,9 @@ def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallb
     assert isinstance(spec, ChatsTask), "each kind of task has its own module"
     encoded = encode(items, subject, items.items)
     whole = bool(spec.new_tokens and spec.answers)  # the loss is half of the work then
-    sequences: list[Tokens] = [([], []) if isinstance(encoding, str) else encoding for encoding in encoded]
-    scores = perplexity.score_items(spec, subject, sequences, _part(progress, 0, whole))
+    scores = perplexity.score_items(spec, subject, encoded, _part(progress, 0, whole))
     figures = perplexity.loss_figures(scores)
-    rows: list[dict[str, Any]] = [{"nats": score.nats, "tokens": score.tokens} for score in scores]
+    rows: list[JsonObject] = [{"nats": score.nats, "tokens": score.tokens} for score in scores]
     for row, encoding in zip(rows, encoded, strict=True):
         row |= {"refused": encoding} if isinstance(encoding, str) else {}
     if whole:
@@ -74,7 +73,12 @@ def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[M
             f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has no chat template whose "
             "tokens the model knows; remove the task"
         )
-    encoded = [_encoded(subject, messages) for messages in conversations]
+    encoded: list[Tokens | str] = []
+    for messages in conversations:
+        try:
+            encoded.append(chat.encode_chat(subject.encoder, messages))
+        except DataError as error:
+            encoded.append(str(error))
     refused = [encoding for encoding in encoded if isinstance(encoding, str)]
     if refused:
         log.warning(
@@ -83,25 +87,16 @@ def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[M
     return encoded
 
 
-def _encoded(subject: EvaluatedModel, messages: Messages) -> Tokens | str:
-    """Encode a chat as (ids, live); return the error message if the model's template refuses it."""
-    try:
-        return chat.encode_chat(subject.encoder, messages)
-    except DataError as error:
-        return str(error)
-
-
 def _part(progress: ProgressCallback, number: int, halves: bool) -> ProgressCallback:
     """Progress of the first or the second half of the work; of all of it without `halves`."""
     return (lambda done, total: progress(number * total + done, 2 * total)) if halves else progress
 
 
-def _messages(row: dict[str, Any]) -> Messages:
+def _messages(row: JsonObject) -> Messages:
     conversation = records.parse_conversation(row)
     if isinstance(conversation, records.Conversation):
         return conversation.messages
-    assert isinstance(conversation, records.Skipped | records.Rejected), "a chat row is not a document"
-    raise BadRow(conversation.rule if isinstance(conversation, records.Skipped) else conversation.reason)
+    raise BadRow(conversation.reason)
 
 
 @dataclass(frozen=True)
@@ -125,9 +120,9 @@ class AnsweredTurn:
     calls: CallVerdict | None
     cut: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields of an `--items` row as JSON."""
-        fields: dict[str, Any] = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
+        fields: JsonObject = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
         fields |= {"markers": list(self.markers)} if self.markers else {}
         fields |= {"cut": self.cut} if self.cut else {}
         calls = self.calls
@@ -231,12 +226,8 @@ def _call_metrics(chats: Chats) -> list[Metric]:
     others = [[calls for calls, is_expected in verdicts if not is_expected] for verdicts in judged]
     metrics: list[Metric] = []
     if any(expected):
-        metrics += [
-            _share("calls", expected, lambda calls: calls.called),
-            _share("valid_calls", expected, lambda calls: calls.valid),
-            _share("right_functions", expected, lambda calls: calls.right_names),
-            _share("right_calls", expected, lambda calls: calls.right),
-        ]
+        names = {"calls": "called", "valid_calls": "valid", "right_functions": "right_names", "right_calls": "right"}
+        metrics += [_share(name, expected, attrgetter(field)) for name, field in names.items()]
     if any(others):
         metrics.append(_share("needless_calls", others, lambda calls: calls.called, higher=False))
     return metrics
@@ -272,7 +263,7 @@ PROBE = ("18446744073709551557", "18446744073709551533", "18446744073709551521")
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:
     """Find the markers in an answer, given as ids and as text; [] if there are none."""
-    special = _special_ids(encoder)
+    special = encoder.special_ids()
     markers = [f"token {number}" for number in ids if number in special or number >= len(encoder)]
     markers += SPELT.findall(text) + [match.group().strip() for match in TURN.finditer(text)]
     markers += [name for name in headers(encoder) if name in text]
@@ -293,12 +284,6 @@ def headers(encoder: Encoder) -> tuple[str, ...]:
     following = segments[[segment.content for segment in segments].index(first) + 1 :]  # a greeting may precede it
     lines = (line.strip() for segment in following for line in _plain(encoder, segment).splitlines())
     return tuple(dict.fromkeys(line for line in lines if SIGN.search(line)))
-
-
-@lru_cache(maxsize=4)
-def _special_ids(encoder: Encoder) -> frozenset[int]:
-    """Cache the special ids: a tokenizer builds a list of all its added tokens each time."""
-    return encoder.special_ids()
 
 
 def _plain(encoder: Encoder, segment: Segment) -> str:

@@ -18,7 +18,7 @@ from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
-from ttrain.evaluate.task_result import Metric, TaskResult, mean
+from ttrain.evaluate.task_result import Metric, TaskResult, finite, mean
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 
@@ -79,12 +79,17 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     rows, losses = [], []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
     for prompt in items.items:
-        costs = [next(scored) for _ in prompt.continuations]
-        chosen = chosen_by(prompt.choice.choices, costs)
+        choice, costs = prompt.choice, [next(scored) for _ in prompt.continuations]
+        chosen = chosen_by(choice.choices, costs)
         for name, number in chosen.items():
-            right[name].append(float(number == prompt.choice.answer))
-        losses.append(_loss([cost.nats for cost in costs], prompt.choice.answer))
-        rows.append(_row(prompt.choice, costs, chosen[items.spec.normalise]))
+            right[name].append(float(number == choice.answer))
+        nats, cut = tuple(cost.nats for cost in costs), max(cost.cut for cost in costs)
+        losses.append(_loss(nats, choice.answer))
+        picked = chosen[items.spec.normalise]
+        rows.append(finite({
+            "question": choice.question, "choices": choice.choices, "answer": choice.answer, "chosen": picked,
+            "right": picked == choice.answer, "nats": nats, **({"cut": cut} if cut else {}),
+        }))  # fmt: skip
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
     figures = [mean(FIGURES[name], right[name]) for name in order]
     figures.append(mean("choice_loss", losses, "nats", higher=False))
@@ -114,9 +119,7 @@ def chosen_by(choices: Sequence[str], costs: Sequence[Likelihood]) -> dict[str, 
 
 def cut_figure(cuts: Sequence[int]) -> list[Metric]:
     """Share of items whose context was cut to the model's length, if there are any."""
-    if not any(cuts):
-        return []
-    return [mean("cut", (cut > 0 for cut in cuts), higher=False)]
+    return [mean("cut", (cut > 0 for cut in cuts), higher=False)] if any(cuts) else []
 
 
 def _build_prompt(spec: ChoicesTask, item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> ChoicePrompt:
@@ -160,15 +163,6 @@ def _loss(nats: Sequence[float], answer: int) -> float:
         return math.nan
     least = min(nats)
     return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
-
-
-def _row(item: ChoiceQuestion, costs: Sequence[Likelihood], chosen: int | None) -> dict[str, Any]:
-    cut = max(cost.cut for cost in costs)
-    return {
-        "question": item.question, "choices": list(item.choices), "answer": item.answer, "chosen": chosen,
-        "right": chosen == item.answer, "nats": [cost.nats if math.isfinite(cost.nats) else None for cost in costs],
-        **({"cut": cut} if cut else {}),
-    }  # fmt: skip
 
 
 PASSAGE_FORMAT = '{"context": text, "target": text}'
@@ -217,10 +211,10 @@ def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progres
         *cut_figure([cost.cut for cost in costs]),
     ]
     rows = [
-        {
-            "context": context, "target": target, "right": cost.greedy,
-            "nats": cost.nats if math.isfinite(cost.nats) else None, **({"cut": cost.cut} if cost.cut else {}),
-        }
+        finite({
+            "context": context, "target": target, "right": cost.greedy, "nats": cost.nats,
+            **({"cut": cost.cut} if cost.cut else {}),
+        })
         for (context, target, _), cost in zip(items.items, costs, strict=True)
     ]  # fmt: skip
     return items.result(subject.name, figures, rows)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from ttrain.config import Promotion
 from ttrain.evaluate import statistics
 from ttrain.evaluate.scores import Scores
-from ttrain.evaluate.task_result import Metric, finite
+from ttrain.evaluate.statistics import Interval, Rule
+from ttrain.evaluate.task_result import finite
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts
@@ -68,11 +69,11 @@ class TextFigure:
     name: str
     records: int
     challenger: float
-    challenger_interval: tuple[float, float] | None
+    challenger_interval: Interval | None
     champion: float | None = None
-    champion_interval: tuple[float, float] | None = None
+    champion_interval: Interval | None = None
     difference: float | None = None
-    interval: tuple[float, float] | None = None
+    interval: Interval | None = None
     judged: bool = False
     lost: bool = False
     best: float | None = None
@@ -113,7 +114,7 @@ class TextFigure:
         return f", and {whole:.1%} (at least {least:.1%}) worse than {self.best:.5f} of {self.best_champion}"
 
 
-def _shares(interval: tuple[float, float], of: float) -> str:
+def _shares(interval: Interval, of: float) -> str:
     """An interval of a gain, as shares of the champion's figure that were lost."""
     low, high = sorted(-end / (abs(of) or 1.0) for end in interval)
     return f"{low:.1%} to {high:.1%}"
@@ -132,16 +133,12 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    kinds: tuple[tuple[Literal["night", "source"], Mapping[str, Collection[str]]], ...] = (
-        ("night", nights),
-        ("source", sources),
-    )
-    for kind, members in kinds:
+    kinds: dict[Literal["night", "source"], Mapping[str, Collection[str]]] = {"night": nights, "source": sources}
+    for kind, members in kinds.items():
         rows = {
-            name: tuple(sorted(numbers[digest] for digest in digests if digest in numbers))
-            for name, digests in members.items()
+            name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
         }
-        scored = {name: text for name, text in rows.items() if text}
+        scored = {name: tuple(text) for name, text in rows.items() if text}
         if len(scored) > 1:
             texts += [HeldoutText(kind, name, text, kind == "night" and name == new) for name, text in scored.items()]
     return texts
@@ -170,13 +167,11 @@ def figures(
         return []
     together = _judged_together(texts, settings)
     grouped = [text for _, group in together for text in group]
-
-    def is_judged(text: HeldoutText) -> bool:
-        return not text.new and (len(text.rows) >= settings.min_samples or text not in grouped)
-
-    alone = [(text, is_judged(text)) for text in texts]
-    merged = [(_merged(name, group), True) for name, group in together]
-    return [_figure(challenger, champion, text, settings, best, judged=judged) for text, judged in alone + merged]
+    judged = [(text, not text.new and (len(text.rows) >= settings.min_samples or text not in grouped)) for text in texts]
+    for name, group in together:
+        rows = sorted({row for text in group for row in text.rows})
+        judged.append((HeldoutText("several", name, tuple(rows), members=tuple(group)), True))
+    return [_figure(challenger, champion, text, settings, best, judged=is_judged) for text, is_judged in judged]
 
 
 def figure_of_metric(challenger: Scores, champion: Scores, settings: Promotion) -> TextFigure | None:
@@ -208,11 +203,6 @@ def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[
     return [*together, *([("all earlier nights", nights)] if len(nights) > 1 else [])]
 
 
-def _merged(name: str, texts: Sequence[HeldoutText]) -> HeldoutText:
-    rows = tuple(sorted({row for text in texts for row in text.rows}))
-    return HeldoutText("several", name, rows, members=tuple(texts))
-
-
 def _figure(
     challenger: Scores,
     champion: Scores | None,
@@ -222,26 +212,31 @@ def _figure(
     *,
     judged: bool,
 ) -> TextFigure:
-    rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
+    rule = Rule(settings.confidence, settings.resamples, settings.seed)
     ours = challenger.figure.restricted(text.rows)
-    shown = TextFigure(text.kind, text.name, len(text.rows), ours.value, statistics.interval(ours, rule))
+    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value, statistics.interval(ours, rule))
     if champion is None:
-        return shown
+        return alone
     theirs = champion.figure.restricted(text.rows)
     sign = challenger.sign(settings)
     difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
-    interval = _interval(ours, theirs, sign, rule)
+    interval = statistics.compare(ours, theirs, rule).interval  # None where the records are too few for one
+    if interval is not None:
+        low, high = sorted(sign * end + 0.0 for end in interval)
+        interval = low, high
     judged = judged and settings.forgetting is not None and (interval is not None or not settings.resamples)
     bound = settings.forgetting or 0.0
-    figure = TextFigure(
-        text.kind, text.name, len(text.rows), ours.value, shown.challenger_interval, theirs.value,
-        statistics.interval(theirs, rule), difference, interval, judged,
-        judged and _is_lost(theirs.value, difference, interval, bound),
+    least_loss = -difference if interval is None else -interval[1]
+    figure = replace(
+        alone, champion=theirs.value, champion_interval=statistics.interval(theirs, rule), difference=difference,
+        interval=interval, judged=judged, lost=judged and least_loss > bound * abs(theirs.value),
     )  # fmt: skip
     earlier = _best_of(champion, text, best, sign, needs_deviation=interval is not None)
     if earlier is None:
         return figure
-    since = -_gain_since(earlier, sign * (earlier.value - theirs.value), difference, interval)
+    # The deviations of the champions' losses since and of tonight's add up as those of independent ones do.
+    reach = 0.0 if interval is None else math.hypot(interval[1] - difference, earlier.deviation)
+    since = sign * (earlier.value - theirs.value) - difference - reach  # the least loss against the best champion
     has_drifted = judged and difference < 0 and since > bound * abs(earlier.value)
     return replace(
         figure, lost=figure.lost or has_drifted, best=earlier.value, best_champion=earlier.champion, least_loss=since
@@ -274,32 +269,6 @@ def _best_of(
     return BestFigure(value, EACH_BEST, len(text.rows), math.sqrt(variance)) if is_better else None
 
 
-def _gain_since(best: BestFigure, gap: float, difference: float, interval: tuple[float, float] | None) -> float:
-    """The upper end of the interval of the gain against the best champion; the gain itself without resampling.
-
-    `gap`: by how much that was better than the champion. The deviations of the champions' losses since and of tonight's add
-    up as those of independent ones do.
-    """
-    if interval is None:
-        return difference - gap
-    return difference - gap + math.hypot(interval[1] - difference, best.deviation)
-
-
-def _interval(ours: Metric, theirs: Metric, sign: float, rule: statistics.Rule) -> tuple[float, float] | None:
-    """The interval of the gain; None where the records are too few for one."""
-    interval = statistics.compare(ours, theirs, rule).interval
-    if interval is None:
-        return None
-    low, high = sorted(sign * end + 0.0 for end in interval)
-    return low, high
-
-
-def _is_lost(champion: float, difference: float, interval: tuple[float, float] | None, bound: float) -> bool:
-    """Whether the loss exceeds this share of the champion's figure: its whole interval, or the figure without resampling."""
-    least_loss = -difference if interval is None else -interval[1]
-    return least_loss > bound * abs(champion)
-
-
 def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     """Which texts were lost, with the figures; the worst first."""
     worst = sorted(lost, key=lambda figure: -figure.loss)
@@ -328,5 +297,5 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
     ]
 
 
-def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
+def _with_interval(value: float, interval: Interval | None) -> str:
     return f"{value:.5f}" + ("" if interval is None else f" ({interval[0]:.5f} to {interval[1]:.5f})")

@@ -16,6 +16,7 @@ from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, L
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted
 from ttrain.data import records
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Metric, TaskResult
 
@@ -108,7 +109,7 @@ class Items(Generic[T]):
         self,
         subject: str,
         figures: Sequence[Metric],
-        rows: list[dict[str, Any]],
+        rows: list[JsonObject],
         baselines: Mapping[str, float] = NO_BASELINES,
     ) -> TaskResult:
         """The result of a model on these items; the first metric is primary."""
@@ -120,7 +121,7 @@ class Items(Generic[T]):
 Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
 
 
-def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) -> tuple[Rows[T], list[LeftOut]]:
+def read_rows(path: Path, parse: Callable[[JsonObject], T], setting: str) -> tuple[Rows[T], list[LeftOut]]:
     """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
@@ -141,7 +142,7 @@ def read_rows(path: Path, parse: Callable[[dict[str, Any]], T], setting: str) ->
 
 
 def read_file(
-    task: str, file: str, files: SuiteFiles, parse: Callable[[dict[str, Any]], T], row_format: str
+    task: str, file: str, files: SuiteFiles, parse: Callable[[JsonObject], T], row_format: str
 ) -> tuple[Rows[T], list[LeftOut]]:
     """Read the file of a task as `read_rows` does. Raises DataError where it has no usable row."""
     setting = files.setting(task, "file")
@@ -156,7 +157,7 @@ def read_texts(
     task: str,
     spec: RecordsTask,
     files: SuiteFiles,
-    parse: Callable[[dict[str, Any]], T],
+    parse: Callable[[JsonObject], T],
     row_format: str,
     identity: Callable[[T], object],
     within: Callable[[Rows[T]], Rows[T]] = lambda rows: rows,
@@ -183,7 +184,7 @@ def heldout_part(task: Task) -> str | None:
     return HELDOUT_PARTS[task.kind].get(task.file) if isinstance(task, RecordsTask) else None
 
 
-def comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def comparable(records: Iterable[JsonObject]) -> list[JsonObject]:
     """Held-out records without single rated answers, which have no other one to be compared with."""
     return [record for record in records if "completion" not in record]
 
@@ -206,15 +207,13 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
     A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
     row forms no groups and is listed as unused.
     """
-    numbers_by_key: dict[str, dict[str, list[int]]] = {key: {} for key in keys}
-    for number, row in enumerate(rows):
-        for key in keys:
-            value = row.get(key)
-            if isinstance(value, str | int) and not isinstance(value, bool):
-                numbers_by_key[key].setdefault(f"{key}={value}", []).append(number)
     numbers_by_group: dict[str, tuple[int, ...]] = {}
     unused: dict[str, str] = {}
-    for key, of_key in numbers_by_key.items():
+    for key in keys:
+        of_key: dict[str, list[int]] = {}
+        for number, row in enumerate(rows):
+            if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
+                of_key.setdefault(f"{key}={value}", []).append(number)
         if not of_key:
             unused[key] = "no item has it as a text or a whole number"
         elif len(of_key) > MOST_GROUPS:
@@ -238,11 +237,6 @@ def lines(items: Sequence[Items[Any]]) -> list[str]:
     ]
 
 
-def left_out_json(items: Items[Any]) -> list[dict[str, Any]]:
-    """Every unused row of a task: its file, its line (None if unknown), the reason."""
-    return [row._asdict() for row in items.left_out]
-
-
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
     """Format as "3 rows left out: no text (2: a.jsonl:3, 7), two choices are the same (1: a.jsonl:9)"."""
     if not rows:
@@ -250,9 +244,11 @@ def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
     by_reason: dict[str, list[LeftOut]] = {}
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row)
-    locations = {reason: "" if reason == IN_TRAINING else f": {_locations(some)}" for reason, some in by_reason.items()}
-    reasons = ", ".join(f"{reason} ({len(some):,}{locations[reason]})" for reason, some in by_reason.items())
-    yield f"{counted(len(rows), 'row')} left out: {reasons}"
+    reasons = [
+        f"{reason} ({len(some):,}{'' if reason == IN_TRAINING else f': {_locations(some)}'})"
+        for reason, some in by_reason.items()
+    ]
+    yield f"{counted(len(rows), 'row')} left out: {', '.join(reasons)}"
 
 
 def _copies(items: Items[Any]) -> Iterator[str]:
@@ -298,7 +294,7 @@ def with_examples(
     spec: ChoicesTask | LastWordTask | GenerationTask,
     read: tuple[Rows[T], list[LeftOut]],
     files: SuiteFiles,
-    parse: Callable[[dict[str, Any]], T],
+    parse: Callable[[JsonObject], T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
     """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
@@ -326,7 +322,7 @@ def with_examples(
     return Items(task, spec, tuple(item for item, _ in identified), names, tuple(unused), by_label)
 
 
-def text(record: dict[str, Any], key: str) -> str:
+def text(record: JsonObject, key: str) -> str:
     """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):

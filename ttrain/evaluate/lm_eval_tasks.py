@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
 
-INSTALL = "lm-evaluation-harness is not installed; install it with: pip install 'ttrain[harness]'"
-
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
 
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
@@ -60,8 +58,8 @@ class HarnessDocument:
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocument]:
     """Read the documents of the task, or of all tasks of a group, with their prompts.
 
-    Raises UsageError if the harness is missing, does not know the task, or would run Python of a task file; DataError if the
-    data cannot be loaded.
+    Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data cannot
+    be loaded.
     """
     setting = files.setting(task, "task")
     documents: list[HarnessDocument] = []
@@ -73,7 +71,11 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
         names[document.name].append(number)
     groups = {f"task={name}": tuple(numbers) for name, numbers in names.items()} if len(names) > 1 else {}
     identities = [
-        [document.name, [[str(argument) for argument in request.args] for request in document.requests], _target(document)]
+        [
+            document.name,
+            [list(map(str, request.args)) for request in document.requests],
+            str(document.task.doc_to_target(document.content)),
+        ]
         for document in documents
     ]
     return Items(task, spec, tuple(documents), digests(identities), groups=groups)
@@ -81,7 +83,6 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
 
 def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Run the model and let the harness judge its answers: a metric for each of the task's that is a mean over items."""
-
     model = HarnessModel(subject, progress)
     requests: dict[str, list[Instance]] = defaultdict(list)
     for document in items.items:
@@ -152,10 +153,8 @@ def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, hi
 
 def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
     """Load the harness's tasks by the name of a task or group, or from a task file."""
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UsageError(f"{setting} is {spec.task}, but {INSTALL} ({error})") from None
+    from lm_eval.tasks import TaskManager
+
     if not files.allow_code:
         lm_eval_code.sandbox_templates()
     source: Any = spec.task
@@ -244,10 +243,6 @@ def _quiet() -> Iterator[None]:
 def _label(metric: str, name: str) -> str:
     """Metric name such as acc, or exact_match_strict-match if the harness has several filters of answers."""
     return re.sub(r"[^\w.-]", "_", metric if name == "none" else f"{metric}_{name}")
-
-
-def _target(document: HarnessDocument) -> str:
-    return str(document.task.doc_to_target(document.content))
 
 
 def _shown(value: object) -> str:

@@ -57,7 +57,7 @@ def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> l
     it probability 1, so that such a choice always wins: "0" after "45 - 30".)
     """
     encoder, begin_ids = subject.encoder, subject.begin_ids
-    texts = [_spaces_moved(*pair) for pair in texts]
+    texts = [(bare := context.rstrip(), context[len(bare) :] + continuation) for context, continuation in texts]
     contexts = list(dict.fromkeys(context for context, _ in texts))  # a question once for all its choices
     alone = {context: (*begin_ids, *ids) for context, ids in zip(contexts, encoder.encode(contexts), strict=True)}
     whole = encoder.encode([context + continuation for context, continuation in texts])
@@ -109,8 +109,3 @@ def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[t
         for start in range(0, len(continuation), size)
     ]
     return pieces, len(context) - min(len(context), max_length + 1 - size)
-
-
-def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + continuation

@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ttrain.config.evaluate import RecordsTask, TextTask
 from ttrain.data import records as sources
-from ttrain.data.packing import IGNORE
+from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -81,7 +80,7 @@ def score_each(
     length: int,
     stride: int,
     device: torch.device,
-    progress: Callable[[int, int], None],
+    progress: ProgressCallback,
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> list[Score]:
@@ -143,7 +142,7 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
     return slices
 
 
-def _padded(rows: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], ScoringWindow]]) -> tuple[Tensor, Tensor]:
+def _padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
@@ -170,10 +169,9 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
         if is_heldout:
             return str(row["text"])
         document = parser(row)
-        if isinstance(document, sources.Rejected | sources.Skipped):
-            raise BadRow(document.reason if isinstance(document, sources.Rejected) else document.rule)
-        assert isinstance(document, sources.TextDocument), "the parser yields documents"
-        return document.text
+        if isinstance(document, sources.TextDocument):
+            return document.text
+        raise BadRow(document.reason)
 
     def within(rows: reading.Rows[str]) -> reading.Rows[str]:
         sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
@@ -214,13 +212,14 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
 
 
 def score_items(
-    spec: RecordsTask, subject: EvaluatedModel, sequences: Sequence[Tokens], progress: ProgressCallback
+    spec: RecordsTask, subject: EvaluatedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
 ) -> list[Score]:
-    """Score the live tokens of each item of a task, in windows that the model accepts."""
+    """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
+    in place of its tokens."""
     length = min(spec.row_length, subject.max_length or spec.row_length)
     return score_each(
         subject.model,
-        sequences,
+        [([], []) if isinstance(sequence, str) else sequence for sequence in sequences],
         length=length,
         stride=min(spec.stride, length),
         device=subject.device,

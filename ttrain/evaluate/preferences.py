@@ -42,7 +42,6 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
         pair = Preference.from_json(row) if is_heldout else parsing.parse_preference(row)
         if isinstance(pair, parsing.Rejected):
             raise BadRow(pair.reason)
-        assert isinstance(pair, Preference), "a row of pairs is not skipped"
         if not (pair.chosen and pair.rejected):
             raise BadRow(RATED)
         return pair
@@ -58,8 +57,7 @@ def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCal
     assert isinstance(items.spec, PairsTask), "each kind of task has its own module"
     encoded = chats.encode(items, subject, conversations(items.items))
     errors = [next((side for side in sides if isinstance(side, str)), None) for sides in zip(*_sides(encoded), strict=True)]
-    sequences_of_items: list[Tokens] = [([], []) if isinstance(encoding, str) else encoding for encoding in encoded]
-    scores = perplexity.score_items(items.spec, subject, sequences_of_items, progress)
+    scores = perplexity.score_items(items.spec, subject, encoded, progress)
     compared, sizes = compare(scores), tuple(float(error is None) for error in errors)
     rows: list[dict[str, Any]] = []
     for (preferred, margin), chosen, rejected, error in zip(compared, *_sides(scores), errors, strict=True):

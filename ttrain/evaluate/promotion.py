@@ -37,7 +37,7 @@ class Decision:
     challenger: float
     champion: float | None
     difference: float | None
-    interval: tuple[float, float] | None
+    interval: confidence.Interval | None
     smallest_difference: float | None
     samples: int  # pairs of records; 0 where the figures alone decided
     margin: float
@@ -77,12 +77,12 @@ def check_metric(settings: Settings) -> None:
     always = (TRAININGS[0], TRAININGS[-1])  # there is a base and a last model, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in (*always, *settings.trainings)]
     bits = [BITS_PER_BYTE.of(name) for name in models]
-    metrics = [
-        row.metric
+    losses = [
+        row.metric.of(name)
         for row in TRAINING_STAGES.values()
         if row.metric and row.metric is not BITS_PER_BYTE and settings.reads(row.dataset)
+        for name in models
     ]
-    losses = [metric.of(name) for metric in metrics for name in models]
     of_suites = [
         f"{task}/{figure}/{name}"
         for name in models
@@ -154,10 +154,10 @@ def decide(
     decision = replace(decision, lost=tuple(figure.label for figure in lost))
     if not decision.promote or not (lost or unknown):
         return decision
-    if not lost:
+    if lost:
+        reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
+    else:
         reason = f"what it forgets cannot be determined: {unknown}; else it would be promoted: {decision.reason}"
-        return replace(decision, promote=False, reason=reason)
-    reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
     return replace(decision, promote=False, reason=reason)
 
 
@@ -178,13 +178,12 @@ def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, 
         return decided(*_first(baseline))
     if not math.isfinite(champion.value):
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
-    if challenger.records != champion.records or challenger.sizes != champion.sizes:
-        return decided(False, _incomparable_reason(challenger, champion))
+    if why := _incomparable_reason(challenger, champion):
+        return decided(False, why)
     sign = challenger.sign(settings)
     difference = sign * (challenger.value - champion.value) + 0.0  # avoids -0.0
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
-    samples = len(challenger.records)
-    margin = settings.margin
+    samples, margin = len(challenger.records), settings.margin
 
     def alone(why: str) -> Decision:
         better = difference > margin
@@ -201,9 +200,7 @@ def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, 
         return alone(f"{samples} held-out records are too few for an interval")
     low, high = sorted(sign * end + 0.0 for end in compared.interval)
     better = low > margin
-    reason = (
-        f"{change}; the lower end of the interval, {low:.5f}, is {'above' if better else 'not above'} the margin {margin:g}"
-    )
+    reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
     return decided(
@@ -215,13 +212,12 @@ def _first(baseline: Baseline | None) -> tuple[bool, str]:
     """(promote, reason) where there is no champion."""
     if baseline is None:
         return True, "there is no champion yet"
-    verdict = "beats" if baseline.is_beaten else "does not beat"
-    figures = f"its {baseline.challenger:.5f} {verdict} {baseline.value:.5f} of {baseline.name}"
+    figures = f"{baseline.value:.5f} of {baseline.name}"
     if baseline.is_beaten:
-        return True, f"there is no champion yet, and {figures}"
+        return True, f"there is no champion yet, and its {baseline.challenger:.5f} beats {figures}"
     return False, (
-        f"there is no champion yet, but {figures}; train longer or on more text, or set promotion.baseline, which is what a "
-        f"first champion must beat"
+        f"there is no champion yet, but its {baseline.challenger:.5f} does not beat {figures}; train longer or on more "
+        "text, or set promotion.baseline, which is what a first champion must beat"
     )
 
 
@@ -234,14 +230,15 @@ def why_unknown(challenger: Scores, champion: Scores | None) -> str:
         return f"the champion's evaluation does not have {challenger.metric}"
     if not math.isfinite(challenger.value):
         return f"the challenger's {challenger.metric} is {challenger.value}, the champion's is {champion.value:.5f}"
-    if not math.isfinite(champion.value) or (challenger.records == champion.records and challenger.sizes == champion.sizes):
-        return ""
-    return _incomparable_reason(challenger, champion)
+    return _incomparable_reason(challenger, champion) if math.isfinite(champion.value) else ""
 
 
 def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
+    """Why the metrics of both models cannot be compared; empty where they can."""
     if challenger.records != champion.records:
         return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
+    if challenger.sizes == champion.sizes:
+        return ""
     return (
         f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ttrain.core.hashing import digest_of
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import items as notes
 from ttrain.evaluate import statistics
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.statistics import FEWEST_ITEMS, PairedComparison, Rule
+from ttrain.evaluate.statistics import FEWEST_ITEMS, Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric, TaskResult, finite, metric_of
 
 COMPARED = tuple(field.name for field in fields(PairedComparison))
@@ -46,7 +47,7 @@ class ModelComparison:
         minimum = f" (minimum detectable: {number(smallest)})" if smallest else ""  # none if equal on every item
         return f"no significant difference{minimum}"
 
-    def to_json(self, rule: Rule) -> dict[str, Any]:
+    def to_json(self, rule: Rule) -> JsonObject:
         """All fields and the verdict as JSON."""
         comparison = dict.fromkeys(COMPARED) if self.compared is None else asdict(self.compared)
         names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
@@ -101,10 +102,10 @@ class Results:
         corrected = statistics.holm([math.nan if pair.compared is None else pair.compared.p for pair in pairs])
         return [replace(pair, p_of_all=p) for pair, p in zip(pairs, corrected, strict=True)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Everything except the items, as JSON."""
         tasks = []
-        left_out_rows = {task_items.task: notes.left_out_json(task_items) for task_items in self.read}
+        left_out_rows = {task_items.task: [row._asdict() for row in task_items.left_out] for task_items in self.read}
         for task, by_model in self._tasks.items():
             first = next(iter(by_model.values()))
             tasks.append({
@@ -117,12 +118,12 @@ class Results:
         compared = [pair.to_json(self.rule) for pair in self.comparisons()]
         return {"confidence": self.rule.confidence, "models": self.models, "tasks": tasks, "comparisons": compared}
 
-    def _figures(self, outcome: TaskResult) -> dict[str, Any]:
+    def _figures(self, outcome: TaskResult) -> JsonObject:
         figures = {figure.name: self._figure(figure) for figure in outcome.figures}
         groups = {name: self._figure(group) for name, group in _groups(outcome)}
         return {"figures": figures, **({"groups": groups} if groups else {})}
 
-    def _figure(self, figure: Metric) -> dict[str, Any]:
+    def _figure(self, figure: Metric) -> JsonObject:
         return finite({
             "value": figure.value, "interval": statistics.interval(figure, self.rule), "unit": figure.unit,
             "smallest": statistics.smallest(figure), "higher_is_better": figure.higher_is_better,
@@ -133,25 +134,23 @@ class Results:
         """(header, rows): a row for each metric, a column for each model; for a single model also the minimum detectable
         difference. Below a task's primary metric come its baselines and its values for groups of items."""
         rows: list[tuple[str, ...]] = []
+        is_single = len(self.models) == 1
         for task, by_model in self._tasks.items():
             lines: dict[str, dict[str, Metric]] = {}
             for model, outcome in by_model.items():
-                named_figures = [(figure.name, figure) for figure in outcome.figures]
-                for name, figure in [
-                    *named_figures[:1],
-                    *((f"  {name}", group) for name, group in _groups(outcome)),
-                    *named_figures[1:],
-                ]:
+                primary, *others = ((figure.name, figure) for figure in outcome.figures)
+                groups = ((f"  {name}", group) for name, group in _groups(outcome))
+                for name, figure in (primary, *groups, *others):
                     lines.setdefault(name, {})[model] = figure
             reference = next(iter(by_model.values()))
             for name, figures in lines.items():
                 cells = [self._cell(figures[model]) if model in figures else "" for model in self.models]
                 first_figure = next(iter(figures.values()))
                 count = f"{sum(size > 0 for size in first_figure.sizes):,}"
-                rows.append((task, name, *cells, count, *([_shows(first_figure)] if len(self.models) == 1 else [])))
-                if name == reference.primary.name:
-                    rows += [(task, f"  {word}", *self._of_all(value)) for word, value in reference.baselines.items()]
-        return ["task", "figure", *self.models, "items", *(["detectable"] if len(self.models) == 1 else [])], rows
+                rows.append((task, name, *cells, count, *([_shows(first_figure)] if is_single else [])))
+                for word, value in reference.baselines.items() if name == reference.primary.name else ():
+                    rows.append((task, f"  {word}", *[number(value)] * len(self.models), "", *[""] * is_single))
+        return ["task", "figure", *self.models, "items", *["detectable"] * is_single], rows
 
     def line(self, outcome: TaskResult) -> str:
         """Format the primary metric of a task result in one line."""
@@ -171,15 +170,11 @@ class Results:
         """Notes on the items, a line each: left-out rows, duplicates, unused keys."""
         return notes.lines(self.read)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[JsonObject]:
         """Yield every item of every model, with its prompt and answer."""
         for outcome in self.outcomes:
             for digest, row in zip(outcome.items, outcome.rows, strict=True):
                 yield {"task": outcome.task, "model": outcome.subject, "item": digest, **row}
-
-    def _of_all(self, value: float) -> tuple[str, ...]:
-        """Cells of a baseline, the same in each model's column."""
-        return (*(number(value) for _ in self.models), "", *([""] if len(self.models) == 1 else []))
 
     def _cell(self, figure: Metric) -> str:
         interval = statistics.interval(figure, self.rule)
@@ -203,7 +198,7 @@ def number(value: float) -> str:
     return _shown(value, "")
 
 
-def span(interval: tuple[float, float], sign: str = "") -> str:
+def span(interval: Interval, sign: str = "") -> str:
     """Format an interval for a table; `sign` "+" shows the sign of both ends."""
     return " to ".join(_shown(end, sign) for end in interval)
 

@@ -12,7 +12,7 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.overlap import plain
 from ttrain.data.preferences import Preference
-from ttrain.errors import DataError
+from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut, SuiteFiles
@@ -72,20 +72,17 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_
             "evaluate.overlapping=report, or have shards.decontaminate remove the documents"
         )
     new_numbers = {number: new for new, number in enumerate(clean)}
+    groups = {
+        name: tuple(new_numbers[number] for number in numbers if number in new_numbers)
+        for name, numbers in items.groups.items()
+    }
     return replace(
         items,
         items=tuple(items.items[number] for number in clean),
         digests=tuple(items.digests[number] for number in clean),
         left_out=(*items.left_out, *(LeftOut(items.digests[number], None, IN_TRAINING) for number in sorted(overlapping))),
-        groups=_renumbered(items.groups, new_numbers),
+        groups=_groups_like(items.groups, groups),
     )
-
-
-def _renumbered(groups: Mapping[str, tuple[int, ...]], new_numbers: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
-    renumbered = {
-        name: tuple(new_numbers[number] for number in numbers if number in new_numbers) for name, numbers in groups.items()
-    }
-    return _groups_like(groups, renumbered)
 
 
 def _groups_like(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> Groups:
@@ -114,7 +111,10 @@ def _digest(item: object) -> str | None:
 
 
 def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
-    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs."""
+    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs.
+
+    Raises UsageError if the package of a kind is not installed.
+    """
     match spec:
         case evaluate.TextTask():
             from ttrain.evaluate import perplexity
@@ -135,6 +135,11 @@ def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callab
         case evaluate.GenerationTask():
             return generation.read, generation.run
         case evaluate.HarnessTask():
-            from ttrain.evaluate import lm_eval_tasks
-
+            try:
+                from ttrain.evaluate import lm_eval_tasks
+            except ImportError as error:
+                raise UsageError(
+                    f"task {spec.task} needs lm-evaluation-harness, which is not installed ({error}); "
+                    "install it with: pip install 'ttrain[harness]'"
+                ) from None
             return lm_eval_tasks.read, lm_eval_tasks.run

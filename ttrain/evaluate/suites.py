@@ -52,8 +52,11 @@ def load(name: str) -> LoadedSuite:
 
 def load_heldout() -> LoadedSuite:
     """Everything that a run may have held out, also by its optional stages."""
-    loaded, *others = map(load, HELDOUT_SUITES)
-    tasks = dict(task for suite in (loaded, *others) for task in suite.suite.tasks.items())
+    suites = [load(name) for name in HELDOUT_SUITES]
+    return _with_tasks(suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items()))
+
+
+def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
     return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
 
 
@@ -88,7 +91,7 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
             f"{loaded.name} evaluates only held-out {' and '.join(missing)}, but the run held out "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
-    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
+    return _with_tasks(loaded, tasks)
 
 
 def at_most(loaded: LoadedSuite, items: int, text_bytes: int) -> LoadedSuite:
@@ -200,7 +203,8 @@ def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
         case "union_tag_not_found":
             return f"{name} has no kind; choose one of {', '.join(KINDS)}"
         case "union_tag_invalid":
-            return f"{name} is of kind {_kind(tree, location)!r}, which does not exist; choose one of {', '.join(KINDS)}"
+            kind = tree["tasks"][location[1]].get("kind")
+            return f"{name} is of kind {kind!r}, which does not exist; choose one of {', '.join(KINDS)}"
         case "value_error":
             return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
     return f"{name} is {item['input']!r} but {rule_of(item)}"
@@ -208,7 +212,3 @@ def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
 
 def _kind_of(value: object) -> str:
     return "empty" if value is None else "a list" if isinstance(value, list) else repr(value)
-
-
-def _kind(tree: Mapping[str, Any], location: Sequence[str]) -> object:
-    return tree["tasks"][location[1]].get("kind")

@@ -34,8 +34,7 @@ class Metric:
     shown: Literal["exp"] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.sums) != len(self.sizes):
-            raise AssertionError(f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes")
+        assert len(self.sums) == len(self.sizes), f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes"
 
     @property
     def value(self) -> float:

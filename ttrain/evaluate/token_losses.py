@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ttrain.data.packing import IGNORE
 from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
 
+Parts = tuple[Callable[..., Any], nn.Module]  # the decoder and the output head of a model
 PROBED_TOKENS = 8
 MARK = 100.0  # so large that a cap, a scale or a shift between the head and the logits would change it
 
@@ -31,7 +32,7 @@ class TokenLosses:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        self._parts: tuple[Callable[..., Any], nn.Module] | None = None
+        self._parts: Parts | None = None
         self._probed = False
 
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
@@ -55,12 +56,17 @@ class TokenLosses:
             return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head)
 
 
-def plain_parts(model: Any, input_ids_BT: Tensor) -> tuple[Callable[..., Any], nn.Module] | None:
-    """(decoder, output head) of a model whose logits are just head(decoder(input_ids)); None for any other.
+def causal_of(model: Any) -> Any:
+    """The model of transformers, inside PEFT's if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
+    """The parts of a model whose logits are just head(decoder(input_ids)); None for any other.
 
     The head's output is marked and must reach the logits unchanged; its input must be the decoder's output.
     """
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    causal = causal_of(model)
     try:
         decoder, head = causal.get_decoder(), causal.get_output_embeddings()
     except (AttributeError, NotImplementedError):

@@ -18,9 +18,7 @@ import orjson
 
 from ttrain.core.sandbox import BudgetExceeded, Sandbox, WorkFailed
 from ttrain.data.chat_templates import Message
-from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, has_calls
-
-Object = dict[str, Any]
+from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, JsonObject, has_calls
 
 Functions = Mapping[str, Any]  # name to the JSON schema of its arguments, as the data have it
 
@@ -35,7 +33,7 @@ class Call:
     against its schema: that is not a valid schema, or needs too much time or memory."""
 
     name: str
-    arguments: Object
+    arguments: JsonObject
     wrong: str = ""
     unchecked: str = ""
 
@@ -62,7 +60,7 @@ class CallVerdict:
 
 def offered_functions(messages: Sequence[Message]) -> Functions:
     """Read the functions that the system turns of a conversation offer."""
-    functions: dict[str, Any] = {}
+    functions: JsonObject = {}
     for message in messages:
         if message.role == "system":
             for text in _tool_blocks(message.content):
@@ -93,7 +91,8 @@ def judge(answer: str, reference: str, functions: Functions, budget: Budget) -> 
 
 def calls(text: str, functions: Functions, budget: Budget) -> list[Call]:
     """Parse every call of a text, in order; an unfinished call has no name."""
-    parsed = [_call(body, functions, budget) for body in _texts_between(text, CALL_BEGIN, CALL_END)]
+    bodies = [body.partition(CALL_END)[0] for body in text.split(CALL_BEGIN)[1:] if CALL_END in body]
+    parsed = [_call(body, functions, budget) for body in bodies]
     if text.count(CALL_BEGIN) > len(parsed):
         parsed.append(Call("", {}, f"a call without {CALL_END}"))
     return parsed
@@ -137,12 +136,7 @@ def _tool_blocks(text: str) -> list[str]:
     return blocks
 
 
-def _texts_between(text: str, begin: str, end: str) -> list[str]:
-    """Texts between each pair of marks; a begin without an end is skipped."""
-    return [text_part.partition(end)[0] for text_part in text.split(begin)[1:] if end in text_part]
-
-
-def _object(text: str) -> Object | None:
+def _object(text: str) -> JsonObject | None:
     """Parse a text as a JSON object; None if it is not one, or is nested deeper than orjson writes (254)."""
     try:
         value = orjson.loads(text)

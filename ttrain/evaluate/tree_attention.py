@@ -11,7 +11,7 @@ Letters in names: B rows, T positions, U positions that predict, N targets, D wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from ttrain.data.packing import Array, Flags
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.token_losses import PROBED_TOKENS, plain_parts
+from ttrain.evaluate.token_losses import PROBED_TOKENS, Parts, causal_of, plain_parts
 from ttrain.train import attention
 from ttrain.train.losses import default_chunk_tokens
 
@@ -71,6 +72,14 @@ class Prefix(NamedTuple):
     tokens: int
     states: Sequence[tuple[Tensor, Tensor]]
 
+    def repeated(self, rows: int) -> Any:
+        """Cache with the prefix in every row; a forward pass adds to copies of it."""
+        from transformers import DynamicCache
+
+        return DynamicCache(
+            [(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)) for keys, values in self.states]
+        )
+
 
 @final
 class Scorer:
@@ -78,12 +87,11 @@ class Scorer:
 
     def __init__(self, subject: EvaluatedModel) -> None:
         self._subject = subject
-        model: Any = subject.model
-        self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        self._causal = causal_of(subject.model)
         config = getattr(self._causal, "config", None)
         self._width = int(getattr(config, "hidden_size", None) or DEFAULT_WIDTH)
         self._shares = config is not None
-        self._parts: tuple[Callable[..., Any], nn.Module] | None = None
+        self._parts: Parts | None = None
 
     def score(self, pairs: Sequence[Pair], progress: ProgressCallback) -> list[tuple[float, bool]]:
         """(nats, whether every token was the most likely one) of each (context, continuation), neither of them empty.
@@ -103,7 +111,7 @@ class Scorer:
             strategy = self._best_strategy(rows, any(start for start, _ in clusters))
             for start, some in clusters if strategy.prefixes else [((), rows)]:
                 prefix = self._prefix(start) if start else None
-                cut = [cut_row for row in some for cut_row in self._split(row, strategy.longest)]
+                cut = self._split(some, strategy.longest)
                 for batch in batches(cut, prefix=len(start), most=self._subject.batch_tokens):
                     for number, nats, every in self._batch(batch, prefix):
                         scores[number] = nats, every
@@ -128,7 +136,7 @@ class Scorer:
         )
         trials = _TRIALS.setdefault(self._subject, StrategyTrials())
         for strategy in dict.fromkeys(strategy for strategy in strategies if strategy not in trials.failed):
-            cut = [cut_row for row in rows for cut_row in self._split(row, strategy.longest)]
+            cut = self._split(rows, strategy.longest)
             longest = [
                 max(cut, key=lambda row: (len(row.branches) > 1, row.tokens)),
                 max(cut, key=lambda row: len(row.context)),
@@ -164,8 +172,8 @@ class Scorer:
         slack = SLACK.get(next(self._causal.parameters()).dtype, SLACK_16_BITS)
         return "" if moved <= slack else f"it changes a log-likelihood by {moved:.2g} nats per token"
 
-    def _split(self, row: BranchedRow, longest: int) -> list[BranchedRow]:
-        return list(split(row, width=self._width, most=longest))
+    def _split(self, rows: Sequence[BranchedRow], longest: int) -> list[BranchedRow]:
+        return [cut_row for row in rows for cut_row in split(row, width=self._width, most=longest)]
 
     def _prefix(self, ids: Ids) -> Prefix:
         """Compute a prefix. Raises NotImplementedError if a layer does not cache all its keys and values."""
@@ -192,7 +200,7 @@ class Scorer:
             inputs = {"position_ids": laid.positions_BT.to(device), "attention_mask": laid.mask(prefix_tokens).to(device)}
             inputs = attention.with_attention_mask(self._causal, inputs)
         if prefix:
-            inputs |= {"past_key_values": _repeated(prefix, len(rows)), "use_cache": True}
+            inputs |= {"past_key_values": prefix.repeated(len(rows)), "use_cache": True}
         states = self._states(laid.input_ids_BT.to(device), **inputs).flatten(0, 1)
         costs_N, best_N = self._costs(states.index_select(0, laid.places_U.to(device)), laid)
         size = int(laid.numbers_N.max()) + 1
@@ -208,7 +216,7 @@ class Scorer:
         hidden_BTD: Tensor = self._parts[0](input_ids=input_ids_BT, **inputs).last_hidden_state
         return hidden_BTD
 
-    def _costs(self, states_U: Tensor, laid: TreeBatch) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    def _costs(self, states_U: Tensor, laid: TreeBatch) -> tuple[npt.NDArray[np.float64], Flags]:
         """(nats of each target, whether it was the most likely token), both of shape [N]. The log-sum-exp is in fp32."""
         device = states_U.device
         chunk = default_chunk_tokens(device)
@@ -223,13 +231,6 @@ class Scorer:
             costs.append(logits_UV.logsumexp(-1)[at_N] - logits_UV[at_N, targets_N])
             best.append(logits_UV.argmax(-1)[at_N] == targets_N)
         return torch.cat(costs).double().cpu().numpy(), torch.cat(best).cpu().numpy()
-
-
-def _repeated(prefix: Prefix, rows: int) -> Any:
-    """Cache with the prefix in every row; a forward pass adds to copies of it."""
-    from transformers import DynamicCache
-
-    return DynamicCache([(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)) for keys, values in prefix.states])
 
 
 Ids = tuple[int, ...]
@@ -258,9 +259,9 @@ class TreeBatch(NamedTuple):
     positions_BT: Tensor
     branches_BT: Tensor  # 0 for a context, then 1, 2, ...; -1 for padding
     places_U: Tensor  # into B*T
-    predictors_N: npt.NDArray[np.int64]  # into U, ascending
-    targets_N: npt.NDArray[np.int64]
-    numbers_N: npt.NDArray[np.int64]
+    predictors_N: Array  # into U, ascending
+    targets_N: Array
+    numbers_N: Array
 
     def mask(self, prefix: int) -> Tensor:
         """[B, 1, T, P + T] bool: a position sees the prefix and the earlier positions of its context and its own branch."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree
 from ttrain.core.machine import VERSION
+from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.pipeline.lineage import History
@@ -132,13 +133,12 @@ def _check_request(reference: Reference, request: Request) -> None:
             raise UsageError(f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge")
     if request.merge and reference.adapter is None:
         raise UsageError(f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out")
-    if request.merge and reference.adapter:
-        kind = read_object(reference.adapter / ADAPTER_CONFIG).get("peft_type")
-        if kind in UNMERGEABLE:
-            raise UsageError(
-                f"--merge is given, but '{reference.text}' is a prefix, which adds positions and no weights; "
-                f"leave --merge out, and load it with PEFT"
-            )
+    config = read_object(reference.adapter / ADAPTER_CONFIG) if request.merge and reference.adapter else {}
+    if config.get("peft_type") in UNMERGEABLE:
+        raise UsageError(
+            f"--merge is given, but '{reference.text}' is a prefix, which adds positions and no weights; "
+            f"leave --merge out, and load it with PEFT"
+        )
 
 
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
@@ -164,13 +164,12 @@ def _fill(
     reference: Reference, work: Path, request: Request, shard_bytes: int, name: str, say: Callable[[str], object]
 ) -> tuple[Exported, list[str]]:
     """Write everything into `work`; returns what the card describes, and the remarks."""
-
     remarks: list[str] = []
-    adapter_only = reference.adapter is not None and not request.merge
-    if adapter_only and reference.adapter:
+    adapter = None if request.merge else reference.adapter  # which is written alone
+    if adapter:
         say(f"writing the adapter in {request.dtype}")
-        parameters = write_tensors(reference.adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
-        _copy(reference.adapter, work, (ADAPTER_CONFIG, BASE))
+        parameters = write_tensors(adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
+        _copy(adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
             f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: ttrain export "
             f"{reference.model} --to …; for ttrain elsewhere, copy it as it is: an export has other bytes"
@@ -181,17 +180,17 @@ def _fill(
         say(f"writing {request.dtype}")
         parameters = write(model, work, dtype=request.dtype, shard_bytes=shard_bytes)
         remarks += _second_head(reference, work, request)
-    has_code = not adapter_only and _copy_code(reference.model, work)
+    has_code = adapter is None and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
     exported = Exported(
         name=name,
-        files="adapter" if adapter_only else "model",
+        files="adapter" if adapter else "model",
         dtype=request.dtype,
         parameters=parameters,
         config=read_object(reference.model / "config.json"),
         merged=request.merge,
-        base_digest=base_digest_of(reference.adapter) if adapter_only and reference.adapter else None,
+        base_digest=base_digest_of(adapter) if adapter else None,
         licence=request.licence,
         has_code=has_code,
     )
@@ -291,11 +290,8 @@ def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
     if done.returncode or not target.is_file():
         output_lines = [line for line in done.stdout.splitlines() if line.strip()][-SHOWN_LINES:]
         needs = script.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
-        raise TTrainError(
-            "\n  ".join(
-                [f"{script} made no GGUF file; leave --gguf out, or see what it needs ({needs}) and says:", *output_lines]
-            )
-        )
+        failure = f"{script} made no GGUF file; leave --gguf out, or see what it needs ({needs}) and says:"
+        raise TTrainError("\n  ".join([failure, *output_lines]))
     return target
 
 
@@ -404,9 +400,8 @@ def push(exported: Export, repository: str, *, public: bool = False) -> str:
             commit_message=f"Upload a model of ttrain {VERSION}",
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
-        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TTrainError(
-            f"{repository} could not be uploaded: {problem}; the export is in {exported.directory}; set HF_TOKEN to a token "
-            f"that may write there, or run `hf auth login`"
+            f"{repository} could not be uploaded: {first_line(error)}; the export is in {exported.directory}; "
+            "set HF_TOKEN to a token that may write there, or run `hf auth login`"
         ) from None
     return str(commit.commit_url)

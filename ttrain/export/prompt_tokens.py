@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -23,11 +23,11 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
 
-ENCODE: Final = "_encode_plus"  # of transformers
+ENCODE = "_encode_plus"  # of transformers
 
-CONTEXT_WITHOUT_LIMIT: Final = 32_768  # tokens, for models that name no limit of their own
+CONTEXT_WITHOUT_LIMIT = 32_768  # tokens, for models that name no limit of their own
 
-NFC_CONTRACTION: Final = 4  # most characters that NFC makes one of; unicode.org/faq/normalization.html
+NFC_CONTRACTION = 4  # most characters that NFC makes one of; unicode.org/faq/normalization.html
 
 CONTEXT: ContextVar[int] = ContextVar("context_tokens")  # of the model that the request is for
 
@@ -120,7 +120,6 @@ class _ResultMissing(Exception):
     """Interrupts a handler until the result that it needs is computed."""
 
     def __init__(self, request: Hashable, compute: Callable[[], Any]) -> None:
-        super().__init__()
         self.request, self.compute = request, compute
 
 
@@ -194,11 +193,13 @@ def _render(request: bytes) -> Result:
         results = jinja_templates.render(template, variables, conversations, prompt=prompt, spans=spans)
     except BudgetExceeded as error:
         raise TemplateRefused(f"the model's chat template asks for too much: {error}") from None
+    texts, all_spans = list[str](), list[list[tuple[int, int]]]()
     for result in results:
         if isinstance(result, str):
             raise TemplateRefused(f"the model's chat template does not render this: {result}")
-    texts = [result for result in results if not isinstance(result, str)]
-    return [text for text, _ in texts], [places for _, places in texts]
+        texts.append(result[0])
+        all_spans.append(result[1])
+    return texts, all_spans
 
 
 class _EveryName(frozenset[str]):

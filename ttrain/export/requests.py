@@ -8,7 +8,8 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextvars import ContextVar
-from typing import Annotated, Any, ClassVar, Final, Literal, final
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, field_validator
@@ -186,8 +187,8 @@ def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     field = _field(first, body)
     if first["type"] == "missing":
         return f"{field} is missing"
-    rules = dict.fromkeys(rule_of(detail, RULES) for detail in details if _field(detail, body) == field)
-    rule = " or ".join([next(iter(rules))] + [rule.removeprefix("must be ") for rule in list(rules)[1:]])
+    rule, *others = dict.fromkeys(rule_of(detail, RULES) for detail in details if _field(detail, body) == field)
+    rule = " or ".join([rule, *(other.removeprefix("must be ") for other in others)])
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
     shown = truncated(value, MAX_VALUE_CHARACTERS)
     return f"{field} is {shown}: {rule if first['type'].endswith('_type') else rule_of(first, RULES)}"
@@ -219,13 +220,13 @@ Receive = Callable[[], Awaitable[Message]]
 
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_BODY_BYTES: Final = 4 * 2**20  # a context of 131,072 tokens at eight times the bytes that a token of English has
+MAX_BODY_BYTES = 4 * 2**20  # a context of 131,072 tokens at eight times the bytes that a token of English has
 
-MAX_HELD_BYTES: Final = 64 * 2**20  # of all bodies that are being read: a client may send the most of one, and then wait
+MAX_HELD_BYTES = 64 * 2**20  # of all bodies that are being read: a client may send the most of one, and then wait
 
-BODY_SECONDS: Final = 30.0  # for the most bytes at 1.1 Mbit/s
+BODY_SECONDS = 30.0  # for the most bytes at 1.1 Mbit/s
 
-RETRY_SECONDS: Final = "1"
+RETRY_SECONDS = "1"
 
 
 @final
@@ -275,6 +276,7 @@ class _Refused(Exception):
 
 
 @final
+@dataclass(eq=False)
 class LimitedRequests:
     """An ASGI application that answers at most `max_requests` POST requests at once, of at most `max_body_bytes`.
 
@@ -283,24 +285,18 @@ class LimitedRequests:
     application finds a request to `paths` in `ACTIVE`, which is closed as soon as the client is gone.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        paths: Collection[str],
-        *,
-        max_requests: int,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        max_held_bytes: int = MAX_HELD_BYTES,
-        body_seconds: float = BODY_SECONDS,
-    ) -> None:
-        self._app, self._paths = app, frozenset(paths)
-        self._max_requests, self._max_body_bytes = max_requests, max_body_bytes
-        self._max_held_bytes, self._body_seconds = max_held_bytes, body_seconds
-        self._active = self._held_bytes = 0
+    app: Any
+    paths: Collection[str]
+    max_requests: int
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_held_bytes: int = MAX_HELD_BYTES
+    body_seconds: float = BODY_SECONDS
+    _active: int = 0
+    _held_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         try:
             self._check_active()  # before any of the body is held
@@ -311,15 +307,15 @@ class LimitedRequests:
             return
         self._active += 1
         try:
-            if scope["path"] not in self._paths:
-                await self._app(scope, _Replay(body, receive), send)
+            if scope["path"] not in self.paths:
+                await self.app(scope, _Replay(body, receive), send)
             else:
                 await self._answer(scope, body, receive, send)
         finally:
             self._active -= 1
 
     def _check_active(self) -> None:
-        if self._active >= self._max_requests:
+        if self._active >= self.max_requests:
             text = f"{self._active} requests are being answered, as many as --max-requests allows; try again later"
             raise _Refused(429, text, (b"retry-after", RETRY_SECONDS.encode()))
 
@@ -328,7 +324,7 @@ class LimitedRequests:
         body = bytearray()
         has_more = True
         try:
-            async with asyncio.timeout(self._body_seconds):
+            async with asyncio.timeout(self.body_seconds):
                 while has_more:
                     message = await receive()
                     piece = message.get("body", b"")
@@ -337,18 +333,18 @@ class LimitedRequests:
                     has_more = message.get("more_body", False)
                     self._check_size(len(body))
         except TimeoutError:
-            text = f"the body of the request did not arrive within {self._body_seconds:g} s; send it whole"
+            text = f"the body of the request did not arrive within {self.body_seconds:g} s; send it whole"
             raise _Refused(408, text, (b"connection", b"close")) from None
         finally:
             self._held_bytes -= len(body)
         return bytes(body)
 
     def _check_size(self, size_bytes: int) -> None:
-        if size_bytes > self._max_body_bytes:
-            text = f"the request has more than {self._max_body_bytes:,} bytes, the limit of this server; shorten it"
+        if size_bytes > self.max_body_bytes:
+            text = f"the request has more than {self.max_body_bytes:,} bytes, the limit of this server; shorten it"
             raise _Refused(413, text)
-        if self._held_bytes > self._max_held_bytes:
-            text = f"requests of more than {self._max_held_bytes:,} bytes are arriving; try again later"
+        if self._held_bytes > self.max_held_bytes:
+            text = f"requests of more than {self.max_held_bytes:,} bytes are arriving; try again later"
             raise _Refused(429, text, (b"retry-after", RETRY_SECONDS.encode()), (b"connection", b"close"))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -361,25 +357,24 @@ class LimitedRequests:
             return {"type": "http.disconnect"}
 
         try:
-            await self._app(scope, _Replay(body, disconnected), send)
+            await self.app(scope, _Replay(body, disconnected), send)
         finally:
             request.close()
             watch.cancel()
             ACTIVE.reset(token)
 
 
-@final
+@dataclass
 class _Replay:
     """`receive` of a request whose body was read already."""
 
-    def __init__(self, body: bytes, next_receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._next_receive = next_receive
+    body: bytes | None
+    next_receive: Receive
 
     async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._next_receive()
-        body, self._body = self._body, None
+        if self.body is None:
+            return await self.next_receive()
+        body, self.body = self.body, None
         return {"type": "http.request", "body": body, "more_body": False}
 
 

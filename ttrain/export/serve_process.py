@@ -12,7 +12,8 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fastapi import HTTPException, Request
@@ -25,6 +26,7 @@ from transformers.cli.serving import server, utils
 from transformers.cli.serving.utils import BaseGenerateManager, CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from ttrain.core.signals import PARENT, end_with_parent
+from ttrain.core.text import first_line
 from ttrain.export import prompt_tokens
 from ttrain.export.requests import (
     ACTIVE,
@@ -38,10 +40,10 @@ from ttrain.export.requests import (
     problem,
 )
 
-GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-PATHS: Final = frozenset({*GENERATING, "/v1/models", "/health"})  # of transformers' own routes; others load any model
-CLIENT_GONE: Final = 499  # nginx' code; nobody reads it
-MAX_ERROR_CHARACTERS: Final = 300
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = frozenset({*GENERATING, "/v1/models", "/health"})  # of transformers' own routes; others load any model
+CLIENT_GONE = 499  # nginx' code; nobody reads it
+MAX_ERROR_CHARACTERS = 300
 logger = logging.getLogger(__name__)
 transformers_build = server.build_server
 
@@ -101,24 +103,25 @@ def application(
     return LimitedRequests(app, GENERATING, max_requests=max_requests)
 
 
+@dataclass(frozen=True)
 class CheckedHandler:
     """A handler of transformers whose requests are checked first; what is wrong with one is answered with 400."""
 
-    def __init__(self, handler: Any, kind: type[Body]) -> None:
-        self._handler, self._kind = handler, kind
+    handler: Any
+    kind: type[Body]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """The handler's answer. The id of the request is ours: two clients with one id would get each other's answers."""
         request = ACTIVE.get()
         try:
-            checked = self._kind.model_validate(body)
+            checked = self.kind.model_validate(body)
             request.max_tokens = checked.max_tokens_requested
             if checked.logit_bias is not None:  # transformers wants decimals, OpenAI's page shows -100
                 body["logit_bias"] = checked.logit_bias
-            _, model, _ = self._handler._resolve_model(body)
+            _, model, _ = self.handler._resolve_model(body)
             prompt_tokens.CONTEXT.set(prompt_tokens.context_of(model))  # of this request's task
             name = uuid.uuid4().hex
-            return await prompt_tokens.with_templates(lambda: self._handler.handle_request(body, name))
+            return await prompt_tokens.with_templates(lambda: self.handler.handle_request(body, name))
         except ValidationError as error:
             return _refusal(400, problem(error, body))
         except HTTPException as error:
@@ -141,8 +144,7 @@ class CheckedHandler:
 
 def _line(error: Exception) -> str:
     """An error in a line: kind and the beginning of its message."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:MAX_ERROR_CHARACTERS]}"
+    return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARACTERS]}"
 
 
 async def _refuse_unread(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -12,12 +12,13 @@ from typing import Any
 
 import orjson
 
+from ttrain.core.files import whole_lines
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
-from ttrain.data.chat_templates import Message
-from ttrain.data.tools import Malformed
+from ttrain.data.chat_templates import Message, Messages
+from ttrain.data.tools import JsonObject, Malformed
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
@@ -40,7 +41,7 @@ class AnswerCounts:
     seconds: float = 0.0
     stops: Counter[str] = field(default_factory=Counter)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Figures for people and scripts."""
         return {
             "answers": self.answers,
@@ -60,7 +61,7 @@ def answers(
     batch_size: int,
     tally: AnswerCounts,
     progress: Callable[[int], object] = lambda done: None,
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[JsonObject]]:
     """Yield windows of answers, in the order of the prompts: the prompt's record plus `answer`, `tokens`, `stop`.
 
     A prompt that leaves no room for an answer has the stop "too long" and no answer.
@@ -69,7 +70,7 @@ def answers(
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
         ids = [_ids(loaded_model, prompt) for prompt in window]
-        answered: dict[int, dict[str, Any]] = {}
+        answered: dict[int, JsonObject] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
             completions = generate.generate(loaded_model, [ids[at] for at in batch], sampling, numbers=numbers)
@@ -96,13 +97,10 @@ def answers(
 def identity(reference: Reference) -> list[str]:
     """Digests of the model's weights, the adapter's if there is one, the tokenizer and its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
-    tokenizer_digests = [
-        sha256_file(reference.tokenizer / name) for name in existing.FILES if (reference.tokenizer / name).is_file()
-    ]
-    return [reference.base_digest, *adapter, *tokenizer_digests]
+    return [reference.base_digest, *adapter, *map(sha256_file, existing.files_in(reference.tokenizer))]
 
 
-def write_answers(path: Path, header: dict[str, Any], make: Callable[[int], Iterable[list[dict[str, Any]]]]) -> int:
+def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable[list[JsonObject]]]) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
@@ -110,7 +108,11 @@ def write_answers(path: Path, header: dict[str, Any], make: Callable[[int], Iter
     """
     partial = partial_of(path)
     first = canonical_json(header) + b"\n"
-    done = _resume_partial(partial, first)
+    written = whole_lines(partial)
+    if not written.startswith(first):  # of another run, or none
+        partial.write_bytes(first)
+        written = first
+    done = written.count(b"\n") - 1
     with partial.open("ab") as file:
         for rows in make(done):
             file.writelines(orjson.dumps(row) + b"\n" for row in rows)
@@ -127,22 +129,6 @@ def write_answers(path: Path, header: dict[str, Any], make: Callable[[int], Iter
 def partial_of(path: Path) -> Path:
     """File that collects answers until all are complete."""
     return path.with_name(path.name + PARTIAL)
-
-
-def _resume_partial(partial: Path, first: bytes) -> int:
-    """Number of rows after this header; a truncated last row is removed, a file of another run is emptied."""
-    done, end = 0, len(first)
-    if partial.is_file():
-        with partial.open("rb") as file:
-            if file.readline() == first:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        done, end = done + 1, end + len(line)
-                with partial.open("r+b") as whole:
-                    whole.truncate(end)
-                return done
-    partial.write_bytes(first)
-    return 0
 
 
 def _ids(loaded_model: LoadedModel, prompt: Prompt) -> list[int]:
@@ -182,8 +168,8 @@ class Prompt:
     """A prompt: `messages` that ask for an answer, or `text` to continue; `record` is the parsed line."""
 
     number: int
-    record: dict[str, Any]
-    messages: tuple[Message, ...] = ()
+    record: JsonObject
+    messages: Messages = ()
     text: str = ""
     reference: str | None = None
 
@@ -233,6 +219,6 @@ def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
     return Prompt(number, value, _with_system(system, messages), reference=None if reference == NO_ANSWER else reference)
 
 
-def _with_system(system: str, messages: Sequence[Message]) -> tuple[Message, ...]:
+def _with_system(system: str, messages: Sequence[Message]) -> Messages:
     first = [Message("system", system)] if system and messages[0].role != "system" else []
     return (*first, *messages)

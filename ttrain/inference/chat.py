@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,15 +47,17 @@ class Reply:
         return {**fields, **({"speculative": self.drafts.to_json()} if self.drafts else {}), **self.choice}
 
 
+@dataclass(eq=False)
 class Chat:
     """A conversation. `choose` selects the model: always the same, or the one that a gate picks."""
 
-    def __init__(self, choose: ModelSelector, sampling: Sampling, *, system: str = "", draft: bool = False) -> None:
-        self.sampling, self.system = sampling, system
-        self.choose, self._draft = choose, draft
-        self._turns: list[Message] = []
-        self._kv_caches: dict[LoadedModel, KVCache] = {}
-        self._question_count = 0  # over the whole chat, so that repeating a question can give another answer
+    choose: ModelSelector
+    sampling: Sampling
+    system: str = ""
+    draft: bool = False
+    _turns: list[Message] = field(default_factory=list)
+    _kv_caches: dict[LoadedModel, KVCache] = field(default_factory=dict)
+    _question_count: int = 0  # over the whole chat, so that repeating a question can give another answer
 
     @property
     def messages(self) -> list[Message]:
@@ -87,33 +89,32 @@ class Chat:
             )
         user_message = Message("user", question)
         ids, forgotten = self._prompt(loaded_model, user_message)
-        text, pieces = TextStream(loaded_model.encoder), list[str]()
-        heard: list[int] = []
+        stream, heard, text = TextStream(loaded_model.encoder), list[int](), ""
 
         def show(piece: str) -> None:
-            if piece:
-                pieces.append(piece)
-                if on_text:
-                    on_text(piece)
+            nonlocal text
+            text += piece
+            if piece and on_text:
+                on_text(piece)
 
         def hear(tokens: list[int]) -> None:
             heard.extend(tokens)
-            show(text.add(tokens))
+            show(stream.add(tokens))
 
         completion = None
         try:
             (completion,) = generate.generate(
-                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear, draft=self._draft,
+                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear, draft=self.draft,
                 kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
             )  # fmt: skip
         except KeyboardInterrupt:
             pass
         if completion is not None and completion.ended:
-            show(text.end())
+            show(stream.end())
         self._question_count += 1
-        self._turns += [user_message, Message("assistant", "".join(pieces))]
+        self._turns += [user_message, Message("assistant", text)]
         return Reply(
-            text="".join(pieces),
+            text=text,
             by=loaded_model.name,
             tokens=len(heard),
             stop="interrupted" if completion is None else "end" if completion.ended else "length",

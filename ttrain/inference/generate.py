@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,6 +24,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from ttrain.data.encoder import Encoder
@@ -267,8 +269,6 @@ class _IncrementalModel:
 
     def __init__(self, loaded_model: LoadedModel, cache: Any) -> None:
         """`cache`: holds the beginning of the row; None: created if the model uses one."""
-        from transformers import DynamicCache
-
         self._model = loaded_model.model
         self._head = loaded_model.causal.get_output_embeddings()
         self.cache = cache
@@ -310,10 +310,9 @@ class KVCache:
     """
 
     def __init__(self, loaded_model: LoadedModel) -> None:
-        self._uses_cache = (
-            loaded_model.uses_cache and loaded_model.model is loaded_model.causal
-        )  # a prefix has a cache of its own
-        self._config = loaded_model.causal.config
+        causal = loaded_model.causal
+        self._uses_cache = loaded_model.uses_cache and loaded_model.model is causal  # a prefix has a cache of its own
+        self._config = causal.config
         self._ids: list[int] = []
         self._cache: Any = None
 
@@ -324,9 +323,6 @@ class KVCache:
         """
         if not self._uses_cache:
             return None
-        from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
-
         cache, self._cache = self._cache, None
         same = _common(self._ids, prompt[:-1])
         if cache is None or not same:

@@ -15,14 +15,14 @@ from torch import nn
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.evaluate.token_losses import causal_of
 from ttrain.model import adapters, factory, multi_token
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
+from ttrain.train.precision import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,8 @@ class LoadedModel:
     @property
     def causal(self) -> PreTrainedModel:
         """The transformers model, inside PEFT's if there is one."""
-        inner = getattr(self.model, "get_base_model", None)
-        return self.model if inner is None else inner()
+        causal_model: PreTrainedModel = causal_of(self.model)
+        return causal_model
 
     @property
     def uses_cache(self) -> bool:
@@ -145,13 +145,10 @@ def with_encoder(
     name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool, second_head: nn.Linear | None = None
 ) -> LoadedModel:
     """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = causal_of(model)
     config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
-    stops = {
-        encoder.eos_id,
-        encoder.end_id,
-        *(model_eos if isinstance(model_eos, list) else [model_eos] if model_eos is not None else []),
-    }
+    own_stops = [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
+    stops = {encoder.eos_id, encoder.end_id, *own_stops}
     loaded = LoadedModel(
         name=name,
         model=model.eval(),
@@ -202,8 +199,7 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
     can_chat = existing.brings_template(directory)
     begins = open_tokenizer(directory / existing.JSON).encode("", add_special_tokens=True).ids
     with tempfile.TemporaryDirectory(prefix="ttrain-") as temporary:
-        files = [directory / name for name in existing.FILES if (directory / name).is_file()]
-        existing.install(files, Path(temporary), "own" if can_chat else "ttrain")
+        existing.install(existing.files_in(directory), Path(temporary), "own" if can_chat else "ttrain")
         return Encoder(Path(temporary)), tuple(begins), can_chat
 
 
