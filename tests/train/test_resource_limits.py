@@ -1,19 +1,28 @@
-"""A memory limit is kept, and what broke it is told with the cure."""
+"""A memory limit is kept, and what broke it is told with the cure; by night training takes less and learns the same."""
 
 from __future__ import annotations
 
+import resource
 import sys
+from datetime import datetime, time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.tiny_trainers import CPU, in_ranks
+from support.comparing import distance
+from support.tiny_data import NumberedRows
+from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
+from ttrain.config import Night
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
-from ttrain.train.resource_limits import explain_out_of_memory, limit_memory
+from ttrain.train.distributed import Ranks
+from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, is_in_window, limit_memory
+from ttrain.train.trainer import Cadence, Trainer
+
+# --- memory -------------------------------------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda", 0)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
@@ -78,3 +87,96 @@ def test_other_errors_rise_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         with explain_out_of_memory(1e9, 8):
             raise RuntimeError("shape mismatch")
+
+
+# --- nights -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Shows 21:30 at first, then an hour and a half more each time it is asked."""
+
+    minutes = 21 * 60 + 30
+
+    def __call__(self) -> datetime:
+        now = datetime(2026, 1, 1, self.minutes // 60 % 24, self.minutes % 60)
+        self.minutes += 90
+        return now
+
+
+class Notes(Recorder):
+    """Threads and rows of a micro-batch at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def log(self, record: object) -> None:
+        super().log(record)  # type: ignore[arg-type]
+        self.seen.append((torch.get_num_threads(), self.trainer.loader.rows_per_device))
+
+    trainer: Trainer
+
+
+def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, Trainer, WatchedTask]:
+    """Nine steps of six rows, in micro-batches of four by day."""
+    torch.set_num_threads(threads)
+    config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
+    task = WatchedTask(config, model)
+    clock = Clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight, of which the others hear nothing
+    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
+    notes.trainer = make_trainer(
+        config, model, NumberedRows(52), task=task, callbacks=[notes], cadence=Cadence(log=1, checkpoint=100), night=shift,
+        ranks=ranks,
+    )  # fmt: skip
+    notes.trainer.fit()
+    return notes, notes.trainer, task
+
+
+def test_from_ten_to_eight_micro_batches_and_threads_are_halved_and_losses_are_those_of_the_day() -> None:
+    by_day, _, day_task = fit(False)
+    by_night, trainer, night_task = fit(True)
+    lit = [bool(value) for value in by_night.figures("night")]
+    assert lit == [False] + [True] * 6 + [False] * 2, "asked at 21:30, 23:00, ..., the night ends at 8:00"
+    assert by_night.seen == [(1, 2) if on else (2, 4) for on in lit]
+    assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
+    assert distance(day_task.optimizers.gradients[3], night_task.optimizers.gradients[3]) < 1e-5  # type: ignore[union-attr]
+    assert night_task.passes == 6 * 3 + 3 * 2, "twice the micro-batches of three, but the last"
+    assert day_task.passes == 9 * 2
+    assert trainer.loader.consumed == 9
+
+
+def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> tuple[int, list[float]]:
+        notes, _, task = fit(True, threads=1, ranks=ranks)
+        return task.passes, notes.figures("night")
+
+    (first, lit), (second, _) = in_ranks(2, tmp_path, work)
+    assert first == second, "both made the same change at the same step"
+    assert lit == [0] + [1] * 6 + [0] * 2
+
+
+@pytest.mark.parametrize(
+    ("now", "start", "end", "inside"),
+    [
+        ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
+        ("21:59", "22:00", "08:00", False), ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False),
+        ("00:30", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+    ],
+)  # fmt: skip
+def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> None:
+    assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside
+
+
+@linux
+def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    shift = NightThrottle(Night(memory_limit_gb=900), CPU, rows_per_device=4)
+    shift.set(True)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
+    shift.set(False)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_one_thread_and_one_row_are_the_least() -> None:
+    assert NightThrottle(Night(), CPU, rows_per_device=1).set(True) == 1
+    assert torch.get_num_threads() == 1
