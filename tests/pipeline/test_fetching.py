@@ -324,6 +324,7 @@ def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> No
 def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
         store, waited = store_of(tmp_path / "home"), stopwatch()
