@@ -1,23 +1,35 @@
-"""Scores of texts: every token once, after what its window shows, whatever the batch, the ranks and the architecture."""
+"""Scores of texts: every token once, after what its window shows, whatever the batch, the ranks and the architecture.
+
+The validation loss of a training is that score of the model that it leaves, on the held-out records.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.evaluated_models import Uniform
 from support.tiny_data import VOCAB
+from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import CPU, in_ranks, score_of, sequence, tiny_model
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora
+from ttrain.config import Lora, Settings, SftConfig
+from ttrain.data.chat import encode_chat
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.token_losses import TokenLosses, plain_parts
 from ttrain.model import adapters
+from ttrain.stages import sft
+from ttrain.stages.shards import heldout_records
 from ttrain.train.distributed import Ranks
 
 # Whose logits are the head's output and nothing else, one of them of our own.
@@ -26,19 +38,6 @@ PLAIN: tuple[dict[str, Any], ...] = ({}, {"kind": "gpt2"}, {"kind": "qwen3", "ti
 OTHERS: tuple[dict[str, Any], ...] = (
     {"kind": "gemma2"}, {"kind": "granite", "fields": {"logits_scaling": 3.0}}, {"kind": "cohere"},
 )  # fmt: skip
-
-
-class Uniform(nn.Module):
-    """Finds every one of `vocab` tokens equally likely; notes the shapes that it is given."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.vocab = vocab
-        self.shapes: list[tuple[int, int]] = []
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        self.shapes.append((input_ids.shape[0], input_ids.shape[1]))
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.vocab))
 
 
 # --- scores -------------------------------------------------------------------------------------------------------------
@@ -178,3 +177,62 @@ def test_a_model_in_bf16_is_scored_from_its_logits_in_fp32() -> None:
 def test_no_label_costs_nothing() -> None:
     ids, _ = rows_and_labels()
     assert TokenLosses(tiny_model().eval())(ids, torch.full_like(ids, IGNORE)).shape == (0,)
+
+
+# --- the validation loss of a training -----------------------------------------------------------------------------------
+
+ROW_LENGTH = 160
+Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pretraining and an SFT that were validated on all that was held out."""
+    root = tmp_path_factory.mktemp("trained")
+    home, tree = Home.make(root / "home"), stage_settings().model_dump(mode="json")
+    rows = {"validation_rows": 1000, "row_length": ROW_LENGTH, "tokens_per_step": 4 * ROW_LENGTH}
+    tree["pretrain"] |= {**rows, "row_length": 32, "tokens": 8 * ROW_LENGTH}
+    tree["sft"] |= rows
+    tree["model"]["max_length"] = ROW_LENGTH
+    settings = Settings.model_validate(tree)
+    paths = {"pretrain": root / "base", "sft": root / "sft"}
+    results = {"pretrain": home.pretrain(settings, paths["pretrain"])}
+    inputs = {"base": paths["pretrain"], "shards": home.chats.path}
+    results["sft"] = run_here(sft, SftConfig(sft=settings.sft), paths["sft"], inputs, settings.runtime)
+    shards = {"pretrain": home.documents.path, "sft": home.chats.path}
+    return SimpleNamespace(paths=paths, results=results, settings=settings, shards=shards)
+
+
+def pieces_of_documents(encoder: Encoder, directory: Path) -> Iterator[Piece]:
+    """A document is cut every 32 tokens; a target is any but its first."""
+    for text in encoder.encode([record["text"] for record in heldout_records(directory)]):
+        document = [encoder.bos_id, *text, encoder.eos_id]
+        for start in range(0, len(document) - 1, 32):
+            ids = document[start : start + 33]  # the last one is a target only
+            yield ids, [False] + [True] * (len(ids) - 1)
+
+
+def pieces_of_chats(encoder: Encoder, directory: Path) -> Iterator[Piece]:
+    for record in heldout_records(directory):
+        ids, live = encode_chat(encoder, [Message(**turn) for turn in record["messages"]])
+        assert len(ids) <= ROW_LENGTH
+        yield ids, live
+
+
+@pytest.mark.parametrize(("stage", "pieces"), [("pretrain", pieces_of_documents), ("sft", pieces_of_chats)])
+def test_the_validation_loss_is_that_of_each_held_out_record_alone_under_transformers(
+    trained: Any, stage: str, pieces: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained.paths[stage] / "model").eval()
+    found = list(pieces(Encoder(trained.paths[stage] / "model"), trained.shards[stage]))
+    total, count = 0.0, 0
+    for ids, live in found:
+        targets = torch.tensor([token if is_target else -100 for token, is_target in zip(ids, live, strict=True)])
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double()
+        total += float(F.cross_entropy(logits[:-1], targets[1:], reduction="sum", ignore_index=-100))
+        count += sum(live[1:])
+    assert count > 200
+    assert trained.results[stage]["validation_loss"] == pytest.approx(total / count, rel=1e-6)
+    nats, tokens = score_of(model, found, ROW_LENGTH, ROW_LENGTH)
+    assert (tokens, nats / tokens) == (count, pytest.approx(total / count, rel=1e-6)), "an evaluation says the same"

@@ -7,15 +7,12 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support.evaluated_models import subject_of
+from support.evaluated_models import Uniform, subject_of
 from support.tiny_data import documents
 from support.tiny_trainers import score_of, tiny_model
-from torch import nn
 
 from ttrain.config.evaluate import TextTask
 from ttrain.data import tokenizer
@@ -46,20 +43,6 @@ def model_for(encoder: Encoder, **settings: Any) -> Any:
 def evaluated(tmp_path: Path, rows: Sequence[Any], subject: Any, **settings: Any) -> TaskResult:
     items = perplexity.read("prose", task(**settings), places(tmp_path, rows))
     return perplexity.run(items, subject, lambda done, total: None)
-
-
-class Uniform(nn.Module):
-    """Finds every token equally likely."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, 1)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.embedding.num_embeddings))
 
 
 def test_the_figures_are_those_of_all_texts_together_and_of_each_group(tmp_path: Path, encoder: Encoder) -> None:

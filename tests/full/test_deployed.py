@@ -241,7 +241,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     assert tasks_of(cli, id_, 1)["pretrain"] == "Cancelled"
     stopped = cli.runs()[0]
     assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
-    saved = max(int(path.name.removeprefix("step-")) for path in cli.checkpoints())
+    saved = cli.newest_step()
 
     set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
     run = ended(cli, id_, served, run_count=2)

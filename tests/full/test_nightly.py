@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.nights import NAME, kill_once_reached, killed_at, newest_step
+from support.nights import NAME, kill_once_reached, killed_at
 from support.pipeline_home import CHINESE, ENGLISH, Cli, load_stages
 from support.waiting import wait_until
 
@@ -221,7 +221,7 @@ def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that
     shutil.copytree(cli.home, tmp_path / "whole-home")
     whole = Cli(tmp_path / "whole-home", cli.data)
     assert "warmed up" not in night(whole, *INFINITE)
-    kill_once_reached(cli, lambda home: newest_step(home) > PLATEAU_ENDS, "pipeline", "run", "nightly", *NONE, *INFINITE)
+    kill_once_reached(cli, lambda cli: cli.newest_step() > PLATEAU_ENDS, "pipeline", "run", "nightly", *NONE, *INFINITE)
     night(cli, *INFINITE)
     versions = [nights(one)[0].data["version"] for one in (whole, cli)]
     bases = [artifact_of(one, version, "pretrain") for one, version in zip((whole, cli), versions, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from support.data_commands import Run, in_process
 from support.tiny_adapters import CASE_IDS, CASES, KINDS, SHAPES, disturb, logits, save_adapter, save_base, settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM
 
-from ttrain.cli.main import main
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
@@ -108,11 +109,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
 
 
-def command(*words: str) -> int:
-    """The status with which `ttrain` ends."""
-    with pytest.raises(SystemExit) as end:
-        main([*words])
-    return int(end.value.code or 0)
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Run:
+    return partial(in_process(capsys), "adapter", "show")
 
 
 SHOWN: dict[str, dict[str, Any]] = {
@@ -123,10 +122,9 @@ SHOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_show_tells_what_an_adapter_is(saved: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_show_tells_what_an_adapter_is(saved: Any, show: Run, name: str) -> None:
     case = saved[name]
-    assert command("adapter", "show", str(case["adapter"]), "--base", str(case["base"]), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    told = show(case["adapter"], "--base", case["base"], "--json").json
     numbers = sum(tensor.numel() for tensor in load_file(case["adapter"] / adapters.WEIGHTS).values())
     of_base = sum(tensor.numel() for tensor in load_file(case["base"] / "model.safetensors").values())
     assert (told["parameters"], told["share_of_base"]) == (numbers, numbers / of_base)
@@ -134,17 +132,16 @@ def test_show_tells_what_an_adapter_is(saved: Any, capsys: pytest.CaptureFixture
     assert {key: told[key] for key in SHOWN[name]} == SHOWN[name]
 
 
-def test_show_says_what_is_wrong(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_is_wrong(saved: Any, tmp_path: Path, show: Run) -> None:
     case = saved["lora on llama"]
-    show = ("adapter", "show", str(case["adapter"]), "--base")
-    assert command(*show, str(saved["lora on experts"]["base"])) == 0
-    assert "NO: it was trained on other weights" in capsys.readouterr().out
-    assert command("adapter", "show", str(case["base"])) != 0
-    assert "is a full model, not an adapter" in capsys.readouterr().err
+    other = show(case["adapter"], "--base", saved["lora on experts"]["base"])
+    assert other.code == 0 and "NO: it was trained on other weights" in other.out
+    refused = show(case["base"])
+    assert refused.code and "is a full model, not an adapter" in refused.err
     shutil.copytree(case["adapter"], tmp_path / "adapter")
     (tmp_path / "adapter" / adapters.CONFIG).write_text('{"peft_type": "LORA"}')
-    assert command("adapter", "show", str(tmp_path / "adapter"), "--base", str(case["base"])) != 0
-    assert "adapter_config.json does not say 'r'" in capsys.readouterr().err
+    refused = show(tmp_path / "adapter", "--base", case["base"])
+    assert refused.code and "adapter_config.json does not say 'r'" in refused.err
 
 
 # --- several of them, and none ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.refusals import settings_file
 
 from ttrain.config import Model, PretrainConfig, Settings
 from ttrain.config.loading import load
@@ -19,12 +20,6 @@ SMALL, LARGE = sizes_of("1m"), sizes_of("124m")
 
 def model_of(*overrides: str, **layers: Any) -> Model:
     return load(overrides, **{"environment": {}, **layers}).settings.model
-
-
-def settings_file(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "settings.yaml"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def test_a_preset_sets_the_sizes() -> None:

@@ -118,10 +118,8 @@ def test_what_a_stage_leaves_is_its_last_checkpoint(stages: Any, name: str) -> N
     ).read_bytes()
 
 
-@pytest.mark.parametrize("change", [{}, {"seed": 2}], ids=str)
-def test_the_same_settings_give_the_same_bytes_and_others_others(
-    stages: Any, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    stages["home"].pretrain(stages["settings"].replaced({"pretrain": change}), tmp_path)
+def test_another_seed_gives_other_bytes(stages: Any, tmp_path: Path) -> None:
+    """The same one gives the same: tests/train/test_kill."""
+    stages["home"].pretrain(stages["settings"].replaced({"pretrain": {"seed": 2}}), tmp_path)
     first, second = (place / "model" / "model.safetensors" for place in (stages["outputs"]["pretrain"], tmp_path))
-    assert (sha256_file(first) == sha256_file(second)) is (not change)
+    assert sha256_file(first) != sha256_file(second)

@@ -127,9 +127,7 @@ def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> Non
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:
     model = tiny_moe("glm4_moe", bias_rate=0.05)
-
-    config = settings_of_training(tokens=96, nonfinite="skip")
-    trainer = make_trainer(config, model, NumberedRows(60))
+    trainer = make_trainer(settings_of_training(tokens=96, nonfinite="skip"), model, NumberedRows(60))
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     trainer.fit()
@@ -171,14 +169,9 @@ def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: di
 def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
     base = tiny_moe("glm4_moe", bias_rate=0.05)
     model = adapters.attach(base, Lora(rank=2, targets=("q_proj", "v_proj")))
-    before = {name: t.clone() for name, t in model.state_dict().items() if "lora" not in name}
-
-    recorder = Recorder()
-    config = settings_of_training(tokens=2 * 96)
-    trainer = make_trainer(config, model, NumberedRows(60), callbacks=[recorder])
-    trainer.fit()
-    after = {name: t for name, t in model.state_dict().items() if "lora" not in name}
-    assert same(before, after)
+    before, recorder = copies({name: t for name, t in model.state_dict().items() if "lora" not in name}), Recorder()
+    make_trainer(settings_of_training(tokens=2 * 96), model, NumberedRows(60), callbacks=[recorder]).fit()
+    assert same(before, {name: t for name, t in model.state_dict().items() if "lora" not in name})
     assert "loss_balance" not in recorder.records[0].metrics and "moe_max_load" in recorder.records[0].metrics
 
 
@@ -194,12 +187,9 @@ def test_gradient_checkpointing_changes_no_bit_of_the_balance_either() -> None:
     assert same(found(False), found(True))
 
 
-def test_a_balance_without_a_router_to_watch_is_refused() -> None:
+def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no router that can be observed; set model.moe.balance=0"):
         LanguageModeling(settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4}))
-
-
-def test_a_bias_rate_without_a_bias_is_refused() -> None:
     model = tiny_moe("mixtral")
     model.config.router_bias_rate = 0.1
     with pytest.raises(UsageError, match="the routers of MixtralForCausalLM have no bias"):

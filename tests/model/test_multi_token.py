@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.comparing import distance, same
+from support.comparing import curve, distance, same
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
@@ -150,7 +149,7 @@ def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, stage_home
 
     inputs = {"base": tmp_path / "base", "shards": stage_home.chats.path}
     run_here(sft, SftConfig(sft=settings.sft.replaced(SHORT)), tmp_path / "tuned", inputs, settings.runtime)
-    lines = [json.loads(line)["metrics"] for line in (tmp_path / "tuned" / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line["metrics"] for line in curve(tmp_path / "tuned" / "run" / "metrics.jsonl")]
     assert any("loss_ce2" in line for line in lines) == keep, "fine-tuning goes on with it where it is there"
     if keep:
         for line in lines:

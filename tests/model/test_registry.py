@@ -14,7 +14,6 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from support.comparing import same
-from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
@@ -39,14 +38,10 @@ ARCHITECTURES: tuple[dict[str, Any], ...] = (
     {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}},
     {"kind": "olmo2"}, {"kind": "mixtral"}, {"kind": "moyun"},
 )  # fmt: skip
-TINYSEEK: dict[str, Any] = {
-    "kind": "tinyseek", "moe": {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8},
-    "fields": {"share_layers": True},
-}  # fmt: skip
 
 
-def model_of(options: dict[str, Any], **more: Any) -> Any:
-    return tiny_model(**{"hidden_size": 32, **options, **more}).eval()
+def model_of(options: dict[str, Any]) -> Any:
+    return tiny_model(**{"hidden_size": 32, **options}).eval()
 
 
 # --- rows of several records ----------------------------------------------------------------------------------------------
@@ -382,20 +377,6 @@ def test_init_std_is_that_of_the_weights() -> None:
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
-
-
-def test_models_of_our_own_and_with_experts_or_a_head_of_its_own_open_again(tmp_path: Path) -> None:
-    """Checkpoints of every architecture in a process without ttrain: tests/doctor/test_doctor_models."""
-    for number, options in enumerate((
-        {"kind": "gpt_oss", "fields": {"num_local_experts": 4}}, {"kind": "moyun"}, TINYSEEK,
-        {"kind": "qwen3", "kv_heads": 1, "tie_embeddings": False},
-    )):  # fmt: skip
-        model = model_of(options)
-        loaded = factory.load(save_base(model, tmp_path / str(number))).eval()
-        with torch.no_grad():
-            ids = torch.arange(9, 25)[None]
-            assert torch.equal(model(ids).logits, loaded(ids).logits), options
-        assert loaded.generation_config.eos_token_id == [3, 8]
 
 
 def test_a_model_in_several_files_of_weights_loads_and_a_missing_one_is_named(tmp_path: Path) -> None:

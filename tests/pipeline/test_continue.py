@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.held_locks import held_elsewhere
+from support.kill_points import killed_at
 from support.planned_homes import House, append, copy_package
 
 from ttrain.core import hashing
@@ -237,40 +237,17 @@ def test_work_that_is_gone_is_said_to_be(built: House, work: resume.PartialRun) 
         resume.take_over(built.store, planned.partial_run, planned.key, planned.ingredients)
 
 
-class Killed(BaseException):
-    """Stands for a SIGKILL: nothing that could be caught is done after it."""
-
-
-@pytest.mark.parametrize("survived", range(7))
+@pytest.mark.parametrize("fatal", range(1, 8))
 def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_story(
-    built: House, work: resume.PartialRun, survived: int, monkeypatch: pytest.MonkeyPatch
+    built: House, work: resume.PartialRun, fatal: int
 ) -> None:
-    """Every rename of a file or directory and every fsync counts; after so many of them, the process is gone."""
+    """Every rename of a file or directory and every fsync counts; before the last of so many, the process is gone."""
     planned = built.plan(SEED, resume_key=work.key)["sft"]
     stale = built.store.work("sft", str(planned.key)) / "output"
     stale.mkdir(parents=True)
     (stale / "of a try that saved nothing").write_text("x")
-    calls = 0
-
-    def dies(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > survived:
-                raise Killed
-            return real(*arguments, **options)
-
-        return call
-
-    with monkeypatch.context() as patched:
-        for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (Path, "rename"), (Path, "replace")):
-            patched.setattr(owner, name, dies(getattr(owner, name)))
-        try:
-            adopt(built, work)
-        except Killed:
-            assert calls == survived + 1
-        else:
-            assert survived >= 5, "a write that this test does not see"
+    if not killed_at(fatal, ("fsync", "rename", "replace"), lambda: adopt(built, work)):
+        assert fatal > 5, "a write that this test does not see"
     kept = [resume.saved_step(built.store.work("sft", key)) for key in (work.key, str(planned.key))]
     assert sorted(kept) == [0, 20], "in one place, and whole"
     if kept[0]:

@@ -10,14 +10,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kill_points import killed_at
+from support.kill_points import killed_everywhere
 from support.paths import ROOT
 from support.waiting import stopwatch
 
@@ -228,20 +228,14 @@ DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
 
 @pytest.mark.soak
 def test_a_kill_at_any_moment_leaves_nothing_half(bare_home: Path, tmp_path: Path) -> None:
-    calls = 0
-    while True:
-        calls += 1
-        victim = tmp_path / f"victim{calls}"
-        shutil.copytree(bare_home, victim)
-        if not killed_at(calls, DISK_CALLS, lambda: complete_in_two_steps(victim)):  # noqa: B023
-            break
+    calls = killed_everywhere(bare_home, tmp_path / "copies", DISK_CALLS, complete_in_two_steps)
+    assert calls > 20, "every call that reaches the disk was one of the moments"
+    for victim in (tmp_path / "copies" / str(number) for number in range(1, calls)):
         before = ArtifactStore(victim).find(STAGE, KEY)  # undamaged, where it is there
         here = {} if before is None else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
         assert before is None or here.items() <= files_in(before.path).items()
         complete_in_two_steps(victim)
         assert files_in(ArtifactStore(victim).path(STAGE, KEY)) == PUBLIC
-        shutil.rmtree(victim)
-    assert calls > 20, "every call that reaches the disk was one of the moments"
 
 
 def complete_in_two_steps(home: Path) -> None:
@@ -310,19 +304,13 @@ def test_two_at_once_fetch_each_file_once(bare_home: Path) -> None:
             time.sleep(0.05)
             super().fetch(stage, key, name, to)
 
-    artifacts = list[Artifact]()
-
-    def complete() -> None:
+    def complete(_: int) -> str:
         store = ArtifactStore(bare_home, Slow(bare_home, EXPERIMENT))
-        artifacts.append(store.complete(found(store)))
+        return store.complete(found(store)).content
 
-    threads = [threading.Thread(target=complete) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(asked) == sorted(PUBLIC) and len(artifacts) == 3
-    assert {artifact.content for artifact in artifacts} == {artifacts[0].content}
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(complete, range(3))}) == 1
+    assert sorted(asked) == sorted(PUBLIC)
 
 
 def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> None:
@@ -336,6 +324,7 @@ def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> No
 def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
         store, waited = store_of(tmp_path / "home"), stopwatch()

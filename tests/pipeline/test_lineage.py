@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data_commands import in_process
 
 from ttrain import tracking
-from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
@@ -231,16 +231,15 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(made))
-    main_ok(["lineage", "mine/1"])
-    said = capsys.readouterr().out
+    run = in_process(capsys)
+    said = run("lineage", "mine/1").out
     counts = "90 records, 800 tokens, 3,000 bytes of text"
     words = ("mine/1: a set of models, of the run", "key ba5e00000000", "commit cccccccccccc, seed 7", counts)
     words += ("docs.jsonl sha256", "at /data/docs.jsonl", "pretrain.optim.lr=0.5", RUN)
     trained = "trained in bf16 on cpu, ranks 2, threads 3, rows_per_device 4"
     for word in (*words, trained, "all with ttrain 0.1.0, python 3.11.7"):
         assert word in said
-    main_ok(["lineage", "mine/1", "--json"])
-    told = json.loads(capsys.readouterr().out)
+    told = run("lineage", "mine/1", "--json").json
     assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
     assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
 
@@ -251,15 +250,9 @@ def test_nothing_of_a_manifest_reaches_the_terminal_as_a_command(
     bad = {"name": "a\x1b[2Jb.jsonl", "sha256": SHA}
     publish(tmp_path, "tokenizer", "abcdef", ingredients={"files": {"train": [bad]}, "settings": {"tokenizer.x": "\x9b31m"}})
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    main_ok(["lineage", "tokenizer"])
-    said = capsys.readouterr().out
-    assert "\x1b" not in said and "\x9b" not in said and "a\\x1b[2Jb.jsonl" in said
-
-
-def main_ok(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 0
+    done = in_process(capsys)("lineage", "tokenizer")
+    said = done.out
+    assert done.code == 0 and "\x1b" not in said and "\x9b" not in said and "a\\x1b[2Jb.jsonl" in said
 
 
 def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:

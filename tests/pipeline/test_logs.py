@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,11 +41,8 @@ def test_lines_of_stages_side_by_side_stay_whole_and_runs_do_not_mix(tmp_path: P
         for line in range(200):
             logs[number].add(name, f"{number} {line} " + "x" * 500)
 
-    threads = [threading.Thread(target=stage, args=(n, name)) for n in range(2) for name in ("shards-sft", "shards-lora")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(stage, (0, 0, 1, 1), ("shards-sft", "shards-lora") * 2))
     for number, log in enumerate(logs):
         found = [LINE.fullmatch(line) for line in log.path.read_text().splitlines()]
         told = [(match[1], match[2].split()) for match in found if match]

@@ -71,15 +71,10 @@ class Home:
         return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": used})
 
     def record(
-        self,
-        *artifacts: Artifact,
-        pipeline: str = "full",
-        outcome: str = "failed",
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        **notes: str,
+        self, *artifacts: Artifact, pipeline: str = "full", outcome: str = "failed", name: str = "", **notes: str
     ) -> str:
         stages = [*(artifact.stage for artifact in artifacts), "evaluate"]
-        made = RunRecord(self.store.root, pipeline, stages, dict(settings))
+        made = RunRecord(self.store.root, pipeline, stages, {"name": name} if name else {})
         for artifact in artifacts:
             made.stage(artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path))
         made.note(**notes)
@@ -116,10 +111,8 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
         return [one.artifact.key if one.artifact else None for one in found]
 
     assert keys("sft", "lora") == ["s1", "l"], "a run that failed is better than models of several"
-    mine = runs_home.record(
-        runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", settings={"name": "mine"}
-    )
-    base_only = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="cached", settings={"name": "other"})
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
+    base_only = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="cached", name="other")
     assert keys("sft") == ["s2"] and keys("sft", "lora") == ["s1", "l"], "each of one run"
     other_lora = runs_home.publish(
         "lora", "l2", lambda output: write_adapter(output / "adapter", runs_home.newer.path / "model")
@@ -152,8 +145,8 @@ def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home)
 
 
 def test_a_name_in_the_environment_says_whose_runs_count(runs_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", settings={"name": "mine"})
-    run = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", settings={"name": "other"})
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", name="mine")
+    run = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", name="other")
     assert runs_home.resolve("sft").artifact == runs_home.store.find("sft", "s2")
     assert resolve(None, runs_home.store.root).text == f"{run}:sft"
     monkeypatch.setenv("TTRAIN__NAME", "mine")
@@ -193,9 +186,7 @@ def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) ->
 
 
 def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
-    mine = runs_home.record(
-        runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", settings={"name": "mine"}
-    )
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
     found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
     assert lineage_names.lines_of(found, runs_home.store) == [

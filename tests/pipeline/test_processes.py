@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
+from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.errors import Interrupted, StageFailed
@@ -114,8 +114,7 @@ def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Calla
     sabotage(what)
     artifact = bed.run(steps=8)
     assert artifact.result["steps"] == 8
-    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
+    assert logged_steps(curve(artifact.path / "run" / "metrics.jsonl"), "loss") == [*range(1, 9)], "one rank writes, once"
 
 
 @pytest.mark.soak
@@ -130,8 +129,7 @@ def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_f
     kept = sorted(path.name for path in (artifact.path / "checkpoints").iterdir() if path.is_dir())
     assert kept == ["step-00000004", "step-00000008"]
     assert all((artifact.path / "checkpoints" / name / "state.json").is_file() for name in kept)
-    lines = (artifact.path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [*range(1, 9)], "one rank writes, once"
+    assert logged_steps(curve(artifact.path / "run" / "metrics.jsonl"), "loss") == [*range(1, 9)], "one rank writes, once"
 
 
 def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(bed: Bed) -> None:

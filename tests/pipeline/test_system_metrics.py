@@ -10,6 +10,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -136,42 +137,28 @@ def test_network_and_disks_count_from_the_start_on(tmp_path: Path, monkeypatch: 
     assert "network_transmit_megabytes" not in reader(), "a machine may lose its network"
 
 
-class Nvml:
-    """Two GPUs as NVML tells of them; the second has no sensor of its power. A double, since no GPU can be had here."""
+class NvmlError(Exception):
+    """As NVML's own."""
 
-    NVML_TEMPERATURE_GPU = 0
 
-    class NVMLError(Exception):
-        """As NVML's own."""
+def fail(*_: object) -> Any:
+    raise NvmlError("not supported")
 
-    def nvmlInit(self) -> None: ...
 
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
-        return number
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return type("Memory", (), {"used": 20e9 * (handle + 1), "total": 80e9})
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        return type("Rates", (), {"gpu": 97 - handle})
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return 61 + handle
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        if handle == 1:
-            raise self.NVMLError("not supported")
-        return 350_000
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
-        return 700_000
+# Two GPUs as NVML tells of them; the second has no sensor of its power. A double, since no GPU can be had here.
+NVML: dict[str, Any] = {
+    "NVMLError": NvmlError, "NVML_TEMPERATURE_GPU": 0, "nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: 2,
+    "nvmlDeviceGetHandleByIndex": lambda number: number,
+    "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=20e9 * (gpu + 1), total=80e9),
+    "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=97 - gpu),
+    "nvmlDeviceGetTemperature": lambda gpu, sensor: 61 + gpu,
+    "nvmlDeviceGetPowerUsage": lambda gpu: fail() if gpu else 350_000,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+}  # fmt: skip
 
 
 def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**NVML))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert read(gpus()) == {
         "gpu_0_utilization_percentage": 97.0, "gpu_0_memory_usage_megabytes": 20000.0, "gpu_0_memory_usage_percentage": 25.0,
@@ -193,11 +180,7 @@ def test_which_gpus_the_environment_leaves() -> None:
 def test_without_a_gpu_or_its_library_there_is_silence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class NoDriver(Nvml):
-        def nvmlInit(self) -> None:
-            raise self.NVMLError("driver not loaded")
-
-    monkeypatch.setitem(sys.modules, "pynvml", NoDriver())
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**{**NVML, "nvmlInit": fail}))  # as without a driver
     assert gpus() == []
     monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
     assert gpus() == []

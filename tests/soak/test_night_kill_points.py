@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nights import NAME, add_documents, assert_registered_once, kill_once_reached, killed_at, newest_step
+from support.nights import NAME, add_documents, assert_registered_once, kill_once_reached, killed_at
 from support.pipeline_home import Cli, write_corpus
 
 from ttrain import tracking
@@ -27,22 +27,22 @@ SETTINGS = (
 STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
 
 
-def trained_to(step: int) -> Callable[[Path], bool]:
+def trained_to(step: int) -> Callable[[Cli], bool]:
     """Whether a checkpoint of this step, or a later one, is whole."""
-    return lambda home: newest_step(home) >= step
+    return lambda cli: cli.newest_step() >= step
 
 
-def began(stage: str) -> Callable[[Path], bool]:
+def began(stage: str) -> Callable[[Cli], bool]:
     """Whether tonight's stage has a work directory; the first night's is gone."""
-    return lambda home: any(home.glob(f"work/{stage}/*/output"))
+    return lambda cli: any(cli.home.glob(f"work/{stage}/*/output"))
 
 
-def stored(stage: str) -> Callable[[Path], bool]:
+def stored(stage: str) -> Callable[[Cli], bool]:
     """Whether tonight's stage is in the store; the first night has none of it."""
-    return lambda home: any(home.glob(f"store/{stage}/*"))
+    return lambda cli: any(cli.home.glob(f"store/{stage}/*"))
 
 
-REACHED: dict[str, Callable[[Path], bool]] = {
+REACHED: dict[str, Callable[[Cli], bool]] = {
     "the branch": trained_to(DECAY_BEGINS + 5),
     "replay": began("replay"),
     "the plateau": trained_to(5),
@@ -121,7 +121,7 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
             cli, "ttrain.pipeline.execution", "PipelineRun.register_set", 1, point.split()[0], *NIGHT, *SETTINGS
         )
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    step = newest_step(cli.home)
+    step = cli.newest_step()
     assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step
     file = cli.data / "docs-night-1.jsonl"
     if point.endswith("grew"):

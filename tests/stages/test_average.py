@@ -9,24 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.night_models import COUNT, write_evaluation, write_model
 from support.tiny_stages import run_here
 
 from ttrain.config import AverageConfig, ChosenBaseConfig, Nightly, Promotion, Runtime, Settings
 from ttrain.core.files import write_json
 from ttrain.errors import ArtifactError
-from ttrain.evaluate.task_result import LN2, ScoreTable, record_name
+from ttrain.evaluate.task_result import record_name
 from ttrain.stages import average, chosen_base
 from ttrain.stages.heldout import NIGHTS
 
 SHARE = AverageConfig.model_validate({"nightly": Nightly(average=0.25)})
 RULES = ChosenBaseConfig.model_validate({"promotion": Promotion()})
-
-
-def model(directory: Path, **tensors: torch.Tensor) -> Path:
-    (directory / "model").mkdir(parents=True)
-    save_file(tensors, directory / "model" / "model.safetensors")
-    (directory / "model" / "config.json").write_text(json.dumps({"name": directory.name}))
-    return directory
 
 
 def averaged(tmp_path: Path, night: Path, champion: Path, name: str = "output") -> dict[str, torch.Tensor]:
@@ -35,8 +29,8 @@ def averaged(tmp_path: Path, night: Path, champion: Path, name: str = "output") 
 
 
 def test_each_weight_lies_between_the_night_s_and_the_champion_s_by_the_share(tmp_path: Path) -> None:
-    night = model(tmp_path / "night", a=torch.tensor([0.0, 4.0]), half=torch.tensor([1.0], dtype=torch.bfloat16))
-    champion = model(tmp_path / "champion", a=torch.tensor([8.0, 0.0]), half=torch.tensor([3.0], dtype=torch.bfloat16))
+    night = write_model(tmp_path / "night", a=torch.tensor([0.0, 4.0]), half=torch.tensor([1.0], dtype=torch.bfloat16))
+    champion = write_model(tmp_path / "champion", a=torch.tensor([8.0, 0.0]), half=torch.tensor([3.0], dtype=torch.bfloat16))
     found = averaged(tmp_path, night, champion)
     assert found["a"].tolist() == [2.0, 3.0]
     assert found["half"].tolist() == [1.5] and found["half"].dtype == torch.bfloat16
@@ -46,9 +40,9 @@ def test_each_weight_lies_between_the_night_s_and_the_champion_s_by_the_share(tm
 
 
 def test_what_the_champion_does_not_have_and_what_is_no_weight_stay_the_night_s(tmp_path: Path) -> None:
-    night = model(tmp_path / "night", a=torch.tensor([4.0]), new=torch.tensor([1.0]), steps=torch.tensor([7]))
+    night = write_model(tmp_path / "night", a=torch.tensor([4.0]), new=torch.tensor([1.0]), steps=torch.tensor([7]))
     save_file({"head": torch.tensor([1.0])}, night / "model" / "multi_token.safetensors")
-    champion = model(tmp_path / "champion", a=torch.tensor([0.0]), steps=torch.tensor([3]))
+    champion = write_model(tmp_path / "champion", a=torch.tensor([0.0]), steps=torch.tensor([3]))
     inputs = {"night": night, "champion": champion}
     figures = run_here(average, SHARE, tmp_path / "output", inputs, Runtime())
     assert figures == {"share": 0.25, "averaged_tensors": 1, "kept_tensors": 3}
@@ -58,7 +52,7 @@ def test_what_the_champion_does_not_have_and_what_is_no_weight_stay_the_night_s(
 
 
 def test_models_of_other_shapes_are_refused_with_the_setting(tmp_path: Path) -> None:
-    night, champion = model(tmp_path / "night", a=torch.zeros(2)), model(tmp_path / "champion", a=torch.zeros(3))
+    night, champion = write_model(tmp_path / "night", a=torch.zeros(2)), write_model(tmp_path / "champion", a=torch.zeros(3))
     with pytest.raises(ArtifactError, match=r"cannot average a: it is \[2\].*\[3\].*nightly\.average= \(empty\)"):
         averaged(tmp_path, night, champion)
     with pytest.raises(ValueError, match=r"nightly\.average is 0\.5 but nightly\.start_from is scratch"):
@@ -68,27 +62,14 @@ def test_models_of_other_shapes_are_refused_with_the_setting(tmp_path: Path) -> 
 # --- the choice ---
 
 
-def evaluated(directory: Path, **bits: float) -> Path:
-    """An evaluation of a base model with these bits a byte on the 40 held-out documents of each night."""
-    table, texts = ScoreTable(), [f"{night} {number}" for night in bits for number in range(40)]
-    table.part("documents", texts, [100] * len(texts))
-    nats = [(100 * cost * LN2, 10) for cost in bits.values() for _ in range(40)]
-    directory.mkdir(parents=True)
-    value = table.figure("bits_per_byte", "documents", "base", nats, per="bytes", factor=1 / LN2)
-    table.write(directory)
-    others = {"chat_loss_sft": 1.5} if directory.name == "of-champion" else {}  # of a whole set; candidates are base models
-    write_json(directory / "evaluation.json", {"metrics": {"bits_per_byte": value, **others}})
-    return directory
-
-
 def chosen(tmp_path: Path, night: dict[str, float], average: dict[str, float], champion: dict[str, float]) -> Any:
     documents = tmp_path / "documents"
-    names = [[record_name(f"{name} {number}") for number in range(40)] for name in champion]
+    names = [[record_name(f"{name} {number}") for number in range(COUNT)] for name in champion]
     (documents / NIGHTS).parent.mkdir(parents=True)
     write_json(documents / NIGHTS, names)
-    inputs = {name: model(tmp_path / name, a=torch.zeros(1)) for name in ("night", "average")}
+    inputs = {name: write_model(tmp_path / name, a=torch.zeros(1)) for name in ("night", "average")}
     figures = {"of-night": night, "of-average": average, "of-champion": champion}
-    evaluations = {name: evaluated(tmp_path / name, **costs) for name, costs in figures.items()}
+    evaluations = {name: write_evaluation(tmp_path / name, **costs) for name, costs in figures.items()}
     result = run_here(chosen_base, RULES, tmp_path / "output", {**inputs, **evaluations, "documents": documents}, Runtime())
     taken = json.loads((tmp_path / "output/model/config.json").read_text())["name"]
     assert taken == result["chosen"]
@@ -125,6 +106,6 @@ def test_without_held_out_documents_the_night_s_own_weights_are_taken(tmp_path: 
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "evaluation.json", {"metrics": {}})
     (tmp_path / "documents").mkdir()
-    inputs = {name: model(tmp_path / name, a=torch.zeros(1)) for name in ("night", "average")}
+    inputs = {name: write_model(tmp_path / name, a=torch.zeros(1)) for name in ("night", "average")}
     inputs |= {name: tmp_path / name for name in ("of-night", "of-average", "of-champion", "documents")}
     assert run_here(chosen_base, RULES, tmp_path / "output", inputs, Runtime()) == {"chosen": "night", "candidates": {}}

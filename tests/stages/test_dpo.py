@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
-import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from support.comparing import curve
+from support.kill_points import killed_at
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import run_here
 
@@ -153,65 +153,26 @@ def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> Non
 # --- kills --------------------------------------------------------------------------------------------------------------
 
 
-def killed(stage: Any, config: Any, output: Path, inputs: Mapping[str, Path], at: int) -> bool:
-    """Run the stage in a fork that kills itself in its pass or write number `at`; whether it came so far."""
-
-    def begin() -> None:
-        count = 0
-
-        def counted(inner: Any) -> Any:
-            def call(*arguments: Any, **more: Any) -> Any:
-                nonlocal count
-                count += 1
-                if count == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return inner(*arguments, **more)
-
-            return call
-
-        score = counted(preference_tuning.score_answers)
-        for module, name, inner in (
-            (preference_tuning, "score_answers", score), (reference, "score_answers", score),
-            (os, "fsync", counted(os.fsync)), (os, "replace", counted(os.replace)),
-        ):  # fmt: skip
-            setattr(module, name, inner)
-        run_here(stage, config, output, inputs, settings_of().runtime)
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=begin)
-    process.start()
-    process.join(120)
-    assert process.exitcode in (0, -signal.SIGKILL), f"it ended with {process.exitcode}"
-    return process.exitcode != 0
+CALLS = ((preference_tuning, "score_answers"), (reference, "score_answers"), "fsync", "replace")  # passes and writes
 
 
-def check_kills(kills: int, inputs: Mapping[str, Path], straight: Path, output: Path, most: int) -> None:
-    """Kill both stages so often, at random places, and compare with those that were left alone."""
+@pytest.mark.parametrize(("kills", "most"), [(1, 12), pytest.param(KILLS, 25, marks=pytest.mark.soak)])
+def test_stages_that_were_killed_come_to_the_same_bytes(
+    inputs: dict[str, Path], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, most: int
+) -> None:
+    """Killed so often, each time before one of so many calls, by chance."""
+    monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
     dice, settings = random.Random(), settings_of()
-    stages: list[tuple[Any, Any, Path]] = [
-        (reference, of_reference(settings), Path("reference")), (dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), Path("dpo"))
-    ]  # fmt: skip
-    for stage, config, name in stages:
-        died = sum(killed(stage, config, output / name, inputs, dice.randint(1, most)) for _ in range(kills))
-        assert died, "no kill came before the end"
-        run_here(stage, config, output / name, inputs, settings.runtime)
+    stages: dict[str, tuple[Any, Any]] = {
+        "reference": (reference, of_reference(settings)), "dpo": (dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo)),
+    }  # fmt: skip
+    for name, (stage, config) in stages.items():
+        run = partial(run_here, stage, config, tmp_path / name, inputs, settings.runtime)
+        died = [killed_at(dice.randint(1, most), CALLS, run) for _ in range(kills)]
+        assert any(died), "no kill came before the end"
+        run()
     for part in reference.PARTS:
         file = Path(f"{part}.safetensors")
-        assert sha256_file(output / "reference" / file) == sha256_file(inputs["reference"] / file)
-    assert sha256_file(output / "dpo" / WEIGHTS) == sha256_file(straight / WEIGHTS)
-    assert curve(output / "dpo" / "run" / "metrics.jsonl") == curve(straight / "run" / "metrics.jsonl")
-
-
-def test_a_killed_reference_and_a_killed_tuning_come_to_the_same_bytes(
-    inputs: dict[str, Path], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
-    check_kills(1, inputs, straight, tmp_path, most=12)
-
-
-@pytest.mark.soak
-def test_many_kills_come_to_the_same_bytes(
-    inputs: dict[str, Path], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
-    check_kills(KILLS, inputs, straight, tmp_path, most=25)
+        assert sha256_file(tmp_path / "reference" / file) == sha256_file(inputs["reference"] / file)
+    assert sha256_file(tmp_path / "dpo" / WEIGHTS) == sha256_file(straight / WEIGHTS)
+    assert curve(tmp_path / "dpo" / "run" / "metrics.jsonl") == curve(straight / "run" / "metrics.jsonl")

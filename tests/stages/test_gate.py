@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chat_templates import CHATML, make
 from support.data_commands import Run, in_process, trains_here
+from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import CPU, tiny_model
 
@@ -97,9 +99,7 @@ def _write_model(directory: Path, along_0: torch.Tensor, along_1: torch.Tensor) 
         model.model.embed_tokens.weight.zero_()[:, 0] = 100
         model.lm_head.weight.zero_()[:, 0] = along_0 / 4  # the norm of 16 numbers makes one of them 4
         model.lm_head.weight[:, 1] = along_1 / 4
-    for name, content in factory.files(model).items():
-        (directory / name).write_bytes(content)
-    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, directory / gate_files.WEIGHTS)
+    save_base(model, directory)
 
 
 def _write_adapter(directory: Path, base: Path) -> None:
@@ -291,11 +291,8 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
         index = {"shards": [{"file": "1.arrow", "records": "1.jsonl"}]}
         (tmp_path / name / "heldout" / "index.json").write_text(json.dumps(index))
         store.publish(f"shards-{name}", "0" * 64, tmp_path / name, manifest)
-        (tmp_path / f"of-{name}").mkdir()
+        shutil.copytree(planted.names[0], tmp_path / f"of-{name}" / "model")
         inputs = {"shards": {"stage": f"shards-{name}", "key": "0" * 64}}
-        (tmp_path / f"of-{name}" / "model").mkdir()
-        for file in Path(planted.names[0]).iterdir():
-            (tmp_path / f"of-{name}" / "model" / file.name).write_bytes(file.read_bytes())
         store.publish("sft", name * 64, tmp_path / f"of-{name}", {**manifest, "inputs": inputs})
     found = [resolve(str(store.path("sft", name * 64))) for name in ("a", "b", "a")]
     assert cli_gate.heldout_files(found) == [
@@ -306,10 +303,8 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
 
 
 def test_chats_are_not_scored_by_a_model_whose_tokenizer_has_no_template(planted: Planted, tmp_path: Path) -> None:
-    for file in Path(planted.names[1]).iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    bare = gate_files.expert_of(resolve(str(tmp_path)))
+    without_template = shutil.ignore_patterns("chat_template.jinja")
+    bare = gate_files.expert_of(resolve(str(shutil.copytree(planted.names[1], tmp_path / "bare", ignore=without_template))))
     talk = Conversation((chat_templates.Message("user", "1"), chat_templates.Message("assistant", "2")))
     gate.score([bare], [TextDocument("1")], ROWS, _job(tmp_path / "out"), CPU)
     with pytest.raises(UsageError, match="has no chat template"):
@@ -320,9 +315,7 @@ def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(
     """As Qwen's: the begin that ttrain would add is beyond the rows of its embedding."""
     known = open_tokenizer(make(tmp_path, CHATML) / "tokenizer.json")
     model = tiny_model(vocab=known.get_vocab_size()).eval()
-    for name, content in factory.files(model).items():
-        (tmp_path / name).write_bytes(content)
-    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, tmp_path / gate_files.WEIGHTS)
+    save_base(model, tmp_path)
     found = gate.score([gate_files.expert_of(resolve(str(tmp_path)))], [TextDocument("the fox")], ROWS, _job(tmp_path), CPU)
     ids = [known.token_to_id("<|im_end|>"), *known.encode("the fox").ids]
     with torch.no_grad():

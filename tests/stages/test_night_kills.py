@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.kill_points import killed_everywhere
+from support.night_models import COUNT, write_evaluation, write_model
 
 from ttrain.config import AverageConfig, ChosenBaseConfig, HeldoutConfig, Nightly, Pretrain, Promotion, ReplayConfig
 from ttrain.core.files import write_json
 from ttrain.data.shards import Column, write_index, write_shard
-from ttrain.evaluate.task_result import LN2, ScoreTable, record_name
+from ttrain.evaluate.task_result import record_name
 from ttrain.stages import average, chosen_base, heldout, replay
 
 # With what opens a file to write, all calls before which a killed process leaves other files than before the one before.
@@ -37,21 +37,7 @@ def shards(directory: Path, first: int, count: int) -> Path:
 
 
 def model(directory: Path, seed: int) -> Path:
-    (directory / "model").mkdir(parents=True)
-    weights = {"a": torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))}
-    save_file(weights, directory / "model" / "model.safetensors")
-    (directory / "model" / "config.json").write_text("{}")
-    return directory
-
-
-def evaluation(directory: Path, bits: float) -> Path:
-    directory.mkdir()
-    table, texts = ScoreTable(), [f"text {number}" for number in range(30)]
-    table.part("documents", texts, [100] * 30)
-    value = table.figure("bits_per_byte", "documents", "base", [(100 * bits * LN2, 9)] * 30, per="bytes", factor=1 / LN2)
-    table.write(directory)
-    write_json(directory / "evaluation.json", {"metrics": {"bits_per_byte": value}})
-    return directory
+    return write_model(directory, a=torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)))
 
 
 def case_of(stage: str, root: Path) -> tuple[Any, Any, dict[str, Path]]:
@@ -66,9 +52,9 @@ def case_of(stage: str, root: Path) -> tuple[Any, Any, dict[str, Path]]:
     if stage == "average":
         return average, AverageConfig.model_validate({"nightly": Nightly(average=0.25)}), models
     (root / "documents/heldout").mkdir(parents=True)
-    write_json(root / "documents/heldout/nights.json", [[record_name(f"text {number}") for number in range(30)]])
+    write_json(root / "documents/heldout/nights.json", [[record_name(f"text {number}") for number in range(COUNT)]])
     evaluations = {
-        f"of-{name}": evaluation(root / f"of-{name}", bits)
+        f"of-{name}": write_evaluation(root / f"of-{name}", text=bits)
         for name, bits in {"night": 2.0, "average": 1.9, "champion": 2.1}.items()
     }
     inputs = {"night": models["night"], "average": model(root / "average", 3), "documents": root / "documents"}

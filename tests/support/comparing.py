@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +23,11 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of every bit of the tensors, in the order of their names."""
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

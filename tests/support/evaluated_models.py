@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from torch import nn
 
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate.evaluated_model import EvaluatedModel
+
+
+class Uniform(nn.Module):
+    """Finds every one of `vocab` tokens equally likely; notes the shapes that it is given."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embedding, self.shapes = nn.Embedding(vocab, 1), list[tuple[int, int]]()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        self.shapes.append((input_ids.shape[0], input_ids.shape[1]))
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.embedding.num_embeddings))
 
 
 def subject_of(model: nn.Module, encoder: Encoder, **changes: Any) -> EvaluatedModel:

@@ -14,10 +14,12 @@ from typing import Any
 
 from support.paths import ROOT, TESTS
 
+Function = str | tuple[Any, str]  # of `os`, or (module, name)
 
-def killed_at(fatal: int, names: Sequence[str], action: Callable[[], object], *, writing: bool = False) -> bool:
-    """Run `action` in a fork that dies right before its call number `fatal` of these functions of `os`, and with `writing`
-    of those that open a file to write; whether it came so far."""
+
+def killed_at(fatal: int, functions: Sequence[Function], action: Callable[[], object], *, writing: bool = False) -> bool:
+    """Run `action` in a fork that dies right before its call number `fatal` of these functions, and with `writing` of those
+    that open a file to write; whether it came so far."""
     child = os.fork()
     if child:
         status = os.waitpid(child, 0)[1]
@@ -36,8 +38,9 @@ def killed_at(fatal: int, names: Sequence[str], action: Callable[[], object], *,
         return call
 
     try:
-        for name in names:
-            setattr(os, name, counted(getattr(os, name)))
+        for target in functions:
+            owner, name = (os, target) if isinstance(target, str) else target
+            setattr(owner, name, counted(getattr(owner, name)))
         if writing:
             plain, counted_open = io.open, counted(io.open)
             io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else counted_open)(file, mode, *rest)
@@ -48,7 +51,7 @@ def killed_at(fatal: int, names: Sequence[str], action: Callable[[], object], *,
 
 
 def killed_everywhere(
-    template: Path, copies: Path, names: Sequence[str], action: Callable[[Path], object], *, writing: bool = False
+    template: Path, copies: Path, functions: Sequence[Function], action: Callable[[Path], object], *, writing: bool = False
 ) -> int:
     """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later; how many there are. The last one
     came to its end."""
@@ -57,7 +60,7 @@ def killed_everywhere(
         number += 1
         copy = copies / str(number)
         shutil.copytree(template, copy)
-        if not killed_at(number, names, lambda: action(copy), writing=writing):  # noqa: B023
+        if not killed_at(number, functions, lambda: action(copy), writing=writing):  # noqa: B023
             return number
 
 

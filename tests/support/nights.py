@@ -53,17 +53,11 @@ def assert_registered_once(home: Path, versions: int) -> None:
         assert [row for row in keys if row[2] > 1] == []
 
 
-def newest_step(home: Path) -> int:
-    """The newest checkpoint of a pretraining that is not finished; 0 where there is none."""
-    paths = home.glob("work/pretrain/*/output/checkpoints/step-*")
-    return max((int(path.name.removeprefix("step-")) for path in paths), default=0)
-
-
-def kill_once_reached(cli: Cli, reached: Callable[[Path], bool], *words: str) -> None:
-    """Run the command, and kill all its processes once its home has come so far."""
+def kill_once_reached(cli: Cli, reached: Callable[[Cli], bool], *words: str) -> None:
+    """Run the command, and kill all its processes once it has come so far."""
     process = cli.start(*words)
     try:
-        wait_until(lambda: reached(cli.home) or process.poll() is not None, 600)
+        wait_until(lambda: reached(cli) or process.poll() is not None, 600)
         assert process.poll() is None, process.communicate()[0]
     finally:
         for victim in [*psutil.Process(process.pid).children(recursive=True), *processes_of(cli.home)]:

@@ -163,9 +163,13 @@ class Cli:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             return connection.execute(query, values).fetchall()
 
-    def checkpoints(self, stage: str = "pretrain") -> list[Path]:
-        """Of a training that is not finished."""
-        return list(self.home.glob(f"work/{stage}/*/output/checkpoints/step-*"))
+    def checkpoints(self) -> list[Path]:
+        """Of a pretraining that is not finished."""
+        return list(self.home.glob("work/pretrain/*/output/checkpoints/step-*"))
+
+    def newest_step(self) -> int:
+        """The step of the newest of them; 0 where there is none."""
+        return max((int(path.name.removeprefix("step-")) for path in self.checkpoints()), default=0)
 
     def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:
         path = self.plan(*overrides)[stage]["path"]

@@ -59,7 +59,7 @@ def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
 
 
 def save_base(model: Any, directory: Path) -> Path:
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for name, data in factory.files(model).items():
         (directory / name).write_bytes(data)
     save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})

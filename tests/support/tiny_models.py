@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
 from torch import nn
 
 from ttrain.inference.loading import LoadedModel, load
-from ttrain.model import factory
 from ttrain.pipeline.names import resolve
-from ttrain.store.model_files import MODEL, Reference
+from ttrain.store.model_files import Reference
 
 NEVER = 10**6  # an id that no model here says
 
@@ -24,10 +23,7 @@ def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
     """A random model with a tokenizer of 300 tokens."""
     encoder = make_tokenizer(directory)
     model = tiny_model(seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings})
-    save_file({name: tensor.contiguous() for name, tensor in factory.state(model).items()}, directory / MODEL)
-    for name, content in factory.files(model).items():
-        (directory / name).write_bytes(content)
-    return directory
+    return save_base(model, directory)
 
 
 def speaker(directory: Path, **options: Any) -> LoadedModel:

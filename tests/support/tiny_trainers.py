@@ -25,7 +25,7 @@ from ttrain.data.packing import Batch, Rows
 from ttrain.evaluate import perplexity
 from ttrain.model import factory
 from ttrain.train import precision
-from ttrain.train.callbacks import Callback, LogRecord
+from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
@@ -131,6 +131,7 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.records: list[LogRecord] = []
+        self.steps: list[StepRecord] = []
 
     def start(self, step: int, steps: int) -> None:
         self.events.append(("start", step, steps))
@@ -138,6 +139,9 @@ class Recorder(Callback):
     def log(self, record: LogRecord) -> None:
         self.records.append(record)
         self.events.append(("validation" if "validation_loss" in record.metrics else "log", record.step))
+
+    def step_end(self, record: StepRecord) -> None:
+        self.steps.append(record)
 
     def saved(self, step: int) -> None:
         self.events.append(("saved", step))
@@ -151,6 +155,10 @@ class Recorder(Callback):
     def figures(self, name: str) -> list[float]:
         """Values of one metric, in their order."""
         return [record.metrics[name] for record in self.records if name in record.metrics]
+
+    def rows(self) -> dict[int, list[int]]:
+        """The rows of every step."""
+        return {record.step: record.rows().tolist() for record in self.steps}
 
 
 class StopAfter:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from support.champion_sets import (
-    SUFFIXES,
-    aliases,
-    champion,
-    client_of,
-    everywhere,
-    register,
-)
+from support.champion_sets import SUFFIXES, aliases, champion, client_of, everywhere, register
+from support.data_commands import Run, in_process
 from support.tiny_stages import planned
 from support.tracked_stores import opened
 
 from ttrain import tracking
-from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.core.files import read_json, write_json
 from ttrain.errors import TrackingError, UsageError
@@ -113,57 +107,45 @@ def test_a_server_over_http_does_the_same(server: str, tmp_path: Path, monkeypat
 # --- the command line -----------------------------------------------------------------------------------------------------
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = 0
-    try:
-        main(["models", *words])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out = capsys.readouterr()
-    return code, out.out + out.err
+@pytest.fixture
+def models(capsys: pytest.CaptureFixture[str]) -> Run:
+    return partial(in_process(capsys), "models")
 
 
-def test_the_commands_list_promote_and_roll_back(sets_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = command(capsys, "list")
-    assert code == 0
-    assert "no champion; to choose one: ttrain models promote 3 --name mine" in out
+def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -> None:
+    assert "no champion; to choose one: ttrain models promote 3 --name mine" in models("list").out
     (sets_home / "runs").mkdir()
     stages = [{"name": stage, "key": f"{stage}-1"} for stage in SUFFIXES]
     (sets_home / "runs" / "again.json").write_text(json.dumps({"run": "again", "outcome": "completed", "stages": stages}))
     for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
-        code, out = command(capsys, "promote", which)
-        assert (code, out.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")) == (
-            0,
-            True,
-        )
-    assert "is already champion" in command(capsys, "promote", "1")[1]
-    code, out = command(capsys, "rollback", "--json")
-    assert (code, json.loads(out)["version"]) == (0, "3")
+        said = models("promote", which).out
+        assert said.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")
+    assert "is already champion" in models("promote", "1").out
+    assert models("rollback", "--json").json["version"] == "3"
     tracking.Champions(sets_home).log_decision("mine", "3", DECISION, "")
-    code, out = command(capsys, "list", "--json")
-    assert [(one["version"], one["aliases"]) for one in json.loads(out)] == [("3", ["champion"]), ("2", []), ("1", [])]
-    assert json.loads(out)[0]["decision"] == DECISION
-    code, out = command(capsys, "list")
-    assert "promoted: better by 0.10000" in " ".join(out.split())
+    listed = models("list", "--json").json
+    assert [(one["version"], one["aliases"]) for one in listed] == [("3", ["champion"]), ("2", []), ("1", [])]
+    assert listed[0]["decision"] == DECISION
+    done = models("list")
+    assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
 
 
-def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -> None:
     for words, said in (
         (("promote", "7"), "mine has no set '7'; there are 3, 2, 1"),
         (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("rollback",), "mine has no earlier champion"),
         (("rollback", "--name", "other"), "no sets of models named other are registered"),
     ):
-        code, out = command(capsys, *words)
-        assert code == 2 and said in out, words
+        refused = models(*words)
+        assert refused.code == 2 and said in refused.err, words
 
 
-def test_sets_of_two_pipelines_need_a_name(sets_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None:
     register(sets_home, 1, name="other")
-    code, out = command(capsys, "promote", "1")
-    assert code == 2
-    assert "there are sets of mine, other; choose one with --name" in out
-    assert command(capsys, "promote", "1", "--name", "other")[0] == 0
+    refused = models("promote", "1")
+    assert refused.code == 2 and "there are sets of mine, other; choose one with --name" in refused.err
+    assert models("promote", "1", "--name", "other").code == 0
     assert aliases(sets_home) == everywhere("1", "other")
 
 

@@ -12,20 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tracked_stores import opened
+from support.tracked_stores import opened, row, started
 from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.store import artifacts as artifact_store
-from ttrain.tracking import MetricsFollower, MlflowStore, TrackedRun, delivery, open_store, outbox
-
-
-def started(store: MlflowStore, name: str = "stage") -> TrackedRun:
-    return store.start_run(name, tags={}, params={"lr": 0.02})
-
-
-def row(step: int) -> dict[str, Any]:
-    return {"step": step, "tokens": step, "time": 1.7e9 + step, "metrics": {"loss": 1.0 / step}}
+from ttrain.tracking import MetricsFollower, delivery, open_store, outbox
 
 
 def killed_after(act: Callable[[], object]) -> Any:

@@ -7,9 +7,9 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,18 +218,6 @@ def test_a_runs_models_are_registered_from_its_stages_runs_and_uploaded_once(pro
     assert chosen.tags["ttrain.run_id"] == runs_of(store.client, parent.identity)[0].info.run_id
 
 
-def test_the_next_command_that_opens_the_tracker_delivers_it_too(proxy: Proxy, empty_home: Path) -> None:
-    proxy.mode = "dead"
-    before = opened(empty_home)
-    run = curve_of(before)
-    before.close()
-    proxy.mode = "well"
-    store = opened(empty_home)
-    wait_until(lambda: not outbox.list_outboxes(empty_home))
-    store.close()
-    assert_curve_is_there(store, run)
-
-
 def test_a_run_whose_making_was_not_answered_is_there_once(proxy: Proxy, server: str, empty_home: Path) -> None:
     store = opened(empty_home)
     proxy.mode = "hanging"  # what is asked now arrives all the same, when the server wakes up, and after what comes then
@@ -289,11 +277,8 @@ def test_two_pipelines_and_two_syncs_at_once_tell_everything_once(proxy: Proxy, 
     for store in stores:
         assert store.close() == 3
     proxy.mode = "well"
-    syncs = [threading.Thread(target=tracking.sync, args=(empty_home,)) for _ in range(2)]
-    for thread in syncs:
-        thread.start()
-    for thread in syncs:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(tracking.sync, [empty_home] * 2))
     assert not outbox.list_outboxes(empty_home)
     for run in runs:
         assert_curve_is_there(stores[0], run)

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from support.tracked_stores import opened
+from support.tracked_stores import opened, started
 
 from ttrain.core.redact import HIDDEN
-from ttrain.tracking import MlflowStore, TrackedRun
+from ttrain.tracking import MlflowStore
 from ttrain.tracking.calls import artifact_path, below, clean, run_name
 
 HOSTILE, WRITTEN = 3_000, 300
@@ -34,10 +34,6 @@ def hostile_names(seed: int) -> list[str]:
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowStore:
     (tmp_path / "outer" / "home").mkdir(parents=True)
     return opened(tmp_path / "outer" / "home")
-
-
-def started(store: MlflowStore) -> TrackedRun:
-    return store.start_run("run", tags={}, params={})
 
 
 def test_no_hostile_name_leads_out_of_a_runs_directory(store: MlflowStore, tmp_path: Path) -> None:

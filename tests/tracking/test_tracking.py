@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,8 @@ def test_four_threads_share_one_database(tracked_home: Path, caplog: pytest.LogC
         for first in range(1, 61, 5):
             run.log_metrics({"step": step, "metrics": {"loss": 1.0 / step}} for step in range(first, first + 5))
 
-    threads = [threading.Thread(target=log_rows, args=(run,)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(log_rows, runs))
     assert all(steps(run) == list(range(1, 61)) for run in runs)
     assert not caplog.records
 
@@ -183,11 +181,8 @@ def test_runs_side_by_side_that_read_the_same_data_all_note_it(tracked_home: Pat
         together.wait()
         run.log_inputs(data)
 
-    threads = [threading.Thread(target=note, args=(run,)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(note, runs))
     assert [len(run.store.client.get_run(run.id).inputs.dataset_inputs) for run in runs] == [4, 4, 4]
     assert caplog.records == []
 

@@ -144,20 +144,14 @@ def stopped_at(losses: Sequence[float], **settings: Any) -> int | None:
     return None
 
 
-def test_a_plateau_from_3_with_a_patience_of_2_stops_at_5() -> None:
+def test_a_stop_comes_after_so_many_validations_without_a_better_number() -> None:
     assert stopped_at([3.0, 2.0, 1.0, 1.0, 1.0, 1.0], patience=2) == 5
     assert stopped_at([3.0, 2.0, 1.0, 1.0, 0.9, 1.0, 1.0], patience=2) == 7
-
-
-def test_a_loss_that_is_no_number_is_never_the_best() -> None:
     assert stopped_at([3.0, math.nan, 2.9, math.nan, math.nan, 2.8], patience=2) == 5
     assert stopped_at([math.nan, 5.0, 6.0, 6.0], patience=2) == 4
     assert stopped_at([math.nan, math.nan], patience=2) == 2
-
-
-def test_a_loss_that_is_lower_by_min_delta_only_is_no_better() -> None:
     losses = [3.0, 2.75, 2.5, 2.25]
-    assert stopped_at(losses, patience=1, min_delta=0.25) == 2
+    assert stopped_at(losses, patience=1, min_delta=0.25) == 2, "lower by min_delta only"
     assert stopped_at(losses, patience=1, min_delta=0.24) is None
     assert stopped_at(losses, patience=2, min_delta=0.25) is None, "two small steps are one that is large enough"
     assert stopped_at(losses, patience=2, min_delta=0.5) == 3
@@ -253,21 +247,13 @@ def test_a_finished_run_that_is_run_again_keeps_its_last_validation(tmp_path: Pa
 def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_all_ranks(tmp_path: Path) -> None:
     """And with the names of MiniMind beside them: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
 
-    class Steps(Callback):
-        def __init__(self) -> None:
-            self.records: list[StepRecord] = []
-
-        def step_end(self, record: StepRecord) -> None:
-            self.records.append(record)
-
     def work(ranks: Ranks) -> tuple[list[StepRecord], list[LogRecord], int]:
-        steps, recorder = Steps(), Recorder()
+        recorder, cadence = Recorder(), Cadence(log=3)
         config = settings_of_training(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
         result = make_trainer(
-            config, tiny_model(), NumberedRows(52), rows_per_device=2, ranks=ranks, callbacks=[steps, recorder],
-            cadence=Cadence(log=3),
-        ).fit()  # fmt: skip
-        records = [replace(record, rows=None) for record in steps.records]  # type: ignore[arg-type]
+            config, tiny_model(), NumberedRows(52), rows_per_device=2, ranks=ranks, callbacks=[recorder], cadence=cadence
+        ).fit()
+        records = [replace(record, rows=None) for record in recorder.steps]  # type: ignore[arg-type]
         return records, recorder.records, result.live_tokens
 
     steps, lines, live_tokens = in_ranks(2, tmp_path, work)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import same
+from support.comparing import digest, same
 from support.paths import ROOT, TESTS
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
@@ -32,8 +31,6 @@ def fit(
         callbacks=[recorder], **options,
     )  # fmt: skip
     trainer.fit()
-    if trainer.checkpoints:
-        trainer.checkpoints.close()
     return trainer, recorder.figures("loss")
 
 
@@ -79,8 +76,7 @@ def digest_of_a_compiled_run(precision: str) -> str:
     trainer = make_trainer(config, model, NumberedRows(52, 64), rows_per_device=8, how=COMPILED)
     trainer.fit()
     assert trainer.compiled
-    weights = trainer.weights.state()
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    return digest(trainer.weights.state())
 
 
 @pytest.mark.soak

@@ -197,8 +197,3 @@ def test_the_frozen_weight_that_is_kept_in_bf16_follows_the_weight() -> None:
         for changed in (model, other):
             changed.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(2)
     assert same(lora_results(model, autocast=True), lora_results(other, autocast=True))
-
-
-def test_the_adapter_file_names_nothing_of_ours() -> None:
-    written = adapters.files(adapted(), base="b", base_digest="d")["adapter_config.json"].decode()
-    assert "Fused" not in written and "custom" not in written and "ttrain" not in written

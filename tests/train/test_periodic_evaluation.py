@@ -209,12 +209,10 @@ def test_a_table_that_a_model_makes_while_it_is_asked_can_be_trained_with(encode
 
 
 def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp_path: Path) -> None:
-    without = in_ranks(2, tmp_path / "a", lambda ranks: train(encoder, False, ranks)[:2])
-    evaluated = in_ranks(2, tmp_path / "b", lambda ranks: train(encoder, True, ranks))
-    assert without[0][0] == evaluated[0][0] and len(evaluated[0][0]) == 3
-    for rank in range(2):
-        assert same(without[rank][1], evaluated[rank][1])
-    assert [len(told) for _, _, told in evaluated] == [2, 0]
+    found = in_ranks(2, tmp_path, lambda ranks: [train(encoder, evaluated, ranks) for evaluated in (False, True)])
+    for (losses, weights, _), (evaluated, after, _) in found:
+        assert losses == evaluated and same(weights, after)
+    assert [(len(losses), len(told)) for _, (losses, _, told) in found] == [(3, 2), (0, 0)], "the first alone tells"
 
 
 @pytest.mark.soak

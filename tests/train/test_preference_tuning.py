@@ -159,19 +159,9 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
     def train(directory: Path, stop_after: int | None) -> tuple[Any, PreferenceTuning, Recorder]:
         model, recorder = tiny_model(), Recorder()
         task = PreferenceTuning(config, model)
-        trainer = make_trainer(
-            config,
-            model,
-            rows,
-            task=task,
-            directory=directory,
-            stop_after=stop_after,
-            callbacks=[recorder],
-            cadence=Cadence(log=1),
-        )
-        trainer.fit()
-        if trainer.checkpoints is not None:
-            trainer.checkpoints.close()
+        cadence = Cadence(log=1)
+        options: dict[str, Any] = {"directory": directory, "stop_after": stop_after, "callbacks": [recorder]}
+        make_trainer(config, model, rows, task=task, cadence=cadence, **options).fit()
         return model, task, recorder
 
     straight, expected, recorder = train(tmp_path / "straight", None)

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim, Schedule
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale
-from ttrain.train.schedules import RATES
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
@@ -133,16 +132,3 @@ def test_running_statistics_are_those_of_rank_0_on_all_ranks(tmp_path: Path) -> 
 
     first, second = in_ranks(2, tmp_path, statistics)
     assert torch.allclose(first, second)
-
-
-def test_a_run_that_goes_on_with_another_rate_takes_its_next_steps_with_it(tmp_path: Path) -> None:
-    """Resuming puts back the optimizer's state, and the rate is that of the settings now."""
-    rates = [Optim(lr=1e-2), Optim(lr=1e-3)]
-    allow = {"allow": RATES, "callbacks": [recorder := Recorder()]}
-    identities: list[dict[str, Any]] = [{"identity": {"optim.lr": optim.lr}} for optim in rates]
-    trainer(tmp_path, stop_after=2, changes={"optim": rates[0]}, **identities[0]).fit()
-    with pytest.raises(UsageError, match=r"optim\.lr: 0\.01 → 0\.001"):
-        trainer(tmp_path, changes={"optim": rates[1]}, **identities[1])
-    slower = trainer(tmp_path, changes={"optim": rates[1]}, **identities[1], **allow)
-    slower.fit()
-    assert slower.first == 2 and max(recorder.figures("lr")) == pytest.approx(1e-3)

@@ -32,20 +32,19 @@ FSDP = TrainerOptions(parallel="fsdp")
 
 
 def fit(
-    ranks: Ranks, how: TrainerOptions, directory: Path, *, steps: int = 6, stop_after: int | None = None, layers: int = 2
-) -> dict[str, Any]:
+    ranks: Ranks, how: TrainerOptions, directory: Path, *, steps: int = 6, stop_after: int | None = None, layers: int = 2,
+    rows_per_device: int = 2,
+) -> dict[str, Any]:  # fmt: skip
     torch.set_num_threads(1)
     config = settings_of_training(tokens=steps * 96)
     model, recorder, rows = tiny_model(layers=layers), Recorder(), NumberedRows(13)
     trainer = make_trainer(
-        config, model, rows, rows_per_device=2, ranks=ranks, how=how, task=WatchedTask(config, model), callbacks=[recorder],
-        cadence=Cadence(log=1, checkpoint=100), directory=directory, stop_after=stop_after,
+        config, model, rows, rows_per_device=rows_per_device, ranks=ranks, how=how, task=WatchedTask(config, model),
+        callbacks=[recorder], cadence=Cadence(log=1, checkpoint=100), directory=directory, stop_after=stop_after,
         validation=[rows.batch([n]) for n in range(3)],
     )  # fmt: skip
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.bare.parameters())
     result = trainer.fit()
-    if trainer.checkpoints:
-        trainer.checkpoints.close()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
     others = Held(tiny_model(layers=layers, seed=2)).state()
     trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
@@ -85,8 +84,8 @@ def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_can
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without inductor, whose code is another test's, and on one rank also without a compiled backward pass: each layer is
-    compiled in place, within what gathers it. One layer, since compiling takes most of the time."""
-    size, compile_module = {"steps": 4, "layers": 1}, nn.Module.compile
+    compiled in place, within what gathers it. One layer and few shapes, since compiling takes most of the time."""
+    size, compile_module = {"steps": 2, "layers": 1, "rows_per_device": 3}, nn.Module.compile
 
     def fail(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")

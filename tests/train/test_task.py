@@ -81,7 +81,7 @@ class Tied(Line):
         return model
 
 
-class Remembering(Line):
+class Remembering(Tied):
     """Counts its steps, and logs their number and twice the loss."""
 
     steps = 0
@@ -234,17 +234,13 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
     assert metrics(tmp_path)[-2 if "loss" not in metrics(tmp_path)[-1] else -1]["lr_adamw"] < 1e-3
 
 
-def test_a_parameter_with_two_names_is_saved_once_and_put_back(tmp_path: Path) -> None:
+def test_a_parameter_with_two_names_and_what_a_task_remembers_outlive_a_stop(tmp_path: Path) -> None:
+    """The parameter is saved once; the task's own figures are logged."""
+    settings = ("epochs=1", "rows_per_step=10")
     with pytest.raises(Interrupted):
-        run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied", stop=StopAfter(5))
-    run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Tied")
+        run(tmp_path, *settings, task="test_task:Remembering", stop=StopAfter(5))
+    run(tmp_path, *settings, task="test_task:Remembering")
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
-
-
-def test_what_a_task_remembers_outlives_a_stop_and_its_figures_are_logged(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Remembering", stop=StopAfter(5))
-    run(tmp_path, "epochs=1", "rows_per_step=10", task="test_task:Remembering")
     rows = [row for row in metrics(tmp_path) if "loss" in row]
     assert [row["steps_remembered"] for row in rows] == [*range(1, 11)]
     assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]

@@ -121,41 +121,6 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_resumed_equals_uninterrupted_where_the_process_died_between_two_checkpoints(tmp_path: Path) -> None:
-    """The curve beyond the checkpoint is cut off and written again, and the rows are the same."""
-
-    class Dies(Callback):
-        def log(self, record: LogRecord) -> None:
-            if record.step == 6:
-                raise KeyboardInterrupt
-
-    config = settings_of_training(tokens=9 * 96, schedule=Schedule(kind="constant"))
-    cadence = Cadence(log=3, checkpoint=4)
-    straight = run(tmp_path / "straight", config, cadence=cadence)
-    model = tiny_model(dropout=0.1)
-    dying = make_trainer(
-        config, model, NumberedRows(52), directory=tmp_path / "dead" / "checkpoints", cadence=cadence,
-        callbacks=[MetricsFile(tmp_path / "dead" / "metrics.jsonl"), Dies()],
-    )  # fmt: skip
-    with pytest.raises(KeyboardInterrupt):
-        dying.fit()
-    assert dying.checkpoints is not None
-    dying.checkpoints.close()
-    with (tmp_path / "dead" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "metr')  # half a line, as a kill leaves it
-    resumed = run(tmp_path / "dead", config, seed=2, cadence=cadence)
-    assert resumed.result.resumed_from_step == 4  # type: ignore[attr-defined]
-    assert same(straight.weights.state(), resumed.weights.state())
-    assert curve(tmp_path / "straight" / "metrics.jsonl") == curve(tmp_path / "dead" / "metrics.jsonl")
-
-
-def test_a_validation_does_not_move_the_training(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=4 * 96)
-    often = run(tmp_path / "often", config, cadence=Cadence(log=3, checkpoint=10, validate=1))
-    never = run(tmp_path / "never", config)
-    assert same(often.weights.state(), never.weights.state())
-
-
 def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
     cadence = Cadence(log=3, checkpoint=3)
     run(tmp_path / "short", settings_of_training(tokens=5 * 96), cadence=cadence)
@@ -202,15 +167,6 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
 
 
 # --- what is told -------------------------------------------------------------------------------------------------------
-
-
-def test_the_validation_loss_does_not_depend_on_the_batch() -> None:
-    rows, model = NumberedRows(12, live=[1 + n for n in range(12)]), tiny_model()
-    found = []
-    for size in (1, 5, 12):
-        batches = [rows.batch(range(start, min(12, start + size))) for start in range(0, 12, size)]
-        found.append(make_trainer(settings_of_training(), model, rows, validation=batches).validate(batches))
-    assert math.isfinite(found[0]) and found == pytest.approx([found[0]] * 3, rel=1e-6)
 
 
 def test_the_logged_rate_is_that_of_the_schedule() -> None:

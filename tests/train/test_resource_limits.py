@@ -1,4 +1,4 @@
-"""By night training takes less of the machine and learns the same."""
+"""A memory limit is kept, and what broke it is told with the cure; by night training takes less and learns the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import resource
 import sys
 from datetime import datetime, time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.comparing import distance
@@ -14,9 +16,80 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Night
+from ttrain.errors import TTrainError, UsageError
+from ttrain.train import resource_limits
 from ttrain.train.distributed import Ranks
-from ttrain.train.resource_limits import NightThrottle, is_in_window
+from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, is_in_window, limit_memory
 from ttrain.train.trainer import Cadence, Trainer
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda", 0)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
+
+
+def allocate_within_a_limit() -> list[str]:
+    """What is said of 300 MB, where 200 MB are left, of torch, numpy and Python; 100 MB are allocated each time."""
+    limit, said = resource_limits.data_bytes() + 200_000_000, []
+    limit_memory(limit, CPU)
+    for allocate in (lambda n: torch.empty(n, dtype=torch.uint8), lambda n: np.empty(n, dtype=np.uint8), bytearray):
+        with explain_out_of_memory(limit, 16):
+            allocate(100_000_000)
+        with pytest.raises(TTrainError) as error, explain_out_of_memory(limit, 16):
+            allocate(300_000_000)
+        said.append(str(error.value))
+    return said
+
+
+@linux
+def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp_path: Path) -> None:
+    (said,) = in_ranks(1, tmp_path, lambda ranks: allocate_within_a_limit())
+    for line, name in zip(said, ("RuntimeError", "MemoryError", "MemoryError"), strict=True):
+        assert "out of memory: lower runtime.rows_per_device (it is 16" in line
+        assert "runtime.memory_limit_gb (it is " in line
+        assert name in line
+
+
+@linux
+def test_a_limit_below_what_is_there_is_refused_and_nothing_changes() -> None:
+    with pytest.raises(UsageError, match=r"memory_limit_gb is 0\.001, but the process has \d+\.\d\d before it trains"):
+        limit_memory(1e6, CPU)
+    torch.zeros(10_000_000)
+
+
+@pytest.mark.parametrize(("limit", "fraction"), [(20e9, 0.25), (80e9, 1.0), (100e9, 1.0)])
+def test_on_cuda_it_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch, limit: float, fraction: float) -> None:
+    given: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *pair: given.append(pair))
+    limit_memory(limit, CUDA)
+    assert given == [(fraction, CUDA)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+    ],
+)
+def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
+    with pytest.raises(TTrainError, match=r"out of memory: lower runtime\.rows_per_device \(it is 8") as found:
+        with explain_out_of_memory(None, 8):
+            raise error
+    assert "memory_limit_gb" not in str(found.value)
+    assert found.value.__cause__ is error
+
+
+def test_other_errors_rise_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        with explain_out_of_memory(1e9, 8):
+            raise RuntimeError("shape mismatch")
+
+
+# --- nights -------------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -94,7 +167,7 @@ def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> No
     assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="no other system has this limit")
+@linux
 def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     shift = NightThrottle(Night(memory_limit_gb=900), CPU, rows_per_device=4)
