@@ -33,9 +33,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
-def test_the_strongest_layer_wins_and_is_named_as_the_source(
-    tmp_path: Path, profile: str, present: tuple[bool, ...]
-) -> None:
+def test_the_strongest_layer_wins_and_is_named_as_source(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
     names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
     loaded = load(

@@ -54,9 +54,7 @@ def saved(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_an_unchanged_file_is_read_once_and_with_a_boot_once_after_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_file_is_read_once_or_once_after_each_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "RACY_SECONDS", -1.0)  # else a file is remembered when it is two seconds old
     path, digests = make(tmp_path / "file", bytes(8 << 20)), []
 
@@ -88,9 +86,7 @@ def test_what_changed_is_read_again(tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("jump", [-10 * DAY, -1.5, 0.0, 1.5])
-def test_a_file_that_has_just_changed_is_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
+def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     """Around the file's own time another write could leave the same times; far from it, on either side, it cannot."""
     path = make(tmp_path / "file", mtime_ns=LONG_AGO)
     monkeypatch.setattr(time, "time", lambda: LONG_AGO / 1e9 + jump)

@@ -130,9 +130,7 @@ def tool_row() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system turn", "without"])
-def test_functions_and_calls_equal_those_of_transformers(
-    fox_encoder: Encoder, opened: Any, tinyseek: Encoder, first: int
-) -> None:
+def test_calls_equal_those_of_transformers(fox_encoder: Encoder, opened: Any, tinyseek: Encoder, first: int) -> None:
     row = tool_row()
     row["messages"] = row["messages"][first:]
     parsed = parse_conversation(row)
@@ -294,7 +292,7 @@ def test_a_greedy_template_is_refused(greedy: str, small: Sandbox, tmp_path: Pat
     assert used.ru_maxrss - begun.ru_maxrss < 200_000, "KiB"
 
 
-def test_a_template_made_endless_by_a_content_is_refused(
+def test_a_template_endless_for_a_content_is_refused(
     small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jinja_templates, "SANDBOX", small)

@@ -272,8 +272,9 @@ def test_what_was_left_out_is_not_found(
     for name, remove, count in (("kept", False, 2), ("clean", True, 0)):
         against = contamination.overlap_check([str(items)], OverlapRule(), remove=True) if remove else None
         build(tmp_path / name, encoder, documents, against)
-        found = in_process(capsys)("data", "contamination", tmp_path / name, *arguments, "--json").json
-        assert found["tasks"]["items.jsonl"]["overlapping"] == count
+        done = in_process(capsys)("data", "contamination", tmp_path / name, *arguments, "--json")
+        found = done.json
+        assert done.code == 0 and found["tasks"]["items.jsonl"]["overlapping"] == count
         shards = ShardSet(tmp_path / name / "train")
         for item in found["items"]:
             text = encoder.decode(shards.row(item["places"][0]["record"])[0].tolist())
@@ -282,9 +283,7 @@ def test_what_was_left_out_is_not_found(
     assert "2 training documents contain an item" in shown.out
 
 
-def test_without_items_held_out_rows_are_searched_for(
-    tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_rows_are_items_by_default(tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ", k=100)) for seed in range(40)]
     documents = write_lines(
         tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))]

@@ -291,9 +291,7 @@ def test_one_of_ours_is_taken_as_it_is(tmp_path: Path) -> None:
     ],
     ids=["padding is the end", "padding is unknown", "named but not there, or none"],
 )  # fmt: skip
-def test_padding_is_neither_the_end_nor_unknown(
-    tmp_path: Path, config: dict[str, Any], tokens: tuple[str, str, str]
-) -> None:
+def test_padding_is_not_the_end_nor_unknown(tmp_path: Path, config: dict[str, Any], tokens: tuple[str, str, str]) -> None:
     encoder = take(make(tmp_path / "source", None, **config), tmp_path / "out", "ttrain")
     assert (encoder.pad_id, encoder.bos_id, encoder.eos_id) == tuple(map(encoder.special, tokens))
     assert encoder.pad_id not in (encoder.eos_id, encoder.unk_id)

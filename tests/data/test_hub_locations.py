@@ -60,7 +60,7 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(onl
     assert [locations.version(location) for location in TRAIN] == TRAIN
     online.repos["owner/some-set"]["main"] = OLD
     asked = len(online.site.asked)
-    assert expand("hf://owner/some-set") == TRAIN
+    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
     assert len(online.site.asked) == asked, "one process sees one commit"
 
 

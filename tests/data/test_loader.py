@@ -235,9 +235,7 @@ def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed
 
 
 @pytest.mark.parametrize(("group_rows", "weights"), [([5, 40, 11], [0.2, 0.5, 0.3]), ([13], [2.0])])
-def test_a_weighted_order_equals_single_draws(
-    monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]
-) -> None:
+def test_a_weighted_order_equals_draws(monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]) -> None:
     monkeypatch.setattr(loading, "DRAWS_PER_CYCLE", 50)
     order = WeightedOrder(group_rows, weights, rows_per_step=7, total_rows=230, seed=4, draws=50)
     expected = naive_weighted(group_rows, weights, 230, seed=4)

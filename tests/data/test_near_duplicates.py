@@ -189,9 +189,7 @@ def all_digests(output: Path) -> dict[str, Any]:
     return {**digests(output), **near, "report": (output / REPORT).read_bytes()}
 
 
-def test_a_set_that_grows_equals_one_of_all_files(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path
-) -> None:
+def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
     with Processes(2) as pool:
         for count in (1, 2, 3):
             grown = build(tmp_path / "out", nights[:count], recipe, SPLIT, pool=pool)

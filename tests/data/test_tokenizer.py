@@ -187,9 +187,7 @@ def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
     seed=st.integers(0, 3),
     chance=st.randoms(),
 )
-def test_a_reservoir_holds_the_lowest_hashes(
-    sizes: list[int], documents: int | None, seed: int, chance: random.Random
-) -> None:
+def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None, seed: int, chance: random.Random) -> None:
     rows = [f"{number}:".ljust(size, "ü") for number, size in enumerate(sizes)]
     limits = config(max_bytes=20_000, max_documents=documents, seed=seed)
     expected = lowest(rows, limits)

@@ -125,9 +125,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_a_large_file_is_read_once_and_has_digests_of_its_pieces(
-    store: ArtifactStore, request: pytest.FixtureRequest
-) -> None:
+def test_a_large_file_is_read_once_with_digests_of_its_pieces(store: ArtifactStore, request: pytest.FixtureRequest) -> None:
     size = (4 << 20) + 5
     small = publish_file(store, size)
     assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}

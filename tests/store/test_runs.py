@@ -170,12 +170,7 @@ def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(
     runs_directory, night = tmp_path / "runs", tmp_path / "nightly" / "mine"
     served = schedule_files.folder_of(tmp_path) / serving.SERVING
     weights = tmp_path / "mlflow" / "weights"
-    open_files = (
-        runs_directory / "old.json",
-        runs_directory / "old.log",
-        night / "night-000001.json",
-        served,
-    )
+    open_files = (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json", served)
     for path in (*open_files, weights):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")

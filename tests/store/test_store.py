@@ -113,9 +113,7 @@ def published_files(artifact: Artifact) -> dict[str, bytes]:
     return seen
 
 
-def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(
-    store: ArtifactStore,
-) -> None:
+def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(store: ArtifactStore) -> None:
     """In the result, what JSON writes otherwise; in the output, what a kill left of a file's writing."""
     output = make_output(
         store.work(STAGE, KEY) / "output", {"model/.config.json.4242.tmp": b"{", "model/.mine.tmp": b"kept"}

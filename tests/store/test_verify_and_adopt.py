@@ -79,9 +79,7 @@ def test_an_artifact_whose_manifest_is_damaged_is_not_found_and_is_named(user_ho
         shutil.rmtree(path)
 
 
-def test_an_artifact_with_a_damaged_manifest_is_listed_and_set_aside(
-    user_home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_manifest_is_listed_and_set_aside(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
     os.truncate(harmed.path / "manifest.json", 40)
     said = "manifest.json cannot be read: "
@@ -94,9 +92,7 @@ def test_an_artifact_with_a_damaged_manifest_is_listed_and_set_aside(
     assert not harmed.path.exists() and "1 artifacts" in printed(capsys, "artifacts", "verify")
 
 
-def test_verify_notices_changed_bytes_and_names_what_was_made_from_them(
-    user_home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_notices_changed_bytes_and_names_dependents(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     whole, base = user_home.publish("pretrain", "whole"), user_home.publish("pretrain", "base")
     sft = user_home.publish("sft", "sft", base=base)
     user_home.publish("lora", "lora", base=sft)
@@ -132,9 +128,7 @@ def published(house: House, planned: Planned, **ingredients: Any) -> Artifact:
     return house.publish(replace(planned, key=key_of(made), ingredients=made), "text", **more)
 
 
-def test_what_differs_in_code_alone_is_adopted_under_the_new_key(
-    pipeline: House, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_in_code_alone_is_adopted_under_a_new_key(pipeline: House, capsys: pytest.CaptureFixture[str]) -> None:
     planned = pipeline.plan()["tokenizer"]
     old = published(pipeline, planned, code=older(planned))
     assert pipeline.plan()["tokenizer"].state == "run"
@@ -193,9 +187,7 @@ def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: H
 # --- list, show, path -----------------------------------------------------------------------------------------------------
 
 
-def test_the_list_names_state_size_and_newest_run_of_each_artifact(
-    user_home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_names_state_size_and_newest_run_of_each(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """Also of what could go on."""
     whole, broken = user_home.publish("sft", "whole"), user_home.publish("sft", "broken", age=2 * LONG_AGO)
     (broken.path / "model" / "weights.bin").unlink()
