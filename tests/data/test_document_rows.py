@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.tiny_data import NumberedRows, write_shards
 
@@ -257,6 +257,7 @@ def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[
 
 @settings(max_examples=100, deadline=None)
 @given(look_back=st.sampled_from([1, 3, 65_536]), records=records_of_markers, place=st.integers(0, 200))
+@example(look_back=65_536, records=[[1, 5], [5, 5]], place=3)  # what the record before left open
 def test_a_row_that_begins_inside_a_region_knows_it(look_back: int, records: list[list[int]], place: int) -> None:
     ids, starts, masks = np.concatenate(records), begins(records), Intervals(PAIRS)
     place %= len(ids)
@@ -303,7 +304,7 @@ def test_only_tokens_that_are_not_masked_are_learnt_once(kind: Any, records: lis
     assert (counts["target_tokens"], counts["masked_tokens"]) == (len(free), learnable - len(free))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(packed=st.booleans(), records=records_of_markers, row_length=st.integers(2, 9), seed=st.integers(0, 9))
 def test_masked_answers_are_not_learnt(packed: bool, records: list[list[int]], row_length: int, seed: int) -> None:
     unique, free = numbered(records)

@@ -156,8 +156,8 @@ def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
 def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
     code = """
 from support.located_files import expand
-from support.streamed_files import read
-print(*expand("hf://owner/name"), read(expand("hf://owner/name")[0]).decode())
+from ttrain.data import streams
+print(*expand("hf://owner/name"), b"".join(streams.chunks(expand("hf://owner/name")[0])).decode())
 """
     with served_hub(FakeHub({"owner/name": {"main": NEW}}, {NEW: {"rows.jsonl": ROW}})) as opened:
         environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
