@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -12,7 +13,7 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import Settings, flatten, loading
+from ttrain.config import Settings, flatten, loading, rules
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.pipeline.names import settings_of
@@ -32,9 +33,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
-def test_the_strongest_layer_that_names_a_value_wins_and_is_named_as_its_source(
-    tmp_path: Path, profile: str, present: tuple[bool, ...]
-) -> None:
+def test_the_strongest_layer_wins_and_is_named_as_source(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
     names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
     loaded = load(
@@ -123,10 +122,7 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
             ["model.hidden_size=100", "model.heads=3"],
             ["model.hidden_size is 100", "model.heads 3", "try model.hidden_size=102"],
         ),
-        (
-            ["model.heads=3", "model.hidden_size=129"],
-            ["model.hidden_size is 129", "heads of 43", "multiple of 6", "try model.hidden_size=132"],
-        ),
+        (["model.heads=3", "model.hidden_size=129"], ["size is 129", "heads of 43", "multiple of 6", "hidden_size=132"]),
         (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
         (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
         (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
@@ -150,21 +146,16 @@ def test_what_breaks_a_rule_is_refused_with_the_rule_and_a_cure(overrides: list[
 
 
 @pytest.mark.parametrize(
-    ("item", "budget"),
-    [
-        ("pretrain.epochs=2", (None, 2.0)),
-        ("sft.tokens=5000", (5000, None)),
-    ],
+    ("stage", "chosen", "other", "budget"),
+    [("pretrain", "epochs", "tokens", (None, 2.0)), ("sft", "tokens", "epochs", (2, None))],
 )
-def test_naming_one_budget_clears_the_default_of_the_other(item: str, budget: tuple[int | None, float | None]) -> None:
-    loaded = load([item], environment={})
-    name, _, chosen = item.partition("=")[0].partition(".")
-    section = getattr(loaded.settings, name)
-    weaker = load([item], environment={f"TTRAIN__{name.upper()}__{'TOKENS' if chosen == 'epochs' else 'EPOCHS'}": "7"})
-    assert getattr(weaker.settings, name) == section, "a stronger layer's budget takes a weaker one's away"
+def test_naming_one_budget_clears_the_default_of_the_other(stage: str, chosen: str, other: str, budget: Any) -> None:
+    loaded = load([f"{stage}.{chosen}=2"], environment={})
+    section = getattr(loaded.settings, stage)
     assert (section.tokens, section.epochs) == budget
-    other = "epochs" if chosen == "tokens" else "tokens"
-    assert set_by_hand(loaded) == {f"{name}.{chosen}": "command line", f"{name}.{other}": f"{name}.{chosen} is set"}
+    assert set_by_hand(loaded) == {f"{stage}.{chosen}": "command line", f"{stage}.{other}": f"{stage}.{chosen} is set"}
+    weaker = load([f"{stage}.{chosen}=2"], environment={f"TTRAIN__{stage}__{other}".upper(): "7"})
+    assert getattr(weaker.settings, stage) == section, "a stronger layer's budget takes a weaker one's away"
 
 
 def test_what_is_not_there_is_told_and_too_many_neighbours_are_not(tmp_path: Path) -> None:
@@ -194,26 +185,21 @@ def test_all_sections_are_frozen_and_closed() -> None:
             type(section).model_validate({**section.model_dump(), "surprise": 1})
 
 
-def test_settings_dumped_as_json_and_loaded_again_are_equal(tmp_path: Path) -> None:
+def test_settings_are_equal_after_json_and_every_known_key_can_be_set_by_its_own_name(tmp_path: Path) -> None:
     overrides = ["pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]", "model.kv_heads=1"]
     settings = load(overrides, environment={}).settings
     text = json.dumps(settings.model_dump(mode="json"))
-    assert Settings.model_validate(json.loads(text)) == settings
     assert load(files=[settings_file(tmp_path, text)], environment={}).settings == settings
-
-
-def test_every_known_key_can_be_set_by_its_own_name() -> None:
     default = dict(flatten(Settings().model_dump(mode="json")))
     assert set(known_keys()) == set(default)
-    items = [f"{key}={json.dumps(value)}" for key, value in default.items()]
-    assert load(items, environment={}).settings == Settings()
+    assert load([f"{key}={json.dumps(value)}" for key, value in default.items()], environment={}).settings == Settings()
 
 
 def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = settings_file(tmp_path, "model: {layers: 3}")
+    path, runner = settings_file(tmp_path, "model: {layers: 3}"), CliRunner()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTRAIN__SFT__SEED", "5")
-    done = CliRunner().invoke(app, ["config", "show", "sft.epochs=2", "-c", path.name])
+    done = runner.invoke(app, ["config", "show", "sft.epochs=2", "-c", path.name])
     lines = done.stdout.splitlines()
     assert done.exit_code == 0, done.output
     assert {
@@ -221,13 +207,8 @@ def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypa
         "model.kind: \"qwen3\"  # default",
     } <= set(lines)  # fmt: skip
     assert [line.partition(":")[0] for line in lines] == known_keys()
-
-
-def test_config_show_as_json_and_the_schema_are_json() -> None:
-    runner = CliRunner()
     shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
-    assert shown["name"] == {"value": "small", "source": "profile small"}
-    assert set(shown) == set(known_keys())
+    assert shown["name"] == {"value": "small", "source": "profile small"} and set(shown) == set(known_keys())
     schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
     assert set(schema["properties"]) == set(Settings.model_fields) and schema["additionalProperties"] is False
 
@@ -260,3 +241,47 @@ def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_long
     )
     with pytest.raises(UsageError, match=r"'runtime\.prefetch_steps' \(from command line\) is a constant now; leave it out"):
         load(["runtime.prefetch_steps=2"])
+
+
+# --- settings of pretraining that follow from others where they are `auto`
+
+
+LARGE = ("model.layers=8",)  # a head of 0.16 of the layers' parameters
+
+
+def followed(*given: str) -> dict[str, Any]:
+    values = dict(flatten(load(list(given), environment={}).settings.model_dump()))
+    return {key: values[key] for key in rules.KEYS}
+
+
+def test_the_defaults_are_what_auto_makes_of_them() -> None:
+    usual = dict(flatten(Settings().model_dump()))
+    assert rules.automatic(usual) == {key: usual[key] for key in rules.KEYS}
+
+
+def test_a_small_head_is_its_own_and_learns_twice_as_fast() -> None:
+    assert followed(*LARGE) == {**followed(), rules.TIED: False, "pretrain.optim.head_lr": 8e-3}
+    assert followed(*LARGE, "model.tie_embeddings=true") == followed()
+    assert followed("model.tie_embeddings=false")["pretrain.optim.head_lr"] == 8e-3
+    assert followed("tokenizer.vocab_size=1000")[rules.TIED] is False
+
+
+def test_the_batch_follows_the_budget_and_rates_of_embedding_and_head_the_width() -> None:
+    assert [followed(f"pretrain.tokens={tokens}")[rules.BATCH_KEY] for tokens in ("100k", "1M", "20M", "1B")] == [
+        1024, 2048, 8192, 65536,
+    ]  # fmt: skip
+    wide = followed("model.hidden_size=512", "model.heads=8")
+    assert (wide["pretrain.optim.embedding_lr"], wide["pretrain.optim.head_lr"]) == (0.02, 4e-3)
+    assert wide["pretrain.optim.lr"] == followed()["pretrain.optim.lr"]
+
+
+@pytest.mark.parametrize("given", ["pretrain.optim.kind=adamw", "pretrain.start_from=./model"])
+def test_another_optimizer_and_a_model_that_exists_have_one_rate_and_usual_betas(given: str) -> None:
+    found = followed(given)
+    assert found[rules.BETAS_KEY] == (0.9, 0.95)
+    assert found["pretrain.optim.embedding_lr"] is found["pretrain.optim.head_lr"] is None
+
+
+def test_a_number_overrides_and_auto_gives_it_back() -> None:
+    assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.betas=[0.9,0.99]")[rules.BETAS_KEY] == (0.9, 0.99)
+    assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.head_lr=auto") == followed()

@@ -49,15 +49,13 @@ def sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
 
 
 def test_what_goes_wrong_is_named_and_the_next_request_is_answered(sandbox: Sandbox) -> None:
-    cases: dict[str, tuple[type[Exception], str]] = {
-        "error": (WorkFailed, "RuntimeError: no such luck"),
-        "data error": (DataError, "a.jsonl:3: wrong"),
-        "memory": (BudgetExceeded, "it needs more than 256 MiB of memory"),
-        "crash": (BudgetExceeded, "its process ended with SIGSEGV"),
-    }
-    for request, (error, message) in cases.items():
+    for request, error, message in (
+        (b"error", WorkFailed, "RuntimeError: no such luck"), (b"data error", DataError, "a.jsonl:3: wrong"),
+        (b"memory", BudgetExceeded, "it needs more than 256 MiB of memory"),
+        (b"crash", BudgetExceeded, "its process ended with SIGSEGV"),
+    ):  # fmt: skip
         with pytest.raises(error, match=message):
-            sandbox.call(request.encode())
+            sandbox.call(request)
         assert sandbox.call(b"hello") == b"HELLO"
         assert sandbox.call(b"print") == b"printed"
 

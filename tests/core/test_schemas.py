@@ -84,28 +84,24 @@ def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_other_database")
-def test_prefect_s_database_is_made_of_the_schema_once(tmp_path: Path) -> None:
-    history_database.prepare(tmp_path)
-    path = history_database.database_of(tmp_path)
-    assert lines(dump(path)) == lines(history_database.SCHEMA.read_text(encoding="utf-8"))
-    assert [file.name for file in path.parent.iterdir()] == [path.name] and path.parent.stat().st_mode & 0o777 == 0o700
-    path.write_bytes(b"")
-    history_database.prepare(tmp_path)
-    assert path.read_bytes() == b"", "what is there is the server's"
-
-
-@pytest.mark.usefixtures("no_other_database")
-def test_a_database_that_another_process_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = history_database.database_of(tmp_path)
-    link = os.link
+def test_prefect_s_database_is_made_of_the_schema_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, link = history_database.database_of(tmp_path), os.link
 
     def late(source: Path, target: Path) -> None:
         target.write_bytes(b"the other's")
         link(source, target)
 
-    monkeypatch.setattr(os, "link", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", late)
+        history_database.prepare(tmp_path)
+    assert path.read_bytes() == b"the other's", "what another process makes meanwhile stays"
+    path.unlink()
     history_database.prepare(tmp_path)
-    assert path.read_bytes() == b"the other's" and len(list(path.parent.iterdir())) == 1
+    assert lines(dump(path)) == lines(history_database.SCHEMA.read_text(encoding="utf-8"))
+    assert [file.name for file in path.parent.iterdir()] == [path.name] and path.parent.stat().st_mode & 0o777 == 0o700
+    path.write_bytes(b"")
+    history_database.prepare(tmp_path)
+    assert path.read_bytes() == b"", "what is there is the server's"
 
 
 @pytest.mark.usefixtures("no_other_database")

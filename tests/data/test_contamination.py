@@ -1,41 +1,42 @@
-"""Items of evaluations in training shards: found however they are written, nothing that is not there, left out."""
+"""Items of evaluations in training shards: found however they are written, nothing that is not there; told apart in an
+evaluation, left out on request, and known to later nights."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import shard_sets
-from support.contaminated_shards import ANSWER, POEM, QUESTION, jsonl
-from support.shard_sets import ALL
+from support.data_commands import in_process
+from support.shard_sets import ALL, write_lines
 from support.tiny_data import write_shards
+from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.cli.main import main
-from ttrain.config import Reading, Settings
+from ttrain.config import Evaluate, EvaluateConfig, Reading, Settings
+from ttrain.config.evaluate import Suite
 from ttrain.data import contamination, overlap
 from ttrain.data.contamination import OverlapRule
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import TextIndex, TextMatch
-from ttrain.data.shards import ShardSet, read_shard
+from ttrain.data.shards import Column, ShardSet, read_shard
 from ttrain.errors import DataError, UsageError
+from ttrain.evaluate import run
+from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
 from ttrain.pipeline.input_files import data_files, evaluation_files
-from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
+from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate
 from ttrain.stages.shards import heldout_records, recipe_of
 
+POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
+QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
 AWKWARD = (
     "Straße, ÜBER e\u0301 ﬁ ½ ①", "한국어 텍스트", "\ud7ff\ue000 <|bos|> <|im_start|>user", "🙂👩\u200d👧 a\0b\t\n", "",
     "日" * 50, "नमस्ते दुनिया", "a" * 300, "\uffff\U0010ffff x", "ＡＢＣ１２３", POEM,
 )  # fmt: skip
-
-
-def call(*arguments: str | Path) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    assert not end.value.code
 
 
 def naive(text: bytes, wanted: bytes, ngram: int) -> tuple[int, int]:
@@ -51,31 +52,29 @@ def naive(text: bytes, wanted: bytes, ngram: int) -> tuple[int, int]:
     return len(covered), longest
 
 
+def stored(directory: Path, encoder: Encoder, texts: Sequence[Sequence[int]]) -> Column:
+    """The ids as they come back from a shard."""
+    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in texts]
+    index = write_shards(directory, rows, kind="documents", vocab_size=len(encoder))
+    return read_shard(directory / index["shards"][0]["file"])
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 10**6])
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
-    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(AWKWARD)]
-    index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
-    column = read_shard(tmp_path / index["shards"][0]["file"])
-    token_bytes = overlap.TokenBytes(encoder)
-    found = []
+    column, token_bytes, found = stored(tmp_path, encoder, encoder.encode(AWKWARD)), overlap.TokenBytes(encoder), []
     for first, last in overlap.chunks(column, chunk_tokens):
         data, begins = overlap.records(column, token_bytes, first, last)
         assert len(begins) == last - first
         found += [bytes(part.tobytes()) for part in np.split(data, begins[1:])]
-    for text, part in zip(AWKWARD, found, strict=True):
-        assert part == overlap.RECORD_BYTES + overlap.plain(text)
+    assert found == [overlap.RECORD_BYTES + overlap.plain(text) for text in AWKWARD]
     assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
     assert overlap.plain("—… 🙂 \u200b\0") == b"" and overlap.plain("你好，世界！") == "你好世界".encode()
 
 
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
     (poem,) = encoder.encode([POEM])
-    texts = (poem, poem[:1], poem)  # the second ends within a character
-    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in texts]
-    index = write_shards(tmp_path, rows, kind="documents", vocab_size=len(encoder))
-    data, begins = overlap.records(
-        read_shard(tmp_path / index["shards"][0]["file"]), overlap.TokenBytes(encoder), 0, len(rows)
-    )
+    column = stored(tmp_path, encoder, [poem, poem[:1], poem])  # the second ends within a character
+    data, begins = overlap.records(column, overlap.TokenBytes(encoder), 0, 3)
     assert len(begins) == 3
     found = TextIndex([overlap.plain(POEM)], 32).find(data, begins)
     assert [(one.record, one.bytes) for one in found] == [(0, 60), (2, 60)]
@@ -126,16 +125,16 @@ def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: P
         {"text": POEM},
         {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]},
         {"title": "nothing"},
-        "no JSON",
+        b"no JSON",
     ]
-    found, tally = contamination.read_items(str(jsonl(tmp_path / "items.jsonl", rows)), "mixed")
+    found, tally = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", rows)), "mixed")
     whole = overlap.plain(QUESTION + ANSWER)
     expected = [whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
     assert [item.text for item in found] == [*expected, whole]
     assert sum(tally.rejected.values()) == 2
     assert found[1].location.endswith("items.jsonl:2")
     with pytest.raises(DataError, match="no item"):
-        contamination.read_items(str(jsonl(tmp_path / "none.jsonl", [{"title": 1}])), "none")
+        contamination.read_items(str(write_lines(tmp_path / "none.jsonl", [{"title": 1}])), "none")
 
 
 @pytest.fixture
@@ -155,7 +154,7 @@ def corpus(tmp_path: Path) -> tuple[Path, Path]:
         {"question": ["bad"]},
     ]
     documents = [{"text": text} for text in texts]
-    return jsonl(tmp_path / "documents.jsonl", documents), jsonl(tmp_path / "items.jsonl", items)
+    return write_lines(tmp_path / "documents.jsonl", documents), write_lines(tmp_path / "items.jsonl", items)
 
 
 def build(
@@ -165,7 +164,7 @@ def build(
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
+def test_documents_that_hold_an_item_are_left_out(
     tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], remove: bool
 ) -> None:
     documents, items = corpus
@@ -187,9 +186,7 @@ def test_documents_that_hold_an_item_are_told_and_left_out_on_request(
     tally = built.tallies["train"]
     assert tally.kept + sum(tally.skipped.values()) + sum(tally.rejected.values()) == tally.rows == 30
     assert tally.skipped.get(contamination.OVERLAPS, 0) == 2 * remove
-    shards = ShardSet(tmp_path / "out" / "train")
-    texts = [encoder.decode(shards.row(number)[0].tolist()) for number in range(len(shards))]
-    assert any("床前" in text for text in texts) is not remove
+    assert any("床前" in text for text in shard_sets.texts_in(tmp_path / "out", encoder.directory)) is not remove
     again = build(tmp_path / "out", encoder, documents, None)  # the whole shards stay aside, so they come back
     assert again.parts["train"]["shards"] == plain.parts["train"]["shards"]
     assert not (tmp_path / "out" / contamination.REPORT).exists()
@@ -200,8 +197,8 @@ def test_the_rule_says_from_which_length_and_share_on_a_document_holds_an_item(t
     """A document has the first 40 of the 100 letters of an item."""
     item = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=100))
     texts = [f"0123 {item[:40]} 4567", *(f"Another document, number {n}." for n in range(5))]
-    documents = jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    items = jsonl(tmp_path / "items.jsonl", [{"text": item}])
+    documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    items = write_lines(tmp_path / "items.jsonl", [{"text": item}])
     for number, (rule, touched, overlapping) in enumerate((
         (OverlapRule(share=0.4), 1, 1), (OverlapRule(share=0.41), 1, 0), (OverlapRule(ngram_bytes=50, share=0.4), 0, 0),
     )):  # fmt: skip
@@ -220,8 +217,8 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
 
     short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say")
     chats = [chat("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
-    documents = jsonl(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
-    items = jsonl(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
+    documents = write_lines(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
+    items = write_lines(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
     against = contamination.overlap_check([str(items)], OverlapRule(), remove=True)
     built = build(tmp_path / "out", encoder, documents, against, "chats")
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
@@ -233,10 +230,7 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
 def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encoder: Encoder) -> None:
     role, end = encoder.special("<|user|>"), encoder.special("<|end|>")
     first, second = encoder.encode(["user\nWhich river?", "assistant\nThe assistant\nsays: none"])
-    index = write_shards(
-        tmp_path, [([role, *first, end, role, *second, end], ())], kind="documents", vocab_size=len(encoder)
-    )
-    column = read_shard(tmp_path / index["shards"][0]["file"])
+    column = stored(tmp_path, encoder, [[role, *first, end, role, *second, end]])
     data, _ = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
     assert data.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
 
@@ -270,45 +264,42 @@ def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -
         assert number in {one.text for one in found if one.bytes == len(text)}
 
 
-def test_nothing_is_found_where_it_was_left_out(
+def test_what_was_left_out_is_not_found(
     tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     documents, items = corpus
-    counts = []
-    for name, against in (("kept", None), ("clean", contamination.overlap_check([str(items)], OverlapRule(), remove=True))):
+    arguments = ["--items", items, "--tokenizer", encoder.directory, "--workers", "1"]
+    for name, remove, count in (("kept", False, 2), ("clean", True, 0)):
+        against = contamination.overlap_check([str(items)], OverlapRule(), remove=True) if remove else None
         build(tmp_path / name, encoder, documents, against)
-        arguments = ["--items", str(items), "--tokenizer", str(encoder.directory), "--workers", "1"]
-        call("data", "contamination", tmp_path / name, *arguments, "--json")
-        found = json.loads(capsys.readouterr().out)
-        counts.append(found["tasks"]["items.jsonl"]["overlapping"])
+        done = in_process(capsys)("data", "contamination", tmp_path / name, *arguments, "--json")
+        found = done.json
+        assert done.code == 0 and found["tasks"]["items.jsonl"]["overlapping"] == count
         shards = ShardSet(tmp_path / name / "train")
         for item in found["items"]:
             text = encoder.decode(shards.row(item["places"][0]["record"])[0].tolist())
             assert " ".join(text.split()).startswith(item["places"][0]["begins"][:30])
-    assert counts == [2, 0]
-    call("data", "contamination", tmp_path / "kept", *arguments)
-    assert "2 training documents contain an item" in capsys.readouterr().out
+    shown = in_process(capsys)("data", "contamination", tmp_path / "kept", *arguments)
+    assert "2 training documents contain an item" in shown.out
 
 
-def test_what_was_held_out_is_looked_for_where_no_items_are_named(
-    tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rng = random.Random(2)
-    texts = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(100)) for _ in range(40)]
-    documents = jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))])
+def test_held_out_rows_are_items_by_default(tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ", k=100)) for seed in range(40)]
+    documents = write_lines(
+        tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))]
+    )
     reading = Reading(heldout_fraction=0.3)
     shard_sets.build(tmp_path / "out", [documents], recipe_of(reading, encoder.directory, "documents"), reading)
     held_out = [record["text"].lower() for record in heldout_records(tmp_path / "out")]
     alone = sum(held_out.count(text) == 1 for text in held_out)  # the other spelling is learnt from
     assert 0 < alone < len(held_out)
-    arguments = ["--tokenizer", str(encoder.directory), "--workers", "1", "--json"]
-    call("data", "contamination", tmp_path / "out", *arguments)
-    task = json.loads(capsys.readouterr().out)["tasks"]["heldout"]
+    arguments = ["--tokenizer", encoder.directory, "--workers", "1", "--json"]
+    task = in_process(capsys)("data", "contamination", tmp_path / "out", *arguments).json["tasks"]["heldout"]
     assert (task["items"], task["overlapping"]) == (len(held_out), alone)
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
-    items = jsonl(tmp_path / "items.jsonl", [{"text": POEM}])
+    items = write_lines(tmp_path / "items.jsonl", [{"text": POEM}])
     suite = tmp_path / "suite.yaml"
     suite.write_text("tasks:\n  poems: {kind: choices, file: items.jsonl}\n  prose: {kind: text, file: heldout}\n")
     for named in (str(items), str(suite)):
@@ -319,3 +310,77 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
     suite.write_text("tasks:\n  arc: {kind: harness, task: arc_easy}\n")
     with pytest.raises(UsageError, match="arc are those of lm-evaluation-harness"):
         evaluation_files((str(suite),))
+
+
+# --- items of an evaluation
+
+
+def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
+    file = write_lines(directory / f"{task}.jsonl", rows)
+    spec = Suite.model_validate({"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}).tasks[task]
+    return run.functions_of(spec)[0](task, spec, SuiteFiles(directory))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
+        ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
+        ("generation", {"question": QUESTION, "answer": ANSWER}),
+        ("text", {"text": POEM}),
+        ("chats", {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}),
+    ],
+)
+def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path: Path, kind: str, row: Any) -> None:
+    fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
+    rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
+    items = items_of("task", kind, rows, tmp_path)
+    found, _ = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), "row")
+    apart = run.mark_overlaps(items, {found[0].digest}, leave_out=False)
+    assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
+    assert apart.digests == items.digests
+    without = run.mark_overlaps(items, {found[0].digest}, leave_out=True)
+    assert without.digests == (items.digests[0], items.digests[2])
+    assert without.reasons == {IN_TRAINING: 1}
+    assert without.groups == ({"lang=en": (0,), "lang=zh": (1,)} if items.groups else {})
+    assert run.mark_overlaps(items, {"other"}, leave_out=True) is items
+    if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
+        shown = items_of("task", kind, rows, tmp_path, shots=1)
+        assert run.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
+
+
+@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}])
+def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
+    items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
+    (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
+    assert found.text == overlap.plain(QUESTION) + b"1234"
+    assert run.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
+
+
+def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
+    home.pretrain(settings, tmp_path / "base")
+    write_lines(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
+    contamination.write_item_shares(home.documents.path, {contamination.item_of("", "", QUESTION).digest: 1.0})
+    found = {}
+    for overlapping in ("report", "leave_out"):
+        told: Any = {"suites": str(suite), "overlapping": overlapping, "row_length": 32, "stride": 16, "resamples": 100}
+        config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
+        (tmp_path / overlapping).mkdir()
+        given = {"base": tmp_path / "base", "documents": home.documents.path}
+        found[overlapping] = run_here(evaluate, config, tmp_path / overlapping, given, settings.runtime)
+    apart, without = found["report"], found["leave_out"]
+    assert (apart["counts"]["texts/items"], without["counts"]["texts/items"]) == (3, 2)
+    assert without["counts"]["texts/left_out"] == 1
+    clean = apart["metrics"]["texts/bits_per_byte/base/overlap:no"]
+    assert clean == pytest.approx(without["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
+    assert clean != pytest.approx(apart["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
+
+
+def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    items = items_of("task", "text", [{"text": POEM}], tmp_path)
+    known = {contamination.item_of("", "", POEM).digest}
+    with pytest.raises(DataError, match=r"evaluate\.overlapping=report"):
+        run.mark_overlaps(items, known, leave_out=True)

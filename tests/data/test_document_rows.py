@@ -1,19 +1,25 @@
-"""Rows of documents: no token lost, none counted twice, compared with a loop that a child could write."""
+"""Rows of documents: no token lost, none counted twice, compared with a loop that a child could write. Rows of several
+sources side by side, best fit against a search over all bins, and masked regions.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny_data import write_shards
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.tiny_data import NumberedRows, write_shards
 
-from ttrain.data.packing import IGNORE, Batch
-from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows
+from ttrain.data import packing
+from ttrain.data.packing import IGNORE, Array, Batch, Counts, Intervals, MixedRows, best_fit
+from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
 
@@ -78,11 +84,10 @@ def test_document_rows_equal_a_naive_loop(
     rows = kind(shard_set(tmp_path, documents, tokens_per_shard), row_length, PAD, stride=stride)
     rows.trimmed = False
     expected = naive_rows(documents, row_length, stride, kind)
-    batch = rows.batch(range(len(rows)))
+    batch, counts = rows.batch(range(len(rows))), rows.counts()
     assert [lines(batch, row) for row in range(len(rows))] == expected
     assert [lines(rows.batch([row])) for row in range(len(rows))] == expected, "a row does not depend on those beside it"
     assert rows.lengths().tolist() == [sum(segment >= 0 for segment in line[3]) for line in expected]
-    counts = rows.counts()
     assert counts["dropped_tokens"] == counts["cut_records"] == counts["masked_tokens"] == 0
     assert counts["fill"] == pytest.approx(rows.lengths().sum() / (row_length * len(rows)))
 
@@ -108,7 +113,7 @@ def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @pytest.mark.parametrize(("row_length", "stride"), [(8, 1), (9, 5), (6, 6)])
-def test_the_multiplicity_is_what_a_count_of_all_labels_gives(
+def test_the_multiplicity_is_a_count_of_all_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, row_length: int, stride: int
 ) -> None:
     monkeypatch.setattr("ttrain.data.record_rows.TOKENS_PER_PASS", 13)
@@ -137,3 +142,175 @@ def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -
         rows.batch([0])
     with pytest.raises(AssertionError, match="stride 9 with rows of 8"):
         DocumentRows(shards, 8, PAD, stride=9)
+
+
+# --- several sources
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> ShardSet:
+    """Documents of 30, 7 and 12 tokens in groups 0, 1 and 0."""
+    documents: list[Any] = [([*range(10, 40)], []), ([*range(50, 57)], []), ([*range(60, 72)], [])]
+    write_shards(
+        tmp_path, documents, kind="documents", vocab_size=100, tokens_per_shard=1, groups=[0, 1, 0], weights=[0.9, 0.1]
+    )
+    return ShardSet(tmp_path)
+
+
+def test_mixed_rows_are_the_rows_of_the_groups_one_after_the_other(shards: ShardSet) -> None:
+    groups = [DocumentRows(shards.group(number), 8, 0) for number in range(2)]
+    mixed = MixedRows(groups, shards.weights)
+    assert len(mixed) == len(groups[0]) + len(groups[1]) == 6 + 1
+    alone = [lines(group.batch([row])) for group in groups for row in range(len(group))]
+    assert [lines(mixed.batch([row])) for row in range(len(mixed))] == alone
+    assert mixed.lengths().tolist() == [*groups[0].lengths(), *groups[1].lengths()] == [8] * 5 + [1, 6]
+
+
+def test_counts_of_mixed_rows_are_sums_and_weighted_means(shards: ShardSet) -> None:
+    groups = [DocumentRows(shards.group(number), 8, 0, stride=4) for number in range(2)]
+    counts, rows = MixedRows(groups, [1, 1]).counts(), sum(group.counts()["rows"] for group in groups)
+    assert counts["rows"] == rows == counts["rows_of_source_0"] + counts["rows_of_source_1"]
+    assert (counts["records"], counts["row_length"]) == (3, 8)
+    assert counts["target_multiplicity"] == pytest.approx(counts["target_tokens"] / (29 + 6 + 11))
+    assert counts["fill"] == pytest.approx((9 * 8 + 5 + 6) / (8 * rows))
+
+
+# --- width
+
+
+def test_a_batch_is_as_wide_as_the_setting_unless_it_is_trimmed(shards: ShardSet) -> None:
+    assert NumberedRows(3).batch([0, 1]).input_ids_BT.shape == (2, 16)
+    rows = SeparateDocumentRows(shards, 30, 0)
+    trimmed = lines(rows.batch([1]))
+    rows.trimmed = False
+    full = lines(rows.batch([1]))
+    assert trimmed == tuple(array[:8] for array in full) and {*full[3][8:]} == {-1}, "what is cut off is padding"
+    rows.trimmed = True
+    assert rows.lengths().tolist() == [29, 6, 11]
+    widths = {(0,): 30, (1,): 8, (2,): 16, (1, 2): 16, (0, 1, 2): 30}
+    assert {numbers: rows.batch(numbers).input_ids_BT.shape[1] for numbers in widths} == widths
+    assert MixedRows([rows, rows], [1, 1]).batch([1, 4]).input_ids_BT.shape == (2, 8)
+
+
+# --- best fit
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The longest first, each into the fullest bin that still has room."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        fitting = [number for number, room in enumerate(rooms) if room >= lengths[item]]
+        if not fitting:
+            fitting = [len(bins)]
+            bins.append([])
+            rooms.append(capacity)
+        number = min(fitting, key=lambda number: rooms[number])
+        bins[number].append(item)
+        rooms[number] -= lengths[item]
+    return bins
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), capacity=st.integers(1, 40))
+def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(data: Any, capacity: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
+    bins = best_fit(lengths, capacity)
+    assert bins == naive_best_fit(lengths, capacity)
+    assert all(sum(lengths[item] for item in items) <= capacity for items in bins)
+    assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
+
+
+# --- masked regions: by label, to the end of the record where nothing closes them, whatever row a region began in
+
+
+PAIRS = ((1, 2), (3, 4))
+Pairs = tuple[tuple[int, int], ...]
+records_of_markers = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=24), min_size=1, max_size=6)
+
+
+def state_machine(record: list[int], pairs: Pairs) -> list[bool]:
+    """Which tokens are masked, one token after the other."""
+    found = []
+    inside = dict.fromkeys(pairs, False)
+    for token in record:
+        for pair in pairs:
+            if token == pair[0]:
+                inside[pair] = True
+        found.append(any(inside.values()) or any(token in pair for pair in pairs))
+        for pair in pairs:
+            if token == pair[1]:
+                inside[pair] = False
+    return found
+
+
+def begins(records: list[list[int]]) -> Any:
+    return np.concatenate([np.arange(len(record)) == 0 for record in records])
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs=st.sampled_from([(), PAIRS[:1], PAIRS, ((1, 2), (2, 1))]), records=records_of_markers)
+def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[list[int]]) -> None:
+    found = Intervals(pairs).masked(np.concatenate(records), begins(records)).tolist()
+    assert found == [flag for record in records for flag in state_machine(record, pairs)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(look_back=st.sampled_from([1, 3, 65_536]), records=records_of_markers, place=st.integers(0, 200))
+@example(look_back=65_536, records=[[1, 5], [5, 5]], place=3)  # what the record before left open
+def test_a_row_that_begins_inside_a_region_knows_it(look_back: int, records: list[list[int]], place: int) -> None:
+    ids, starts, masks = np.concatenate(records), begins(records), Intervals(PAIRS)
+    place %= len(ids)
+    first = int(np.flatnonzero(starts[: place + 1])[-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LOOK_BACK", look_back)
+        opened = masks.opened(lambda start, end: ids[start:end], first, place)
+    found = masks.masked(ids[place:], starts[place:], opened)
+    assert found.tolist() == masks.masked(ids, starts)[place:].tolist()
+
+
+def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
+    """The records with every token but the markers made unique, and the tokens that may be a target."""
+    unique, free = [], set()
+    for number, record in enumerate(records):
+        named = [token if token <= 4 else 100 + 1000 * number + at for at, token in enumerate(record)]
+        flags = state_machine(record, PAIRS)
+        free |= {token for token, masked in zip(named[1:], flags[1:], strict=True) if not masked}
+        unique.append(named)
+    return unique, free
+
+
+def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[Array, Counts]:
+    """(labels of all rows, counts)."""
+    with tempfile.TemporaryDirectory() as folder:
+        of_chats = kind is ChatRows
+        write_shards(
+            Path(folder), records, kind="chats" if of_chats else "documents", vocab_size=1 << 20, tokens_per_shard=9
+        )
+        rows = kind(ShardSet(Path(folder)), row_length, 0, masks=Intervals(PAIRS), **options)
+        return rows.batch(range(len(rows))).labels_BT, rows.counts()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, PACKED])
+@settings(max_examples=20, deadline=None)
+@given(records=records_of_markers, row_length=st.integers(2, 9))
+def test_only_tokens_that_are_not_masked_are_learnt_once(kind: Any, records: list[list[int]], row_length: int) -> None:
+    unique, free = numbered(records)
+    labels, counts = rows_of(kind, [(ids, []) for ids in unique], row_length)
+    assert sorted(labels[labels != IGNORE].tolist()) == sorted(free)
+    second_head = labels[:, 1:]  # its label at t is the token at t+2, which is the first head's label at t+1
+    assert set(second_head[second_head != IGNORE].tolist()) <= free
+    learnable = sum(len(ids) - 1 for ids in unique)
+    assert (counts["target_tokens"], counts["masked_tokens"]) == (len(free), learnable - len(free))
+
+
+@settings(max_examples=20, deadline=None)
+@given(packed=st.booleans(), records=records_of_markers, row_length=st.integers(2, 9), seed=st.integers(0, 9))
+def test_masked_answers_are_not_learnt(packed: bool, records: list[list[int]], row_length: int, seed: int) -> None:
+    unique, free = numbered(records)
+    chats = [(ids, (np.random.default_rng(seed + len(ids)).random(len(ids)) < 0.7).tolist()) for ids in unique]
+    learnt = [{token for token, live in list(zip(*chat, strict=True))[1:] if live and token in free} for chat in chats]
+    labels, counts = rows_of(ChatRows, chats, row_length, end_id=2, packed=packed)
+    assert sorted(labels[labels != IGNORE].tolist()) == sorted(set().union(*learnt))
+    assert counts["all_masked_dropped"] == sum(not some for some in learnt)
+    assert (labels != IGNORE).any(axis=1).all(), "no row without a target"

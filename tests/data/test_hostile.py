@@ -1,34 +1,44 @@
-"""Bad input of every kind goes the whole way from a file to shards: what is kept, skipped, rejected or refused is exact."""
+"""Bad input of every kind goes the whole way from a file to shards: what is kept, skipped, rejected or refused is exact.
+
+Files that are cut, damaged, unreadable or bombs are refused by name, in bounded memory, whatever their names.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from support.hostile_rows import BOM, FIRST, LAST, MARK, Outcome, bad, build, json_error, outcome, text
+from support.hostile_rows import BOM, FIRST, LAST, MARK, READING, Outcome, bad, build, json_error, outcome, text
+from support.packed_files import gzip_bomb, zstd_bomb
+from support.shard_sets import texts_in
 
-from ttrain.data import tokenizer
+from ttrain.config import Reading, Runtime, Shards, ShardsConfig
+from ttrain.core.files import ProgressWriter
+from ttrain.core.sandbox import Sandbox
+from ttrain.data import parquet, tokenizer
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import SPECIAL_TOKENS
 from ttrain.data.records import NOT_UTF8, NULS
-from ttrain.data.shards import ShardSet
-from ttrain.errors import TTrainError
+from ttrain.data.sharding import Here
+from ttrain.data.validate import validate
+from ttrain.errors import CannotRead, DataError, TTrainError
+from ttrain.stages import shards
+from ttrain.stages.job import StageContext
 
-NO_KEY = "no key 'text' or 'content' or 'body' or 'paragraphs'"
 NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt' holds a conversation"
-
-
-def texts_in(output: Path, recipe: BlockRecipe) -> list[str]:
-    encoder, found = Encoder(Path(recipe.tokenizer)), ShardSet(output / "train")
-    return [encoder.decode(found.row(number)[0].tolist()) for number in range(len(found))]
 
 
 VALUE, CONTENT = json_error("unexpected character, expected a JSON value"), json_error("unexpected content after document")
@@ -117,7 +127,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{kind}: {name}" for kind, name, *_ in CASES])
-def test_every_row_is_kept_skipped_or_rejected_by_its_rule_packed_or_not_and_in_blocks_of_any_size(
+def test_every_row_is_kept_skipped_or_rejected_by_its_rule(
     tmp_path: Path, recipes: dict[str, BlockRecipe], case: tuple[str, str, Sequence[bytes], Outcome, list[int]]
 ) -> None:
     kind, _, lines, expected, where = case
@@ -142,21 +152,17 @@ EXACT = (
 )  # fmt: skip
 
 
-def test_what_is_kept_is_kept_to_the_byte_and_special_tokens_and_template_code_in_it_stay_text(
-    tmp_path: Path, recipes: dict[str, BlockRecipe]
-) -> None:
+def test_what_is_kept_is_kept_to_the_byte(tmp_path: Path, recipe: BlockRecipe) -> None:
     path, expected = tmp_path / "a.jsonl", list(dict.fromkeys(EXACT))
     for escaped in (True, False):
         path.write_bytes(b"".join(json.dumps({"text": one}, ensure_ascii=escaped).encode() + b"\n" for one in expected))
-        _, output = build(path, recipes["documents"])
-        assert texts_in(output, recipes["documents"]) == expected
+        _, output = build(path, recipe)
+        assert texts_in(output, recipe.tokenizer) == expected
 
 
 @pytest.mark.parametrize("template", ["ttrain", "tinyseek"])
 @pytest.mark.parametrize("fast", [True, False])
-def test_special_tokens_and_template_code_in_turns_change_neither_the_skeleton_nor_the_mask(
-    tmp_path: Path, template: str, fast: bool
-) -> None:
+def test_special_tokens_and_template_code_in_turns_stay_text(tmp_path: Path, template: str, fast: bool) -> None:
     tokenizer.save(tokenizer.train(["a b c"], 300, template), tmp_path, template)
     encoder = Encoder(tmp_path, fast=fast)
     special = {encoder.special(token) for token in SPECIAL_TOKENS[template]}
@@ -170,6 +176,185 @@ def test_special_tokens_and_template_code_in_turns_change_neither_the_skeleton_n
         ids, live = encode_chat(encoder, turns)
         answer = [number for number, is_live in zip(ids, live, strict=True) if is_live]
         assert answer == [*encoder.encode([injected])[0], encoder.end_id]
+
+
+# --- whole files
+
+
+GOOD_FILE = FIRST + b"\n" + LAST + b"\n"
+LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(10_000))
+
+
+class Changing(Here):
+    """Changes the file after its blocks are known and before they are read."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self._change = change
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:  # type: ignore[override]
+        for task in tasks:
+            self._change()
+            yield function(*task)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda path: path.write_bytes(gzip.compress(LARGE)[:-3000]), "is truncated"),
+    "missing": (lambda path: None, "cannot read"),
+}
+if Path("/proc/self/mem").exists():  # a file whose bytes cannot be read, as on a broken disk
+    REFUSED["an error of the disk"] = (lambda path: path.symlink_to("/proc/self/mem"), "cannot read")
+
+
+@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_no_shards(
+    tmp_path: Path, recipes: dict[str, BlockRecipe], make: Callable[[Path], object], says: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    make(path)
+    for kind, recipe in recipes.items():
+        with pytest.raises(DataError, match=says) as raised:
+            build(path, recipe)
+        assert str(path) in str(raised.value)
+        assert raised.value.files == (() if isinstance(raised.value, CannotRead) else (str(path),))
+        assert isinstance(raised.value, CannotRead) == (says == "cannot read")
+        assert not list(tmp_path.glob("shards-*/*/index.json"))
+        (report,) = validate([str(path)], READING, pool=Here(), kind=kind)
+        assert report.error == str(raised.value)
+
+
+def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not(tmp_path: Path, tokenizer: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_bytes(GOOD_FILE)
+    bad.write_bytes(b'{"text": 1}\n' * 500)
+    files = {"train": [str(good), str(bad)]}
+    job = StageContext(
+        {"tokenizer": tokenizer}, files, {"kind": "documents", "dataset": "pretrain"}, tmp_path / "out",
+        Runtime(workers=1), ProgressWriter(None), lambda: False, versions={"train": ["", ""]}, groups={"train": [0, 0]},
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"500 of \d+ rows are bad") as raised:
+        shards.run(ShardsConfig(reading=Reading(), shards=Shards()), job)
+    assert raised.value.files == (str(bad),)
+
+
+def append_to(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(GOOD_FILE)
+
+
+def test_what_is_appended_while_a_file_is_read_is_left_out_and_one_that_becomes_shorter_is_an_error(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LARGE)
+    built, _ = build(path, recipe, 1 << 16, Changing(lambda: append_to(path)))
+    assert built.tallies["train"].to_json() == {"rows": 10_000, "kept": 10_000, "skipped": {}, "rejected": {}}
+    with pytest.raises(CannotRead, match="shorter while it was read") as raised:
+        build(path, recipe, 1 << 17, Changing(lambda: os.truncate(path, 100_000)))
+    assert str(path) in str(raised.value)
+
+
+LIST = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), pa.nulls(20_000_000))
+INDEXES = pa.Array.from_buffers(pa.int32(), 100_000, [None, pa.py_buffer(bytes(400_000))])
+BOMBS = {
+    "a list of nulls in one row": (LIST, "unpacks to"),
+    "one long text": (pa.array(["a" * 50_000_000]), "unpacks to"),
+    "a text in all rows": (
+        pa.DictionaryArray.from_arrays(INDEXES, ["a" * 10_000]), r"unpacks to more than 100 times .* 1 MiB, at its row"
+    ),
+}  # fmt: skip
+
+
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(
+    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    small = Sandbox(parquet.answer, seconds=5, seconds_per_result=5, memory_bytes=512 << 20, preloaded=("pyarrow.parquet",))
+    monkeypatch.setattr(parquet, "OUTPUT_BYTES", 1 << 20)
+    with contextlib.closing(small):
+        monkeypatch.setattr(parquet, "SANDBOX", small)
+        for column, reason in BOMBS.values():
+            pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False)
+            assert path.stat().st_size < 20_000
+            with pytest.raises(DataError, match=rf"bomb.parquet {reason}.*; fetch it again, or write it as JSON Lines"):
+                build(path, recipe)
+
+
+def test_rows_of_parquet_are_numbered_through_empty_groups(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path, table = tmp_path / "rows.parquet", pa.table({"text": ["a", None]})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for part in (table.slice(0, 0), table, table.slice(0, 0), table.slice(0, 0), table):
+            writer.write_table(part)
+    rejected = {"'text' is null, not text": 2}
+    for block_bytes in (1, 1 << 20):
+        found = outcome(path, recipe, block_bytes)
+        assert found == ({"kept": 1, "skipped": {"duplicate": 1}, "rejected": rejected}, [2, 4])
+
+
+# --- memory
+
+# The peak is read from /proc where there is one: what getrusage says begins with that of the process that started this one.
+MEASURED = """
+import json, re, resource, sys, time
+from pathlib import Path
+from ttrain.config import Reading
+from ttrain.data import sharding
+from ttrain.data.built_blocks import DataFile
+from ttrain.data.sharding import Here
+from ttrain.stages.shards import recipe_of
+status, reading = Path("/proc/self/status"), Reading(heldout_fraction=0.0, **json.loads(sys.argv[2]))
+recipe = recipe_of(reading, Path(sys.argv[1]), "documents")
+for path in sys.argv[3:]:
+    files = {"train": [DataFile(path, path)]}
+    built = sharding.build(Path(path + ".shards"), files, recipe, reading, block_bytes=16 << 20, pool=Here())
+    if status.exists():
+        kib = int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
+    else:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps([built.tallies["train"].to_json(), kib // 1024, time.process_time()]))
+"""
+
+
+def measured(recipe: BlockRecipe, paths: Sequence[Path], **reading: Any) -> list[tuple[dict[str, Any], int, float]]:
+    """(rows by outcome, MiB at most in use until then, seconds of CPU) after each file, by a process of its own."""
+    command = [sys.executable, "-c", MEASURED, recipe.tokenizer, json.dumps(reading), *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_zeros(directory: Path, recipe: BlockRecipe, mebibytes: int, line_mebibytes: int) -> None:
+    """140 MiB for the libraries, twice `reading.max_line_bytes`, and pieces."""
+    (directory / "blank").write_bytes(b"\n" * 200_000 + FIRST)
+    (directory / "zeros.gz").write_bytes(gzip_bomb(mebibytes))
+    (directory / "zeros.zst").write_bytes(zstd_bomb(mebibytes))
+    with (directory / "sparse").open("wb") as file:
+        file.truncate(mebibytes << 20)
+    paths = [directory / name for name in ("blank", "zeros.gz", "zeros.zst", "sparse")]
+    found = measured(recipe, paths, max_line_bytes=line_mebibytes << 20)
+    assert [(rows["kept"], sum(rows["rejected"].values())) for rows, *_ in found] == [(1, 0), (0, 1), (0, 1), (0, 1)]
+    assert max(peak for _, peak, _ in found) < 190 + 5 * line_mebibytes
+
+
+def test_a_line_without_end_costs_the_memory_of_the_longest_that_is_allowed(tmp_path: Path, recipe: BlockRecipe) -> None:
+    check_zeros(tmp_path, recipe, 60, 2)
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_line_of_four_gibibytes_costs_no_more(tmp_path: Path, recipe: BlockRecipe) -> None:
+    check_zeros(tmp_path, recipe, 4096, 32)
+
+
+@pytest.mark.soak
+def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipe: BlockRecipe) -> None:
+    """Of words 24 bytes a byte, of letters without a boundary, which the encoder merges as one word, at most 64."""
+    paths = [tmp_path / "words", tmp_path / "letters"]
+    for path, words in zip(paths, (b"words of a line " * (20_000_000 // 16), b"letters" * (20_000_000 // 7)), strict=True):
+        path.write_bytes(b'{"text": "' + words + b'"}\n' + LAST)
+    found = measured(recipe, paths, max_line_bytes=32 << 20)
+    for (rows, peak, _), bytes_a_byte in zip(found, (24, 64), strict=True):
+        assert rows["kept"] == rows["rows"] == 2
+        assert peak < 200 + bytes_a_byte * 20
 
 
 # --- a collection beside the checkout, where TTRAIN_HOSTILE names one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,12 +12,11 @@ import pytest
 from huggingface_hub import constants
 from support.located_files import CONVERTED, NEW, OLD, ROW, expand
 from support.paths import ROOT
+from support.streamed_files import read
 from support.web import FakeHub, served_hub
 
-from ttrain.data import locations, remote, streams
+from ttrain.data import locations, remote
 from ttrain.errors import DataError, UsageError
-
-# --- the Hub
 
 
 @pytest.fixture
@@ -30,17 +28,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+NAMES = [
+    "README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
+    "constraints.jsonl", "strain.jsonl",
+]  # fmt: skip
+
+
 @pytest.fixture
 def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A Hub that holds one data set with two commits, and a converted copy."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    names = (
-        "README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
-        "constraints.jsonl", "strain.jsonl",
-    )  # fmt: skip
     commits = {
         OLD: {"only.jsonl.gz": b"old"},
-        NEW: {name: name.encode() + b"\n" for name in names},
+        NEW: {name: name.encode() + b"\n" for name in NAMES},
         CONVERTED: {"default/train/0.parquet": b"p", "default/test/0.parquet": b"p"},
     }
     revisions = {"main": NEW, "v1": OLD, "refs/convert/parquet": CONVERTED}
@@ -52,7 +52,7 @@ def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield opened
 
 
-TRAIN = [f"hf://owner/some-set@{NEW}/data/train-0000{n}-of-00002.jsonl" for n in (0, 1)]
+TRAIN = [f"hf://owner/some-set@{NEW}/{name}" for name in NAMES[1:3]]
 
 
 def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(online: FakeHub) -> None:
@@ -68,8 +68,8 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(onl
     ("pattern", "commit", "names"),
     [
         ("/constraints.jsonl", NEW, ["constraints.jsonl"]),
-        ("/data", NEW, ["data/test.jsonl", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
-        ("/data/t*0*.jsonl", NEW, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
+        ("/data", NEW, ["data/test.jsonl", *NAMES[1:3]]),
+        ("/data/t*0*.jsonl", NEW, NAMES[1:3]),
         ("/*.jsonl", NEW, ["constraints.jsonl", "strain.jsonl"]),
         ("@v1", OLD, ["only.jsonl.gz"]),
         (f"@{OLD}/only.jsonl.gz", OLD, ["only.jsonl.gz"]),
@@ -77,9 +77,7 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(onl
         ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
     ],
 )
-def test_files_of_a_data_set_are_named_by_revision_path_folder_or_glob(
-    online: FakeHub, pattern: str, commit: str, names: list[str]
-) -> None:
+def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub, pattern: str, commit: str, names: list[str]) -> None:
     assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
 
 
@@ -99,39 +97,27 @@ def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, patte
         expand(pattern)
 
 
-def test_a_file_is_fetched_once_and_read_from_the_cache_without_a_network(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = ROW * 10_000
-    online.commits[NEW]["data/train-00000-of-00002.jsonl"] = data
-    location = expand("hf://owner/some-set")[0]
-    assert b"".join(streams.chunks(location)) == data
-    asked = len(online.site.asked)
-    assert b"".join(streams.chunks(location)) == data
-    assert len(online.site.asked) == asked
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert b"".join(streams.chunks(location)) == data
-    with pytest.raises(DataError, match=r"not in the cache.*HF_HUB_OFFLINE.*hf download") as raised:
-        list(streams.chunks(TRAIN[1]))
-    assert TRAIN[1] in str(raised.value)
-
-
-def test_a_download_that_fails_on_the_server_is_tried_again(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
     location = expand("hf://owner/some-set")[0]
-    online.failing_downloads = 2
-    assert b"".join(streams.chunks(location)) == b"data/train-00000-of-00002.jsonl\n"
-    online.failing_downloads = 100
-    with pytest.raises(DataError, match="500") as raised:
-        list(streams.chunks(TRAIN[1]))
-    assert TRAIN[1] in str(raised.value)
+    online.failing_downloads = 2  # a download that fails on the server is tried again
+    assert read(location) == data
+    asked = len(online.site.asked)
+    assert read(location) == data
+    assert len(online.site.asked) == asked
+    for offline, failing, reason in ((False, 100, "500"), (True, 0, r"not in the cache.*HF_HUB_OFFLINE.*hf download")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        online.failing_downloads = failing
+        assert read(location) == data
+        with pytest.raises(DataError, match=reason) as raised:
+            read(TRAIN[1])
+        assert TRAIN[1] in str(raised.value)
 
 
-def test_without_a_network_a_part_of_a_data_set_is_not_taken_for_the_whole(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_a_part_of_a_data_set_is_not_taken_for_the_whole(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two files is fetched; then the machine is offline, with the Hub's setting or without its knowledge."""
-    list(streams.chunks(expand("hf://owner/some-set")[0]))
+    read(expand("hf://owner/some-set")[0])
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     for offline in (True, False):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -160,7 +146,7 @@ def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
     assert expand("hf://owner/name/a/*.jsonl") == [f"hf://owner/name@{NEW}/a/{name}.jsonl" for name in ("test", "train")]
     for revision in ("v1", "refs/pr/7", OLD):
         assert expand(f"hf://owner/name@{revision}") == [f"hf://owner/name@{OLD}/b.jsonl"]
-    assert b"".join(streams.chunks(f"hf://owner/name@{OLD}/b.jsonl")) == b"old\n"
+    assert read(f"hf://owner/name@{OLD}/b.jsonl") == b"old\n"
     with pytest.raises(
         UsageError, match=r"data\.pretrain is 'hf://owner/name@v2' but the Hub cannot be reached.*hf download"
     ):
@@ -169,21 +155,20 @@ def test_without_a_network_the_cache_of_other_tools_serves(cache: Path) -> None:
 
 def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
     code = """
-import json, sys
-from ttrain.data import locations, streams
-found = locations.expand(["hf://owner/name"], "data.pretrain")
-print(json.dumps([found, b"".join(streams.chunks(found[0])).decode()]))
+from support.located_files import expand
+from ttrain.data import streams
+print(*expand("hf://owner/name"), b"".join(streams.chunks(expand("hf://owner/name")[0])).decode())
 """
     with served_hub(FakeHub({"owner/name": {"main": NEW}}, {NEW: {"rows.jsonl": ROW}})) as opened:
-        environment = {**os.environ, "HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        environment = {name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+        environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
+        environment |= {"HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout) == [[f"hf://owner/name@{NEW}/rows.jsonl"], ROW.decode()]
+    assert done.stdout == f"hf://owner/name@{NEW}/rows.jsonl {ROW.decode()}\n"
     assert list(tmp_path.glob("hub/datasets--owner--name/snapshots/*/rows.jsonl"))
 
 
-@pytest.mark.parametrize("location", ["dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"])
-def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
-    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
-        locations.expand([location], "data.pretrain")
+def test_a_protocol_whose_servers_run_code_is_refused() -> None:
+    for location in ("dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"):
+        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+            expand(location)

@@ -1,4 +1,8 @@
-"""Micro-batches: the same global ones for any number of ranks and of threads, resumed at any step."""
+"""Micro-batches: the same global ones for any number of ranks and of threads, resumed at any step.
+
+The orders of rows: shuffled, a permutation of which any place can be asked for alone; weighted and grouped by length,
+against slow loops that build the whole run.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +12,51 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ttrain.data.loader import LengthGroupedOrder, Loader, MicroBatch, Order, ShuffledOrder, WeightedOrder, pad_fraction
+from ttrain.data import loader as loading
+from ttrain.data.loader import (
+    LengthGroupedOrder,
+    Loader,
+    MicroBatch,
+    Order,
+    ShuffledOrder,
+    WeightedOrder,
+    derived_seed,
+    pad_fraction,
+    permute,
+    quotas,
+)  # fmt: skip
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
+from ttrain.errors import DataError
 
 Lists = list[tuple[int, list[list[int]], list[list[int]]]]
 
 
 class NumberedRows(Rows):
-    """Rows filled with their own number, one place longer for each of eight, the first position without a target."""
+    """Rows of these lengths, filled with their own number, the first position without a target."""
 
-    row_length, pad_id, trimmed = 16, 0, True
+    pad_id, trimmed = 0, True
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, lengths: Array) -> None:
+        self._lengths, self.row_length = lengths, max(16, int(lengths.max()))
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._lengths)
 
     def lengths(self) -> Array:
-        return 2 + np.arange(self._count) % 8
+        return self._lengths
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
-            length = int(self.lengths()[row])
-            batch.input_ids_BT[at, :length] = row
-            batch.labels_BT[at, 1:length] = row
-            batch.segments_BT[at, :length] = 0
+            batch.input_ids_BT[at, : self._lengths[row]] = row
+            batch.labels_BT[at, 1 : self._lengths[row]] = row
+            batch.segments_BT[at, : self._lengths[row]] = 0
 
     def counts(self) -> dict[str, int | float]:
-        return {"rows": self._count}
+        return {"rows": len(self)}
+
+
+def lengths_of(count: int) -> Array:
+    return 2 + np.arange(count) % 8
 
 
 def orders(rows: int, per_step: int, total: int, seed: int = 5) -> list[Order]:
@@ -44,12 +64,12 @@ def orders(rows: int, per_step: int, total: int, seed: int = 5) -> list[Order]:
     return [
         ShuffledOrder(rows, per_step, total, seed),
         WeightedOrder([rows - 3, 3], [0.7, 0.3], per_step, total, seed),
-        LengthGroupedOrder(NumberedRows(rows).lengths(), per_step, total, seed),
+        LengthGroupedOrder(lengths_of(rows), per_step, total, seed),
     ]
 
 
 def loader(order: Order, *, rows_per_device: int = 2, rank: int = 0, world: int = 1) -> Loader:
-    return Loader(NumberedRows(order.rows), order, rows_per_device=rows_per_device, rank=rank, world=world)
+    return Loader(NumberedRows(lengths_of(order.rows)), order, rows_per_device=rows_per_device, rank=rank, world=world)
 
 
 def live_rows(micro_batches: list[MicroBatch]) -> dict[int, list[int]]:
@@ -74,9 +94,7 @@ def as_lists(steps: Iterable[list[MicroBatch]]) -> list[Lists]:
         (2, 3, 1), (5, 1, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2), (13, 3, 0),
     ],
 )  # fmt: skip
-def test_every_number_of_ranks_sees_the_same_global_batch_in_every_step(
-    per_step: int, rows_per_device: int, kind: int
-) -> None:
+def test_any_number_of_ranks_sees_the_same_global_batches(per_step: int, rows_per_device: int, kind: int) -> None:
     order = orders(17, per_step, 2 * 17 + 1)[kind]
     for step in range(order.steps):
         alone = live_rows(loader(order, rows_per_device=rows_per_device).step(step))
@@ -95,35 +113,26 @@ def test_every_number_of_ranks_sees_the_same_global_batch_in_every_step(
             assert together == alone
 
 
-@pytest.mark.parametrize(("kind", "world"), [(0, 1), (1, 3), (2, 1)])
-def test_what_comes_from_step_n_on_is_what_comes_after_n_steps(kind: int, world: int) -> None:
+@pytest.mark.parametrize(("kind", "rank", "world"), [(0, 0, 1), (1, 0, 3), (1, 2, 3), (2, 0, 1)])
+def test_a_loader_resumes_at_any_step_and_its_state_counts_consumed_steps(kind: int, rank: int, world: int) -> None:
     order = orders(11, 4, 30, seed=3)[kind]
-    for rank in range(world):
-        through = as_lists(loader(order, rank=rank, world=world).steps(0, order.steps))
-        assert len(through) == order.steps == 8
-        for step in range(order.steps + 1):
-            resumed = loader(order, rank=rank, world=world).steps(step, order.steps)
-            assert as_lists(resumed) == through[step:]
-            if step < order.steps:
-                assert as_lists([loader(order, rank=rank, world=world).step(step)]) == through[step : step + 1]
 
+    def opened() -> Loader:
+        return loader(order, rank=rank, world=world)
 
-@pytest.mark.parametrize("kind", range(3))
-def test_the_state_counts_what_was_consumed_and_not_what_was_prepared(kind: int) -> None:
-    order = orders(11, 4, 30)[kind]
-    through = as_lists(loader(order))
-    assert through == as_lists(loader(order).step(step) for step in range(order.steps)), "prepared a step ahead"
+    through = as_lists(opened())
+    assert len(through) == order.steps == 8
+    assert through == as_lists(opened().step(step) for step in range(order.steps)), "prepared a step ahead"
     for stop in range(order.steps + 1):
-        first = loader(order)
+        first, second = opened(), opened()
         steps = iter(first)
         before = as_lists(next(steps) for _ in range(stop))
         assert first.state_dict() == {"consumed_steps": stop}
         steps.close()  # type: ignore[attr-defined]
-        second = loader(order)
         second.load_state_dict(first.state_dict())
         assert before + as_lists(second) == through
-        assert second.state_dict() == {"consumed_steps": order.steps}
-        assert as_lists(second) == [], "all is consumed"
+        assert as_lists(opened().steps(stop, order.steps)) == through[stop:]
+        assert second.state_dict() == {"consumed_steps": order.steps} and as_lists(second) == [], "all is consumed"
 
 
 def test_a_loader_that_is_left_early_takes_its_threads_with_it() -> None:
@@ -142,7 +151,7 @@ def test_an_error_in_a_thread_rises_where_the_step_is_asked_for() -> None:
         def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
             raise OSError("the disk is gone")
 
-    broken = Loader(Broken(4), ShuffledOrder(4, 2, 4, seed=1), rows_per_device=1)
+    broken = Loader(Broken(lengths_of(4)), ShuffledOrder(4, 2, 4, seed=1), rows_per_device=1)
     with pytest.raises(OSError, match="the disk is gone"):
         list(broken)
     assert broken.state_dict() == {"consumed_steps": 0}
@@ -154,3 +163,169 @@ def test_the_pad_fraction_is_that_of_the_batches(kind: int) -> None:
     segments = [micro.batch.segments_BT for step in made for micro in step]
     empty, positions = sum(int((array == -1).sum()) for array in segments), sum(array.size for array in segments)
     assert pad_fraction(made.rows, made) == pytest.approx(empty / positions)
+
+
+# --- orders
+
+
+def test_the_order_is_a_permutation_of_any_size_of_which_any_place_can_be_asked_for_alone() -> None:
+    for size in (1, 2, 3, 7, 16, 39, 63, 64, 65, 257, 1000, 4097, 50_000):
+        whole = permute(np.arange(size), size, 2**32 - 1, 3)
+        assert np.array_equal(np.sort(whole), np.arange(size))
+        assert permute(np.arange(size)[size // 2 :: 7], size, 2**32 - 1, 3).tolist() == whole[size // 2 :: 7].tolist()
+    images = permute(np.arange(10**12 - 1000, 10**12), 10**12, 1, 0)  # a huge set costs no memory
+    assert len(set(images.tolist())) == 1000 and 0 <= images.min() <= images.max() < 10**12
+
+
+def test_the_order_looks_random() -> None:
+    """Every row comes about equally often to every tenth of the epoch, and neighbours do not stay neighbours."""
+    size, counts = 50, np.zeros((50, 10))
+    for epoch in range(1000):
+        order = permute(np.arange(size), size, 3, epoch)
+        counts[order, np.arange(size) * 10 // size] += 1
+    assert abs(counts - 100).max() < 100 * 0.5
+    orders = {tuple(permute(np.arange(100), 100, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9 and tuple(range(100)) not in orders
+    whole = permute(np.arange(10_000), 10_000, 3, 0)
+    assert abs(np.corrcoef(whole[:-1], whole[1:])[0, 1]) < 0.05
+    assert np.mean(np.diff(whole) == 1) < 0.01
+
+
+def test_the_orders_do_not_change_between_versions() -> None:
+    """A run that was saved under one version continues under the next, so these numbers stay."""
+    assert permute(np.arange(10), 10, 1, 0).tolist() == [3, 4, 9, 7, 1, 6, 2, 0, 8, 5]
+    assert permute(np.arange(10), 10, 1, 1).tolist() == [0, 3, 8, 4, 5, 9, 2, 7, 1, 6]
+    last = [915, 986, 916, 652, 650, 123, 871, 84, 425, 366]
+    assert permute(np.arange(990, 1000), 1000, 2**32 - 1, 7).tolist() == last
+    weighted = WeightedOrder([6, 4], [3, 1], 8, 100, seed=1)
+    grouped = LengthGroupedOrder(np.array([5, 1, 9, 3, 7, 2, 8, 4]), 2, 100, seed=1)
+    assert [weighted.step_rows(step).tolist() for step in (0, 5)] == [[9, 0, 4, 1, 3, 2, 5, 3], [4, 5, 3, 2, 1, 0, 4, 7]]
+    assert [grouped.step_rows(step).tolist() for step in range(4)] == [[3, 4], [5, 7], [1, 6], [0, 2]]
+
+
+def all_rows(order: Order) -> list[int]:
+    return [row for step in range(order.steps) for row in order.step_rows(step).tolist()]
+
+
+def place(number: int, size: int, seed: int, epoch: int) -> int:
+    return int(permute(np.array([number]), size, seed, epoch)[0])
+
+
+def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its_own() -> None:
+    expected = [place(number % 30, 30, 9, number // 30) for number in range(100)]
+    assert all_rows(ShuffledOrder(rows=30, rows_per_step=8, total_rows=100, seed=9)) == expected
+    assert len({tuple(expected[start : start + 30]) for start in (0, 30, 60)}) == 3
+
+
+# --- weighted
+
+
+def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed: int) -> list[int]:
+    """Draw after draw: whose turn it is, and the next row of that group's pass."""
+    cycle_length = loading.DRAWS_PER_CYCLE
+    owners = [group for group, quota in enumerate(quotas(weights, cycle_length)) for _ in range(quota)]
+    drawn, found = [0] * len(group_rows), []
+    for draw in range(total):
+        cycle, at = divmod(draw, cycle_length)
+        group = owners[place(at, cycle_length, derived_seed(seed, 0), cycle)]
+        turn, row = divmod(drawn[group], group_rows[group])
+        drawn[group] += 1
+        found.append(sum(group_rows[:group]) + place(row, group_rows[group], derived_seed(seed, group + 1), turn))
+    return found
+
+
+@pytest.mark.parametrize(("group_rows", "weights"), [([5, 40, 11], [0.2, 0.5, 0.3]), ([13], [2.0])])
+def test_a_weighted_order_equals_draws(monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]) -> None:
+    monkeypatch.setattr(loading, "DRAWS_PER_CYCLE", 50)
+    order = WeightedOrder(group_rows, weights, rows_per_step=7, total_rows=230, seed=4, draws=50)
+    expected = naive_weighted(group_rows, weights, 230, seed=4)
+    assert all_rows(order) == expected
+    assert [order.step_rows(step).tolist() for step in (20, 3)] == [expected[140:147], expected[21:28]]
+
+
+def test_quotas_are_rounded_by_the_largest_remainder_and_spread_over_the_cycle() -> None:
+    assert quotas([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert quotas([5, 3, 1], 10) == [6, 3, 1]  # 5.56, 3.33, 1.11
+    groups = np.array(all_rows(WeightedOrder([50, 5000], [9, 1], rows_per_step=500, total_rows=10_000, seed=1))) >= 50
+    share = groups.reshape(-1, 1000).mean(axis=1)
+    assert groups.mean() == 0.1 and 0.06 < share.min() < share.max() < 0.14
+
+
+def test_a_source_that_would_never_be_drawn_is_refused() -> None:
+    for rows, weights, reason in (
+        ([5, 0], [0.5, 0.5], r"source 2 has the weight 0\.5 but gave no row"),
+        ([5, 5], [1e-6, 1.0], "source 1 has the weight 1e-06 but would get none of 10000 draws"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            WeightedOrder(rows, weights, 4, 100, seed=1)
+
+
+# --- grouped by length
+
+
+def log_normal(count: int) -> Array:
+    return np.clip(np.exp(np.random.default_rng(1).normal(4.5, 0.8, count)), 2, 512).astype(np.int64)
+
+
+def naive_length_grouped(lengths: Array, per_step: int, total: int, seed: int, part_steps: int) -> list[int]:
+    """The whole run, epoch by epoch: parts of whole steps, each sorted and dealt out to its steps in random order."""
+    size, found = len(lengths), list[int]()
+    while len(found) < total:
+        epoch = len(found) // size
+        shuffled = [place(at, size, seed, epoch) for at in range(size)]
+        left, rooms = size, []
+        while left:  # room for this epoch in each step: the first begins where the last epoch ended
+            rooms.append(min(left, per_step - (len(found) + size - left) % per_step))
+            left -= rooms[-1]
+        taken = 0
+        for part, first in enumerate(range(0, len(rooms), part_steps)):
+            mine = rooms[first : first + part_steps]
+            rows = sorted(shuffled[taken : taken + sum(mine)], key=lambda row: lengths[row])
+            taken += sum(mine)
+            dealt: dict[int, list[int]] = {}
+            ranks = [place(step, len(mine), derived_seed(seed, epoch), part) for step in range(len(mine))]
+            for step in sorted(range(len(mine)), key=lambda step: ranks[step]):
+                dealt[step], rows = rows[: mine[step]], rows[mine[step] :]
+            found += [row for step in range(len(mine)) for row in dealt[step]]
+    return found[:total]
+
+
+@pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
+def test_a_length_grouped_order_equals_a_loop_over_a_run(monkeypatch: pytest.MonkeyPatch, count: int, per_step: int) -> None:
+    monkeypatch.setattr(loading, "GROUPED_STEPS", 3)
+    lengths = log_normal(count)
+    order = LengthGroupedOrder(lengths, per_step, total_rows=3 * count - 2, seed=6)
+    expected = naive_length_grouped(lengths, per_step, 3 * count - 2, 6, max(1, min(3, count // (4 * per_step))))
+    assert all_rows(order) == expected
+    alone = order.steps - 2
+    assert order.step_rows(alone).tolist() == expected[alone * per_step : (alone + 1) * per_step]
+
+
+def test_grouping_pads_less_than_half_of_what_a_random_order_does_with_steps_in_random_order() -> None:
+    rows = NumberedRows(log_normal(2000))
+    both = LengthGroupedOrder(rows.lengths(), 32, 2000, seed=1), ShuffledOrder(2000, 32, 2000, seed=1)
+    grouped, shuffled = (pad_fraction(rows, Loader(rows, order, rows_per_device=8)) for order in both)
+    assert grouped < shuffled / 2
+    lengths = log_normal(8000)
+    order = LengthGroupedOrder(lengths, 16, 8000, seed=3)
+    means = np.array([lengths[order.step_rows(step)].mean() for step in range(order.steps)])
+    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.1
+    assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.1
+
+
+def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, inner = [0], loading.feistel
+
+    def counted(values: Array, *arguments: int) -> Array:
+        work[0] += len(values)
+        return inner(values, *arguments)  # type: ignore[arg-type,return-value]
+
+    monkeypatch.setattr(loading, "feistel", counted)
+    for order in (
+        ShuffledOrder(5000, 32, 10**9, 1),
+        WeightedOrder([4900, 100], [0.9, 0.1], 32, 10**9, 1),
+        LengthGroupedOrder(log_normal(5000), 32, 10**9, 1),
+    ):
+        work[0] = 0
+        assert len(order.step_rows(10**6)) == 32
+        assert 32 <= work[0] < 8 * (loading.DRAWS_PER_CYCLE + 2 * loading.GROUPED_STEPS * 32)

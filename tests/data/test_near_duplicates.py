@@ -6,24 +6,21 @@ import gzip
 import itertools
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data.test_hostile import measured
+from support.shard_sets import ALL, digests, texts_in, write_lines
 from support.shard_sets import build as build_shards
-from support.shard_sets import digests, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates, overlap
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule
 from ttrain.data.sharding import Here, Processes
-from ttrain.data.shards import ShardSet
 from ttrain.data.validate import validate
 
 RULE = SimilarityRule(0.8)
@@ -44,9 +41,7 @@ def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
     return [f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}" for _ in range(words)]
 
 
-def edited(
-    rng: random.Random, words: list[str], share: float, *, chinese: bool = False, together: bool = False
-) -> list[str]:
+def edited(rng: random.Random, words: list[str], share: float, chinese: bool = False, together: bool = False) -> list[str]:
     """The text with this share of its words replaced: anywhere, or one after the other."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
@@ -88,11 +83,6 @@ def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
 
 def dropped(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / REPORT).read_bytes().splitlines()]
-
-
-def kept_texts(output: Path, tokenizer: Path, part: str = "train") -> list[str]:
-    encoder, found = Encoder(tokenizer), ShardSet(output / part)
-    return [encoder.decode(found.row(n)[0].tolist()) for n in range(len(found))]
 
 
 def rows(texts: list[str]) -> list[dict[str, str]]:
@@ -149,7 +139,7 @@ def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockR
             kept.append(candidate)
     assert 1 < len(kept) < len(texts) and all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
     build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
-    assert kept_texts(tmp_path / "out", tokenizer) == kept
+    assert texts_in(tmp_path / "out", tokenizer) == kept
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +171,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe, night
     return outputs
 
 
-def test_nights_one_after_the_other_keep_what_one_set_of_all_keeps(
-    tokenizer: Path, whole: Path, outputs: list[Path]
-) -> None:
+def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, whole: Path, outputs: list[Path]) -> None:
     for part in ("train", "heldout"):
-        kept = [row for output in outputs for row in kept_texts(output, tokenizer, part)]
-        assert kept == kept_texts(whole, tokenizer, part) and kept
+        kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
+        assert kept == texts_in(whole, tokenizer, part) and kept
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
     assert places == [(row["file"], row["line"]) for row in dropped(whole)] and len(places) > 15
     of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
@@ -196,52 +184,52 @@ def test_nights_one_after_the_other_keep_what_one_set_of_all_keeps(
     assert shown == [(row["original"]["file"], row["original"]["line"]) for row in dropped(whole)]
 
 
-def test_a_set_that_grows_is_the_set_of_all_its_files(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path
-) -> None:
-    for count in (1, 2, 3):
-        grown = build(tmp_path / "out", nights[:count], recipe, SPLIT)
-    assert grown.encoded_blocks < grown.blocks
-    assert all_digests(tmp_path / "out") == all_digests(whole)
-
-
 def all_digests(output: Path) -> dict[str, Any]:
     near = {path.name: path.read_bytes() for path in (output / FOLDER).iterdir()}
     return {**digests(output), **near, "report": (output / REPORT).read_bytes()}
 
 
-def test_any_number_of_workers_writes_the_same(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
+def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
     with Processes(2) as pool:
-        build(tmp_path / "two", nights, recipe, SPLIT, pool=pool)
-    assert all_digests(tmp_path / "two") == all_digests(whole)
+        for count in (1, 2, 3):
+            grown = build(tmp_path / "out", nights[:count], recipe, SPLIT, pool=pool)
+    assert grown.encoded_blocks < grown.blocks
+    assert all_digests(tmp_path / "out") == all_digests(whole)
+
+
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The shards of which sketches were made in this process."""
+    made, make = list[Path](), near_duplicates.make_sketches
+
+    def noted(*arguments: Any) -> Any:
+        made.append(Path(arguments[0]))
+        return make(*arguments)
+
+    monkeypatch.setattr(near_duplicates, "make_sketches", noted)
+    return made
 
 
 def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], outputs: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], outputs: list[Path], sketched: list[Path]
 ) -> None:
-    made: list[Path] = []
-    make = near_duplicates.make_sketches
-    monkeypatch.setattr(near_duplicates, "make_sketches", lambda *args: (made.append(Path(args[0])), make(*args))[1])
     earlier = [EarlierSet(output.name, output) for output in outputs[:2]]
     build(tmp_path / "new", [nights[2]], recipe, SPLIT, earlier=earlier)
-    assert made and all(path.is_relative_to(tmp_path / "new") for path in made)
+    assert sketched and all(path.is_relative_to(tmp_path / "new") for path in sketched)
 
 
-def test_sets_from_before_the_rule_are_searched_too_and_their_sketches_are_kept(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], monkeypatch: pytest.MonkeyPatch
+def test_sets_from_before_the_rule_are_searched_too(
+    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], sketched: list[Path]
 ) -> None:
-    old = tmp_path / "old"
-    build(old, [nights[0]], recipe, Reading(heldout_fraction=0.0))
-    second = tmp_path / "second"
+    old, second = tmp_path / "old", tmp_path / "second"
+    build(old, [nights[0]], recipe, ALL)
     built = build(second, [nights[1]], recipe, NEAR, earlier=[EarlierSet("base", old)])
     assert built.near_duplicates and built.near_duplicates["of_earlier_sets"] > 5
     originals = [row["original"] for row in dropped(second) if "set" in row["original"]]
     assert originals and all(row.keys() == {"set", "shard", "row"} for row in originals)
-    made: list[str] = []
-    make = near_duplicates.make_sketches
-    monkeypatch.setattr(near_duplicates, "make_sketches", lambda *args: (made.append(args[0]), make(*args))[1])
+    sketched.clear()
     build(tmp_path / "third", [nights[2]], recipe, NEAR, earlier=[EarlierSet("base", old), EarlierSet("second", second)])
-    assert not [path for path in made if path.startswith(str(old))]
+    assert sketched and not [path for path in sketched if path.is_relative_to(old)]
 
 
 def test_finished_sketches_of_a_run_that_ended_early_are_taken_and_damaged_ones_made_again(
@@ -270,23 +258,21 @@ def test_finished_sketches_of_a_run_that_ended_early_are_taken_and_damaged_ones_
     assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
-def test_held_out_files_stay_and_training_documents_like_theirs_go(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
-) -> None:
+def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), joined(text(rng, 100))
     like = edited(rng, words, 0.02, together=True)
     held = write_lines(tmp_path / "held.jsonl", rows([joined(words), joined(edited(rng, words, 0.02, together=True))]))
     train = write_lines(tmp_path / "train.jsonl", rows([joined(like), other]))
     build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
-    assert kept_texts(tmp_path / "out", tokenizer) == [other]
-    assert len(kept_texts(tmp_path / "out", tokenizer, "heldout")) == 2
+    assert texts_in(tmp_path / "out", tokenizer) == [other]
+    assert len(texts_in(tmp_path / "out", tokenizer, "heldout")) == 2
     assert dropped(tmp_path / "out")[0]["original"]["file"] == "held.jsonl"
     # The same held-out files come in each night.
     earlier = [EarlierSet("night 0", tmp_path / "out")]
     new = write_lines(tmp_path / "new.jsonl", rows([joined(text(rng, 100)), other]))
     build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
-    assert len(kept_texts(tmp_path / "next", tokenizer, "heldout")) == 2
+    assert len(texts_in(tmp_path / "next", tokenizer, "heldout")) == 2
     assert [row["line"] for row in dropped(tmp_path / "next")] == [2]
 
 
@@ -349,31 +335,12 @@ def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) ->
     assert reports[1].tally.skipped["duplicate"] == 30
 
 
-MEASURED = """
-import json, resource, sys, time
-from pathlib import Path
-from ttrain.config import Reading
-from ttrain.data.built_blocks import DataFile
-from ttrain.data.sharding import Here, build
-from ttrain.stages.shards import recipe_of
-reading = Reading(heldout_fraction=0.0, near_duplicates=0.8)
-recipe = recipe_of(reading, Path(sys.argv[1]), "documents")
-built = build(Path(sys.argv[2]), {"train": [DataFile(sys.argv[3], "a.jsonl")]}, recipe, reading, block_bytes=16 << 20,
-              pool=Here())
-print(json.dumps({"skipped": built.to_json()["rows"]["train"]["skipped"],
-                  "cpu": time.process_time(), "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
-"""
-
-
 @pytest.mark.soak
-def test_ten_thousand_alike_and_two_of_20_mb_take_bounded_time_and_memory(tmp_path: Path, tokenizer: Path) -> None:
+def test_ten_thousand_alike_and_two_of_20_mb_take_bounded_time_and_memory(tmp_path: Path, recipe: BlockRecipe) -> None:
     rng = random.Random(11)
     same = joined(text(rng, 400))
     large = joined([f"{rng.randrange(10**6)}" for _ in range(3_000_000)])
     texts = [*(f"{same}{'.' * n}" for n in range(10_000)), large, f"{large} and more", "?!", "…"]
-    path = write_lines(tmp_path / "a.jsonl", rows(texts))
-    command = [sys.executable, "-c", MEASURED, str(tokenizer), str(tmp_path / "out"), str(path)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    assert measured["skipped"] == {NEAR_DUPLICATE: 10_000}
-    assert len(large) > 20_000_000
-    assert measured["memory"] < (320 << 20) + 64 * len(large) and measured["cpu"] < 300, measured
+    [(found, peak, seconds)] = measured(recipe, [write_lines(tmp_path / "a.jsonl", rows(texts))], near_duplicates=0.8)
+    assert found["skipped"] == {NEAR_DUPLICATE: 10_000} and len(large) > 20_000_000
+    assert peak << 20 < (320 << 20) + 64 * len(large) and seconds < 300, (peak, seconds)

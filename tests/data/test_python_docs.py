@@ -32,7 +32,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 @pytest.fixture(scope="module")
 def rows(built: tuple[Path, Any]) -> Rows:
-    return {name: [json.loads(line) for line in (built[0] / f"{name}.jsonl").open(encoding="utf-8")] for name in NAMES}
+    names = (*NAMES, "dpo", "dpo_heldout")
+    return {name: [json.loads(line) for line in (built[0] / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
 
 
 def texts(row: dict[str, Any], role: str = "") -> list[str]:
@@ -44,15 +45,12 @@ def top_module(row: dict[str, Any]) -> str:
     return re.sub("^_(py)?", "", row["source"].partition(":")[2].partition(".")[0])
 
 
-def test_counts_are_those_of_the_files(built: tuple[Path, dict[str, Any]], rows: Rows) -> None:
+def test_counts_are_those_of_the_files_and_the_readme(built: tuple[Path, dict[str, Any]], rows: Rows) -> None:
     for name in NAMES:
         size = sum(len(text.encode()) for row in rows[name] for text in texts(row))
         assert built[1][name] == {"rows": len(rows[name]), "bytes": size}
         assert all(text.strip() for row in rows[name] for text in texts(row))
         assert {frozenset(row) for row in rows[name]} == {frozenset(("text" if "pre" in name else "messages", "source"))}
-
-
-def test_the_readme_has_the_figures_of_the_heldout_documents(built: tuple[Path, dict[str, Any]]) -> None:
     heldout = built[1]["pretrain_heldout"]
     assert f"{heldout['rows']} documents ({heldout['bytes']:,} bytes)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -146,32 +144,17 @@ def test_the_same_python_makes_the_same_text(tmp_path: Path) -> None:
     assert (tmp_path / "0.zst").read_bytes() == (tmp_path / "4321.zst").read_bytes()
 
 
-# --- pairs of answers
-
-
-def pairs(built: tuple[Path, Any], part: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (built[0] / f"{part}.jsonl").open(encoding="utf-8")]
-
-
-def test_a_pair_has_the_right_answer_and_that_to_another_question_about_the_same_object(
-    built: tuple[Path, Any], rows: Rows
-) -> None:
-    turns = [
-        (row["messages"][:number], turn["content"]) for row in rows["sft"] for number, turn in enumerate(row["messages"])
-    ]
+def test_a_pair_has_the_right_answer_and_that_to_another_question(rows: Rows) -> None:
+    """About the same object; none is held out, and length does not tell the answers apart."""
+    chats = [row["messages"] for row in rows["sft"]]
+    turns = [(turns[:number], turn["content"]) for turns in chats for number, turn in enumerate(turns)]
     right = {(json.dumps(before), answer) for before, answer in turns if before}
     answers = {answer for before, answer in turns if before and before[-1]["role"] == "user"}
-    for row in pairs(built, "dpo"):
+    for row in rows["dpo"]:
         assert (json.dumps(row["prompt"]), row["chosen"]) in right and row["rejected"] in answers
         assert not row["chosen"].startswith(row["rejected"]) and not row["rejected"].startswith(row["chosen"])
-
-
-def test_there_are_enough_pairs_none_held_out_and_length_does_not_tell_the_answers_apart(
-    built: tuple[Path, Any],
-) -> None:
     for part, fewest in (("dpo", 1500), ("dpo_heldout", 300)):
-        longer = [len(row["chosen"]) > len(row["rejected"]) for row in pairs(built, part)]
+        longer = [len(row["chosen"]) > len(row["rejected"]) for row in rows[part]]
         assert len(longer) >= fewest and 0.45 < np.mean(longer) < 0.55
-    learnt, held_out = pairs(built, "dpo"), pairs(built, "dpo_heldout")
     for side in ("chosen", "prompt"):
-        assert not {json.dumps(row[side]) for row in learnt} & {json.dumps(row[side]) for row in held_out}
+        assert not {json.dumps(row[side]) for row in rows["dpo"]} & {json.dumps(row[side]) for row in rows["dpo_heldout"]}

@@ -1,15 +1,13 @@
-"""Records: the shapes of chats that are known, the rules for those that are not, and the split by content."""
+"""Records: the shapes of chats that are known, functions and their calls, what is rejected, and the place by content."""
 
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chat_turns import ADD, chat
 
 from ttrain.data.chat_shapes import is_chat
 from ttrain.data.chat_templates import Message, is_live
@@ -25,10 +23,25 @@ from ttrain.data.records import (
     document_parser,
     parse_conversation,
     position,
-    split,
+)  # fmt: skip
+
+ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+SYSTEM = (
+    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>.\n<tools>\n"
+    '{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}\n{"name": "sub"}\n</tools>'
 )
+TALK = Conversation((
+    Message("system", f"Be kind.\n\n{SYSTEM}"), Message("user", "1+é?"), Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
+    Message("tool", "2"), Message("assistant", "2."),
+))  # fmt: skip
 
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
+
+
+def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A row of these turns, with a question before and an answer after them."""
+    return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
 
 
 @pytest.mark.parametrize(
@@ -65,14 +78,8 @@ def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
 
 
 def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
-    row = {
-        "instruction": "3?",
-        "input": "x",
-        "output": "c",
-        "history": [["1?", "a"], ["2?", ""]],
-        "system": "S",
-        "tools": [],
-    }
+    history = [["1?", "a"], ["2?", ""]]
+    row = {"instruction": "3?", "input": "x", "output": "c", "history": history, "system": "S", "tools": []}
     turns = [("system", "S"), ("user", "1?"), ("assistant", "a"), ("user", "2?"), ("assistant", ""), ("user", "3?\n\nx"),
              ("assistant", "c")]  # fmt: skip
     assert parse_conversation(row) == Conversation(tuple(Message(*turn) for turn in turns))
@@ -129,6 +136,14 @@ def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: A
         assert parsed.reason.startswith(f"unknown role {str(role)!r}; write one of system, human, user, gpt")
 
 
+def call(**changes: Any) -> dict[str, Any]:
+    """An assistant's turn with one call."""
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}]}
+
+
+RESULT = {"role": "tool", "content": "2"}
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -163,6 +178,23 @@ def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: A
         ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
         ({"prompt": ["x"], "completion": "x"}, "a turn is text, not an object such as"),
         ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
+        (chat(RESULT, call()), "a tool turn without a call before it"),
+        (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
+        (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
+        (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
+        (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
+        (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
+        (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
+        (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
+        (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
+        (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
+        (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+        (chat(tools="{broken"), "'tools': not valid JSON"),
+        (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
+        (chat(tools=[{"type": "function"}]), "a tool has no name"),
+        (chat(tools=["f"]), "a tool is text, not an object"),
+        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
+        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
     ],
 )  # fmt: skip
 def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: str) -> None:
@@ -171,16 +203,10 @@ def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: s
     assert reason in parsed.reason
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        [("user", "Hi")],
-        [("user", "Hi"), ("assistant", "\u200b\ufeff")],
-        [("assistant", ""), ("user", "Hi")],
-    ],
-)
-def test_a_chat_without_an_answer_is_skipped(turns: list[tuple[str, str]]) -> None:
-    assert parse_conversation({"messages": [{"role": a, "content": b} for a, b in turns]}) == Skipped("no answer")
+def test_a_chat_without_an_answer_is_skipped() -> None:
+    question = {"role": "user", "content": "Hi"}
+    for turns in ([question], [question, {"role": "assistant", "content": "\u200b\ufeff"}]):
+        assert parse_conversation({"messages": turns}) == Skipped("no answer")
 
 
 def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer() -> None:
@@ -233,6 +259,89 @@ def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
         assert {message.role for message in parsed.messages} <= set(ROLES)
 
 
+# --- functions and calls
+
+
+ARGUMENTS = {"a": 1, "b": "é"}
+
+
+def openai(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+é?"},
+        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"messages": turns, "tools": [ADD, {"name": "sub"}]}
+
+
+def minimind() -> dict[str, Any]:
+    calls = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
+    turns = [
+        {"role": "system", "content": "Be kind.", "tools": json.dumps([ADD, {"name": "sub"}])},
+        {"role": "user", "content": "1+é?"}, {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    return {"conversations": turns}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
+    ids=["arguments as an object", "arguments as text", "MiniMind", "null beside"],
+)
+def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, Any]) -> None:
+    assert parse_conversation(row) == TALK
+
+
+def test_sharegpt_calls_are_turns_of_their_own() -> None:
+    call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "1+é?"}, call, {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2."},
+        ],
+        "tools": json.dumps([ADD, {"name": "sub"}]), "system": "Be kind.",
+    }  # fmt: skip
+    expected = (TALK.messages[0], TALK.messages[1], Message("assistant", CALLED), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+    call["value"] = f"[{call['value']}, {call['value']}]"
+    expected = (*expected[:2], Message("assistant", f"{CALLED}\n{CALLED}"), *TALK.messages[3:])
+    assert parse_conversation(row) == Conversation(expected)
+
+
+def test_functions_without_a_system_turn_make_one() -> None:
+    row = openai(ARGUMENTS)
+    row["messages"][0]["content"] = ""
+    parsed = parse_conversation(row)
+    del row["messages"][0]
+    assert parsed == parse_conversation(row) == Conversation((Message("system", SYSTEM), *TALK.messages[1:]))
+
+
+def test_arguments_as_text_stay_as_they_are_written() -> None:
+    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
+        call = {"function": {"name": 'a"b', "arguments": arguments}}
+        parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+        assert parsed == Conversation((Message("assistant", text),))
+
+
+def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for content in ({"content": None}, {"content": ""}, {}):
+        turn = {"role": "assistant", **content, "tool_calls": [{"name": "f", "arguments": {}}]}
+        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
+
+
+def test_arguments_nested_without_end_are_rejected() -> None:
+    nested: Any = {}
+    for _ in range(2000):
+        nested = {"a": nested}
+    assert parse_conversation(chat(call(arguments=nested))) == Rejected(
+        "the functions or the arguments of a call are nested too deeply"
+    )
+    assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
+
+
 # --- documents
 
 
@@ -266,54 +375,6 @@ def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -
     assert document_parser("body")({"text": "a", "content": "b"}) == Rejected("no key 'body'")
     assert document_parser("content")({"text": "a", "content": "b"}) == TextDocument("b")
     assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
-
-
-# --- the split
-
-
-def documents(count: int) -> list[TextDocument]:
-    return [TextDocument(f"document {number}") for number in range(count)]
-
-
-def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
-    return {record for held, record in split(iter(rows), fraction) if held}
-
-
-def test_the_split_loses_nothing_and_does_not_depend_on_the_order_of_the_rows() -> None:
-    for count, fraction in ((300, 0.1), (5, 0.01), (40, 0.001), (2, 0.9), (0, 0.1)):
-        rows = documents(count)
-        assert sorted((record for _, record in split(iter(rows), fraction)), key=position) == sorted(rows, key=position)
-        expected = heldout(rows, fraction)
-        for seed in range(5):
-            shuffled = random.Random(seed).sample(rows, count)
-            assert heldout(shuffled, fraction) == expected
-
-
-def test_the_fraction_is_respected() -> None:
-    rows = documents(4000)
-    for fraction in (0.01, 0.1, 0.5):
-        expected = 4000 * fraction
-        assert abs(len(heldout(rows, fraction)) - expected) < 5 * expected**0.5
-    assert heldout(rows, 0.0) == set()
-    assert heldout(rows, 0.01) < heldout(rows, 0.1) < heldout(rows, 0.5), "a larger part contains the smaller"
-
-
-def test_at_least_one_row_is_held_out_of_a_small_set() -> None:
-    for count in (1, 2, 3, 29):
-        rows = documents(count)
-        assert heldout(rows, 1e-6) == {min(rows, key=position)}
-
-
-@pytest.mark.parametrize("fraction", [1e-6, 0.02, 0.3])
-def test_no_content_stands_on_both_sides(fraction: float) -> None:
-    """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
-    for count in (1, 3, 20):
-        for seed in range(3):
-            rows = random.Random(seed).sample(documents(count) * 3, 3 * count)
-            sides: dict[bool, set[Record]] = {True: set(), False: set()}
-            for held, record in split(iter(rows), fraction):
-                sides[held].add(record)
-            assert not sides[True] & sides[False]
 
 
 def test_a_place_depends_on_the_content_alone() -> None:

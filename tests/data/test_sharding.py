@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import gzip
+import itertools
 import json
 import random
 import shutil
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.shard_sets import ALL, build, digests, rows_of, write_lines
+from support.shard_sets import ALL, build, digests, rows_of, texts_in, write_lines
 from support.tiny_data import LINES
 
 from ttrain.config import Reading
@@ -51,8 +52,7 @@ class Sets:
         return ShardSet(self.directory / name / "train")
 
     def texts(self, name: str, part: str = "train") -> list[str]:
-        found = ShardSet(self.directory / name / part)
-        return [self.encoder.decode(found.row(n)[0].tolist()) for n in range(len(found))]
+        return texts_in(self.directory / name, self.recipe.tokenizer, part)
 
     def heldout(self, name: str) -> list[dict[str, Any]]:
         return heldout_records(self.directory / name)
@@ -133,21 +133,19 @@ def test_of_equal_rows_the_first_stays_wherever_the_others_stand(sets: Sets) -> 
     assert len(sets.texts("twice")) == 104
 
 
+TENTH = Reading(heldout_fraction=0.1)
+
+
 def test_held_out_rows_are_the_same_in_whatever_files_and_order_they_come(sets: Sets) -> None:
-    rows, reading = rows_of(200), Reading(heldout_fraction=0.1)
-    one = sets.file("one", rows)
-    built = sets.build("1", [one], reading)
-    mixed = list(rows)
-    random.Random(1).shuffle(mixed)
-    parts = [sets.file(f"{n}", mixed[n::3]) for n in range(3)]
-    sets.build("3", parts, reading)
-    more = sets.file("more", rows_of(100, seed=7))
-    sets.build("more", [one, more], reading)
+    rows = rows_of(200)
+    one, more = sets.file("one", rows), sets.file("more", rows_of(100, seed=7))
+    built = sets.build("1", [one], TENTH)
+    mixed = random.Random(1).sample(rows, len(rows))
+    sets.build("3", [sets.file(f"{n}", mixed[n::3]) for n in range(3)], TENTH)
+    sets.build("more", [one, more], TENTH)
     heldout, train = set(sets.texts("1", "heldout")), set(sets.texts("1"))
-    assert 10 < len(heldout) < 30
-    assert heldout == set(sets.texts("3", "heldout"))
-    assert heldout <= set(sets.texts("more", "heldout"))
-    assert not heldout & train
+    assert 10 < len(heldout) < 30 and not heldout & train
+    assert heldout == set(sets.texts("3", "heldout")) <= set(sets.texts("more", "heldout"))
     assert heldout | train == {row["text"] for row in rows}
     assert {record["text"] for record in sets.heldout("1")} == heldout
     assert_adds_up(built, 200)
@@ -156,9 +154,8 @@ def test_held_out_rows_are_the_same_in_whatever_files_and_order_they_come(sets: 
 def test_held_out_rows_keep_what_is_said_of_them_and_are_no_others_for_it(sets: Sets) -> None:
     rows = [{**row, "source": f"s{n % 2}", "lang": "en", "url": "u", "more": {}} for n, row in enumerate(rows_of(100))]
     rows[0] |= {"source": "x" * 65, "lang": 3}
-    reading = Reading(heldout_fraction=0.1)
-    sets.build("1", [sets.file("a", rows)], reading)
-    sets.build("2", [sets.file("b", rows_of(100))], reading)
+    sets.build("1", [sets.file("a", rows)], TENTH)
+    sets.build("2", [sets.file("b", rows_of(100))], TENTH)
     said = {row["text"]: {key: row[key] for key in ("text", "source", "lang")} for row in rows[1:]}
     said[rows[0]["text"]] = {"text": rows[0]["text"]}
     found = sets.heldout("1")
@@ -186,9 +183,7 @@ def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_one_row_that_was_held_out_is_not_learnt_where_another_one_is_the_lowest_later(
-    sets: Sets, deduplicate: bool
-) -> None:
+def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(sets: Sets, deduplicate: bool) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = FEW_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
     first = sets.file("a", [*others[:6], held_before, held_before])
@@ -308,35 +303,27 @@ def test_blocks_end_with_lines_and_hold_every_byte_once_whatever_the_size(tmp_pa
 
 
 def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(sets: Sets) -> None:
-    rows = [{"text": LINES[0]}, {"text": "x" * 50_000}, {"text": LINES[1]}]
-    small = replace(sets.recipe, max_line_bytes=2048)
-    path = sets.file("a", rows)
+    path = sets.file("a", [{"text": LINES[0]}, {"text": "x" * 50_000}, {"text": LINES[1]}])
     packed = sets.directory / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    for name, source in (("plain", path), ("packed", packed)):
-        for size in (1024, 10**6):
-            built = sets.build(f"{name}{size}", [source], recipe=small, block_bytes=size)
-            assert sets.texts(f"{name}{size}") == list(LINES[:2])
-            assert built.tallies["train"].rejected == Counter({TOO_LONG.format(2048): 1})
-            assert [row["line"] for row in sets.rejected(f"{name}{size}")] == [2]
-            assert_adds_up(built, 3)
+    for number, (source, size) in enumerate(itertools.product((path, packed), (1024, 10**6))):
+        built = sets.build(f"{number}", [source], recipe=replace(sets.recipe, max_line_bytes=2048), block_bytes=size)
+        assert sets.texts(f"{number}") == list(LINES[:2])
+        assert built.tallies["train"].rejected == Counter({TOO_LONG.format(2048): 1})
+        assert [row["line"] for row in sets.rejected(f"{number}")] == [2]
+        assert_adds_up(built, 3)
 
 
 def test_chats_keep_their_masks_through_selection(sets: Sets) -> None:
-    chats = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} {LINES[n % 6]}"}]}
-        for n in range(60)
-    ]
+    pairs = [(f"{n}?", f"{n} {LINES[n % 6]}") for n in range(60)]
+    chats = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs]
     path = sets.file("a", [*chats, *chats[::3]])
     built = sets.build("out", [path], recipe=recipe_of(ALL, sets.encoder.directory, "chats"))
-    found, encoder = sets.train("out"), sets.encoder
-    assert (len(found), built.duplicates) == (60, 20)
-    for n in range(60):
-        ids, live = found.row(n)
-        assert live is not None
-        answer = encoder.decode(ids[live.astype(bool)].tolist())
-        assert answer == f"{n} {LINES[n % 6]}"
-        assert ids[np.flatnonzero(live)[-1]] == encoder.end_id
+    assert (len(sets.train("out")), built.duplicates) == (60, 20)
+    for n, (_, answer) in enumerate(pairs):
+        ids, live = sets.train("out").row(n)
+        assert live is not None and sets.encoder.decode(ids[live.astype(bool)].tolist()) == answer
+        assert ids[np.flatnonzero(live)[-1]] == sets.encoder.end_id
 
 
 def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> None:

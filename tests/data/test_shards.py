@@ -1,9 +1,20 @@
-"""Shards: Arrow files that anyone can open, an index that counts right, and records that come back as they went in."""
+"""Shards: Arrow files that anyone can open, an index that counts right, and records that come back as they went in.
+
+Sharding after a kill, an altered file or other inputs: finished blocks are reused, and the result is that of one run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
 import random
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,30 +22,30 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.shard_sets import ALL, BLOCK, build, digests, make_or_die, rows_of, write_lines
 from support.tiny_data import write_shards
 
+from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
+from ttrain.data import sharding
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile
+from ttrain.data.encoder import Encoder, EncoderDiffers
+from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import Column, ShardSet
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, StageFailed
 
 Record = tuple[list[int], list[bool]]
 
 
-def some_records(count: int, *, vocab: int = 500, longest: int = 30) -> list[Record]:
+def some_records(count: int) -> list[Record]:
     chance = random.Random(count)
-    found = []
-    for _ in range(count):
-        ids = [chance.randrange(vocab) for _ in range(chance.randint(2, longest))]
-        found.append((ids, [chance.random() < 0.5 for _ in ids]))
-    return found
+    texts = [[chance.randrange(500) for _ in range(chance.randint(2, 30))] for _ in range(count)]
+    return [(ids, [chance.random() < 0.5 for _ in ids]) for ids in texts]
 
 
-def write(
-    path: Path, rows: list[Record], *, kind: str = "chats", tokens_per_shard: int = 10**6, vocab: int = 500, **more: Any
-) -> dict[str, Any]:
-    return write_shards(
-        path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, tokens_per_shard=tokens_per_shard, **more
-    )
+def write(path: Path, rows: list[Record], *, kind: str = "chats", vocab: int = 500, **more: Any) -> dict[str, Any]:
+    return write_shards(path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, **more)
 
 
 @pytest.fixture(params=[100, 1], ids=str)
@@ -45,9 +56,9 @@ def layout(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
 def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
-    rows = some_records(50)
+    rows, chance = some_records(50), random.Random(1)
     write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
-    found = ShardSet(tmp_path)
+    found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
     assert len(found) == 50
     for number, (ids, live) in enumerate(rows):
         stored, mask = found.row(number)
@@ -55,13 +66,6 @@ def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, 
         assert (None if mask is None else mask.tolist()) == (None if kind == "documents" else live)
     assert found.lengths.tolist() == [len(ids) for ids, _ in rows]
     assert found.starts.tolist() == [0, *accumulate(len(ids) for ids, _ in rows)]
-
-
-def test_the_stream_is_all_tokens_one_after_the_other(tmp_path: Path, layout: int) -> None:
-    rows = some_records(40)
-    write(tmp_path, rows, tokens_per_shard=layout)
-    found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
-    chance = random.Random(1)
     pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(40)]
     for start, end in [(0, len(flat)), (5, 5), (len(flat), len(flat)), *pairs]:
         assert found.stream(start, end).tolist() == flat[start:end]
@@ -72,22 +76,18 @@ def test_the_index_counts_what_is_there(tmp_path: Path, layout: int, kind: str) 
     rows = some_records(30)
     index = write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
     tokens = sum(len(ids) for ids, _ in rows)
-    live = sum(map(sum, (live for _, live in rows))) if kind == "chats" else tokens - len(rows)
+    live = sum(sum(live) for _, live in rows) if kind == "chats" else tokens - len(rows)
     expected = {"kind": kind, "rows": 30, "tokens": tokens, "live_tokens": live, "bytes": 2 * tokens, "vocab_size": 500}
     assert {name: index[name] for name in expected} == expected
     assert json.loads((tmp_path / "index.json").read_text()) == index
-    for name, whole in (("rows", 30), ("tokens", tokens)):
-        assert sum(shard[name] for shard in index["shards"]) == whole
-    assert {shard["file"]: shard["sha256"] for shard in index["shards"]} == {
-        path.name: sha256_file(path) for path in tmp_path.glob("*.arrow")
-    }
+    assert all(sum(shard[name] for shard in index["shards"]) == index[name] for name in ("rows", "tokens"))
+    digests = {path.name: sha256_file(path) for path in tmp_path.glob("*.arrow")}
+    assert {shard["file"]: shard["sha256"] for shard in index["shards"]} == digests
     assert all(shard["tokens"] < layout + 30 for shard in index["shards"])
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(500, pa.uint16()), (65536, pa.uint16()), (65537, pa.uint32())])
-def test_a_shard_opens_with_arrow_alone_and_holds_the_smallest_type_that_fits(
-    tmp_path: Path, vocab: int, dtype: pa.DataType
-) -> None:
+def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(tmp_path: Path, vocab: int, dtype: pa.DataType) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
     index = write(tmp_path, rows, vocab=vocab)
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
@@ -157,3 +157,178 @@ def test_a_selection_of_records_keeps_ids_and_masks_together() -> None:
     some = column.select(np.array([False, True, True, False]))
     assert (some.tokens.tolist(), some.offsets.tolist(), some.live.tolist()) == ([2, 3, 4], [0, 0, 3], [0, 1, 0])
     assert len(column.select(np.zeros(4, bool))) == 0
+
+
+# --- sharding that goes on
+
+
+def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(tmp_path: Path, recipe: BlockRecipe) -> None:
+    a, b, c = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("abc"))
+    first = build(tmp_path / "out", [a, c], recipe)
+    before = digests(tmp_path / "out")
+    assert first.encoded_blocks == first.blocks
+    more = build(tmp_path / "out", [a, b, c], recipe)
+    assert more.encoded_blocks == more.blocks - first.blocks
+    assert more.blocks == len(list((tmp_path / "out" / "train").glob("*.arrow")))
+    build(tmp_path / "fresh", [a, b, c], recipe)
+    assert digests(tmp_path / "fresh") == digests(tmp_path / "out")
+    assert build(tmp_path / "out", [a, c], recipe).encoded_blocks == 0
+    assert digests(tmp_path / "out") == before
+
+
+def test_another_output_lends_its_blocks_and_is_not_changed(tmp_path: Path, recipe: BlockRecipe) -> None:
+    a, b = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("ab"))
+    build(tmp_path / "old", [a, a], recipe)
+    lent = {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
+    new = build(tmp_path / "new", [b, a], replace(recipe, reuse=(str(tmp_path / "old"),)))
+    build(tmp_path / "plain", [b, a], recipe)
+    assert 0 < new.encoded_blocks < new.blocks
+    assert digests(tmp_path / "new") == digests(tmp_path / "plain")
+    assert {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()} == lent
+
+
+def test_a_known_file_is_not_even_opened(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path, found = write_lines(tmp_path / "a.jsonl", rows_of(60)), []
+    files = {"train": [DataFile(str(path), path.name, digest="its digest")]}
+    for _ in range(2):
+        built = sharding.build(tmp_path / "out", files, recipe, ALL, block_bytes=BLOCK, pool=Here())
+        found.append(digests(tmp_path / "out"))
+        path.unlink(missing_ok=True)
+    assert built.encoded_blocks == 0 and found[0] == found[1]
+
+
+def test_an_appended_file_keeps_its_old_blocks(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
+    first = build(tmp_path / "out", [path], recipe)
+    with path.open("ab") as file:
+        file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows_of(20, seed=9)))
+    more = build(tmp_path / "out", [path], recipe)
+    assert more.encoded_blocks <= 1 + more.blocks - first.blocks < more.blocks // 2
+
+
+def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
+    build(tmp_path / "good", [path], recipe)
+    calls = Counter[str]()
+
+    def check(self: Encoder, texts: Sequence[str]) -> None:
+        calls[self.kind] += 1
+        if self.kind == "fastokens" and calls["fastokens"] == 3:
+            raise EncoderDiffers("as if")
+
+    monkeypatch.setattr(Encoder, "check", check)
+    built = build(tmp_path / "out", [path], recipe)
+    assert calls["fastokens"] == 3, "the third block finds it"
+    assert (built.encoder, built.encoded_blocks) == ("tokenizers", built.blocks)
+    assert digests(tmp_path / "out") == digests(tmp_path / "good")
+
+
+class Killed(Here):
+    """Is killed in its fifth block, right before a file of it gets its name."""
+
+    def map(self, function: Any, tasks: Any) -> Any:
+        for number, task in enumerate(tasks):
+            if number == 4:
+                os.rename = os.replace = os.link = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            yield function(*task)
+
+
+def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
+    build(tmp_path / "whole", [path], recipe)
+    if not (child := os.fork()):
+        try:
+            build(tmp_path / "out", [path], recipe, pool=Killed())
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(list((tmp_path / "out" / "run" / "blocks").glob("*.json"))) == 4
+    assert not (tmp_path / "out" / "train" / "index.json").exists()
+    built = build(tmp_path / "out", [path], recipe)
+    assert built.encoded_blocks == built.blocks - 4 > 4
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path, environment = write_lines(tmp_path / "a.jsonl", rows_of(60)), dict(os.environ)
+
+    class Killing(Processes):
+        def map(self, function: Any, tasks: Any) -> Any:
+            return super().map(make_or_die, tasks)
+
+    with pytest.raises(StageFailed, match=r"killed.*runtime\.workers"):
+        build(tmp_path / "out", [path], recipe, pool=Killing(2))
+    assert build(tmp_path / "out", [path], recipe).parts["train"]["rows"] == 60
+    assert multiprocessing.active_children() == []
+    assert dict(os.environ) == environment, "what the workers need is not left behind"
+
+
+def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:
+    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows_of(30))], recipe)
+    mine = tmp_path / "out" / "train" / "notes.jsonl"
+    mine.write_text("mine")
+    build(tmp_path / "out", [write_lines(tmp_path / "b.jsonl", rows_of(30, seed=2))], recipe)
+    assert mine.read_text() == "mine"
+
+
+def test_the_assembly_can_end_anywhere(tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file operation of the assembly is once the last one of its process."""
+    rows = rows_of(40)
+    a, b = write_lines(tmp_path / "a.jsonl", rows[:25]), write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"])
+    reading = Reading(heldout_fraction=0.1)
+    build(tmp_path / "lent", [b], recipe, reading)
+    lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
+    build(tmp_path / "whole", [a, b], lending, reading)
+    expected, ended = digests(tmp_path / "whole"), 0
+    build(tmp_path / "start", [a], recipe, reading)
+    for last in range(1, 200):
+        output = tmp_path / f"out{last}"
+        shutil.copytree(tmp_path / "start", output)
+        made = 0
+
+        def counting(original: Any, last: int = last) -> Any:
+            def call(*arguments: Any, **more: Any) -> Any:
+                nonlocal made
+                made += 1
+                if made > last:
+                    raise KeyboardInterrupt
+                return original(*arguments, **more)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", counting(os.link))
+            for name in ("rename", "replace", "unlink"):
+                patch.setattr(Path, name, counting(getattr(Path, name)))
+            try:
+                build(output, [a, b], lending, reading)
+            except KeyboardInterrupt:
+                ended += 1
+            else:
+                break
+        with pytest.raises(ArtifactError) if not (output / "train" / "index.json").exists() else contextlib.nullcontext():
+            assert len(ShardSet(output / "train").lengths)
+        build(output, [a, b], lending, reading)
+        assert digests(output) == expected
+    assert ended > 15
+
+
+def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows_of(100))
+    build(tmp_path / "out", [path], recipe)
+    expected = digests(tmp_path / "out")
+    victim, lost, cut, *_ = sorted((tmp_path / "out" / "train").glob("*.arrow"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    lent = build(tmp_path / "new", [path], replace(recipe, reuse=(str(tmp_path / "out"),)))
+    assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
+    lost.unlink()
+    cut.write_bytes(cut.read_bytes()[:-8])
+    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 3
+    assert digests(tmp_path / "out") == expected
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)  # other times, the same bytes
+    assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0

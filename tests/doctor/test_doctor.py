@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.data_commands import in_process
+from support.shard_sets import write_lines
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_trainers import CPU, Held, in_ranks, settings_of_training, tiny_model
-from torch import Tensor, nn
+from torch import nn
 
-from ttrain.cli.main import main
 from ttrain.config import Optim, Runtime, Schedule, Training
 from ttrain.core.machine import usable_cores
 from ttrain.data.packing import IGNORE, Batch
@@ -67,28 +68,23 @@ SOUND = Learner(settings_of_training(optim=Optim(lr=1e-2)), RUNTIME, partial(bui
 
 
 class Masked(Faulty):
-    """Attends as its own mask says."""
+    """Attends as a mask of its own says."""
 
-    def mask(self, segments_BT: Tensor) -> Tensor:
-        return segment_mask(segments_BT)
+    mask: Any = staticmethod(segment_mask)
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         causal: Any = model.causal
-        segments_BT = torch.from_numpy(batch.segments_BT)
-        logits_BTV = causal(
-            input_ids=torch.from_numpy(batch.input_ids_BT), attention_mask=self.mask(segments_BT), use_cache=False
-        ).logits
+        mask, ids_BT = self.mask(torch.from_numpy(batch.segments_BT)), torch.from_numpy(batch.input_ids_BT)
+        logits_BTV = causal(input_ids=ids_BT, attention_mask=mask, use_cache=False).logits
         return LossSum(token_loss_sum(logits_BTV, torch.from_numpy(batch.labels_BT)), batch.live_tokens)
 
 
 class SeesTheFuture(Masked):
-    def mask(self, segments_BT: Tensor) -> Tensor:
-        return (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    mask = staticmethod(lambda segments_BT: (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None])
 
 
 class SeesOtherRecords(Masked):
-    def mask(self, segments_BT: Tensor) -> Tensor:
-        return segment_mask(torch.zeros_like(segments_BT))
+    mask = staticmethod(lambda segments_BT: segment_mask(torch.zeros_like(segments_BT)))
 
 
 class MeanOfMeans(Faulty):
@@ -109,33 +105,36 @@ class NoiseOfItsOwn(Faulty):
         return LossSum(loss.total * (1 + 0.1 * torch.rand((), generator=self.generator)), loss.count)
 
 
-def forgets_the_optimizer(*arguments: Any, **options: Any) -> Trainer:
-    trainer = Trainer(*arguments, **options)
+def forget_the_optimizer(trainer: Trainer) -> None:
     for optimizer in trainer.optimizers.optimizers:
         optimizer.state.clear()
-    return trainer
 
 
-def averages_over_ranks(*arguments: Any, **options: Any) -> Trainer:
-    trainer = Trainer(*arguments, **options)
+def average_over_ranks(trainer: Trainer) -> None:
     trainer.parallel.loss_factor = 1.0
-    return trainer
 
 
-def never_synchronises(*arguments: Any, **options: Any) -> Trainer:
-    trainer = Trainer(*arguments, **options)
+def never_synchronise(trainer: Trainer) -> None:
     before: Any = trainer.parallel.before_backward
     trainer.parallel.before_backward = lambda *, last: before(last=False)  # type: ignore[method-assign]
-    return trainer
+
+
+def changed(change: Callable[[Trainer], None]) -> Callable[..., Trainer]:
+    """Makes trainers with a fault."""
+
+    def make(*arguments: Any, **options: Any) -> Trainer:
+        trainer = Trainer(*arguments, **options)
+        change(trainer)
+        return trainer
+
+    return make
 
 
 def ok(check: Check | None) -> bool:
     """Whether a check is ok; it has a cure where it is not, and only there."""
     assert check is not None
     assert (check.cure is None) == check.ok
-    assert json.loads(json.dumps(asdict(check))) == {
-        "name": check.name, "ok": check.ok, "figure": check.figure, "cure": check.cure,
-    }  # fmt: skip
+    assert json.loads(json.dumps(asdict(check))) == asdict(check)
     return check.ok
 
 
@@ -177,31 +176,21 @@ def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_
 def knowing() -> Subject:
     """Knows which ids there are: those from 9 on."""
     subject = build(tie_embeddings=False)
-    head = subject.model.lm_head
     subject.model.model.norm.weight.data.fill_(0.0)
-    biased = nn.Linear(head.in_features, head.out_features)
-    biased.weight.data.zero_()
-    biased.bias.data.fill_(-5.0)
-    biased.bias.data[9:] = 0.0
-    subject.model.lm_head = biased
+    head = nn.Linear(subject.model.lm_head.in_features, VOCAB)
+    head.weight.data.zero_()
+    head.bias.data.copy_(torch.where(torch.arange(VOCAB) < 9, -5.0, 0.0))
+    subject.model.lm_head = head
     return subject
 
 
 def mixture(*, collapsed: bool = False) -> Subject:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(1)
-    made = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, attn_implementation="sdpa",
-            initializer_range=0.2,
-        )
-    )  # fmt: skip
+    subject = build(moe={"experts": 8, "top_k": 2}, init_std=0.2)
     if collapsed:
-        made.model.layers[1].mlp.gate.weight.data.zero_()
-        made.model.layers[1].mlp.gate.register_forward_pre_hook(lambda module, given: (given[0] * 0,))
-    return Subject(made)
+        gate = subject.model.model.layers[1].mlp.gate
+        gate.weight.data.zero_()
+        gate.register_forward_pre_hook(lambda module, given: (given[0] * 0,))
+    return subject
 
 
 def test_routers_are_checked_where_there_are_some() -> None:
@@ -220,7 +209,7 @@ def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the
 
 
 def test_two_ranks_are_one_unless_gradients_are_averaged_or_not_synchronised(tmp_path: Path) -> None:
-    learners = [SOUND, replace(SOUND, trainer=averages_over_ranks), replace(SOUND, trainer=never_synchronises)]
+    learners = [SOUND, *(replace(SOUND, trainer=changed(fault)) for fault in (average_over_ranks, never_synchronise))]
     sample = unevenly_masked(select_rows(ROWS, model.ROWS))
 
     def steps(ranks: Ranks) -> list[model.Step]:
@@ -238,7 +227,7 @@ def test_two_ranks_are_one_unless_gradients_are_averaged_or_not_synchronised(tmp
     ("fault", "differs"),
     [
         pytest.param({}, "", id="sound, with dropout"),
-        pytest.param({"trainer": forgets_the_optimizer}, "weights", id="optimizer state is not restored"),
+        pytest.param({"trainer": changed(forget_the_optimizer)}, "weights", id="optimizer state is not restored"),
         pytest.param({"task": NoiseOfItsOwn}, "losses", id="random numbers are not restored"),
     ],
 )
@@ -282,10 +271,9 @@ def test_memory_that_does_not_suffice_is_told_before_it_runs_out() -> None:
     assert ok(machine.memory(SMALL, RUNTIME, CPU, 1.1e9))
     found = machine.memory(SMALL, RUNTIME, CPU, 0.9e9)
     assert not ok(found) and "rows_per_device=2" in str(found.cure)
-    two = RUNTIME.model_copy(update={"devices": 2})
-    assert not ok(machine.memory(SMALL, two, CPU, 1.9e9))
-    assert ok(machine.memory(SMALL, two, CPU, 2.1e9))
-    assert not ok(machine.memory(SMALL, RUNTIME.model_copy(update={"memory_limit_gb": 0.5}), CPU, 2e9))
+    two, limited = RUNTIME.model_copy(update={"devices": 2}), RUNTIME.model_copy(update={"memory_limit_gb": 0.5})
+    assert [ok(machine.memory(SMALL, two, CPU, available)) for available in (1.9e9, 2.1e9)] == [False, True]
+    assert not ok(machine.memory(SMALL, limited, CPU, 2e9))
 
 
 def test_the_memory_of_a_step_is_measured_and_drawn_to_all_its_rows() -> None:
@@ -300,13 +288,12 @@ def test_the_memory_of_a_step_is_measured_and_drawn_to_all_its_rows() -> None:
 
 
 def test_a_disk_too_small_is_found(tmp_path: Path) -> None:
-    config = settings_of_training(tokens=1000 * 96)
+    config, kept = settings_of_training(tokens=1000 * 96), RUNTIME.model_copy(update={"keep_every_steps": 100})
     found = machine.disk(SMALL, config, RUNTIME, 100, 0.0, 1.8e9)
     assert ok(found)  # 2 kept, the best, one being written, one where the decay begins: 5 of 0.3 GB, and the model
     assert str(found.figure).startswith("1.6 GB of 1.8 GB free: 5 checkpoints")
-    assert not ok(machine.disk(SMALL, config, RUNTIME, 100, 0.0, 1.5e9))
-    assert not ok(machine.disk(SMALL, config, RUNTIME, 100, 0.3e9, 1.8e9))
-    assert not ok(machine.disk(SMALL, config, RUNTIME.model_copy(update={"keep_every_steps": 100}), 100, 0.0, 1.8e9))
+    for runtime, unmade, free in ((RUNTIME, 0.0, 1.5e9), (RUNTIME, 0.3e9, 1.8e9), (kept, 0.0, 1.8e9)):
+        assert not ok(machine.disk(SMALL, config, runtime, 100, unmade, free))
     assert machine.free_bytes(tmp_path / "not" / "there") == pytest.approx(machine.free_bytes(tmp_path), rel=0.1)
 
 
@@ -328,12 +315,11 @@ def test_more_threads_than_cores_are_found() -> None:
 
 
 def test_versions_that_are_missing_or_out_of_range_are_found(tmp_path: Path) -> None:
-    have = {"torch": "2.13.0+cpu", "numpy": "2.1", "rich": "14.0"}
-
     def version(name: str) -> str:
-        if name not in have:
-            raise metadata.PackageNotFoundError(name)
-        return have[name]
+        try:
+            return {"torch": "2.13.0+cpu", "numpy": "2.1", "rich": "14.0"}[name]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
 
     required = ["torch>=2.13", "numpy>=2", "rich", 'prefect-dask>=0.3; extra == "dask"']
     for names, pins, sound, figure in (
@@ -363,11 +349,6 @@ def test_a_check_that_raises_is_a_finding_but_a_mistake_in_the_settings_rises() 
         run_check("a", lambda: fail(UsageError("no")))
 
 
-def write_lines(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home that must stay as it is; what the command sets in this process is put back."""
@@ -379,17 +360,6 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     torch.use_deterministic_algorithms(False)
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code: Any = 0
-    try:
-        main(["doctor", *arguments])
-    except SystemExit as end:
-        code = end.code or 0
-    found = capsys.readouterr()
-    assert "Traceback" not in found.err
-    return code, found.out
-
-
 TINY = (
     *("model.hidden_size=32", "model.layers=2", "tokenizer.vocab_size=300", "pretrain.row_length=64", "runtime.device=cpu"),
     *("pretrain.tokens_per_step=256", "pretrain.tokens=20000", "pretrain.precision=fp32", "runtime.threads=1"),
@@ -397,12 +367,10 @@ TINY = (
 
 
 @pytest.mark.soak
-def test_the_command_examines_a_training_from_end_to_end_and_leaves_the_home_alone(
-    surroundings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(surroundings / "docs.jsonl", [{"text": f"{n} is a number, and {n * 7} is another one"} for n in range(400)])
-    code, out = call(capsys, "--json", "data.pretrain=docs.jsonl", *TINY)
-    checks = json.loads(out)["checks"]
+    done = in_process(capsys)("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
+    checks = done.json["checks"]
     assert [check["name"] for check in checks] == [
         "versions", "precision", "threads", "tuning", "data", "tokenizer round trip", "labels and mask", "memory", "disk",
         "no future leak", "records apart", "loss at the start", "accumulation", "two ranks equal one", "save and resume",
@@ -410,14 +378,13 @@ def test_the_command_examines_a_training_from_end_to_end_and_leaves_the_home_alo
     ]  # fmt: skip
     assert [check for check in checks if not check["ok"]] == []
     assert all({*check} == {"name", "ok", "figure", "cure"} and check["cure"] is None for check in checks)
-    assert code == 0
+    assert done.code == 0
     assert [path.name for path in surroundings.iterdir()] == ["docs.jsonl"]
 
 
-def test_a_failure_ends_with_1_and_a_mistake_in_the_settings_with_2(
-    surroundings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_exits_with_1_and_wrong_settings_with_2(surroundings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(surroundings / "docs.jsonl", [{"txt": "no"}] * 9)
-    code, out = call(capsys, "data.pretrain=docs.jsonl", *TINY)
-    assert code == 1 and "BAD data" in out and "; fix: " in out and "1 of 5 checks" in out
-    assert call(capsys, "pretrain.precision=tf32", "runtime.device=cpu")[0] == 2
+    run = in_process(capsys)
+    done = run("doctor", "data.pretrain=docs.jsonl", *TINY)
+    assert done.code == 1 and "BAD data" in done.out and "; fix: " in done.out and "1 of 5 checks" in done.out
+    assert run("doctor", "pretrain.precision=tf32", "runtime.device=cpu").code == 2

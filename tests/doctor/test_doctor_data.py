@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from doctor.test_doctor import ok, write_lines
+from doctor.test_doctor import ok
+from support.shard_sets import write_lines
 from support.tiny_data import chats, make_shards, make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import settings_of_training
@@ -96,32 +96,25 @@ def nothing_live(ids: Any, labels: Any, segments: Any) -> None:
     labels[:] = IGNORE
 
 
-def without(number: int) -> Callable[[Any, Any, Any], None]:
-    def spoil(ids: Any, labels: Any, segments: Any) -> None:
-        labels[labels == number] = IGNORE
-
-    return spoil
-
-
 def into_the_next_document(ids: Any, labels: Any, segments: Any) -> None:
     labels[:-1] = ids[1:]
 
 
+def without(number: int) -> Callable[[Any, Any, Any], None]:
+    return lambda ids, labels, segments: np.copyto(labels, IGNORE, where=labels == number)
+
+
 def test_labels_of_documents_are_all_tokens_but_the_first(data: Data) -> None:
     """In one stream and packed; of a packed document the end is no input, and yet must be learnt."""
-    shards = data.documents.shards  # type: ignore[attr-defined]
-    packed = SeparateDocumentRows(shards, 96, data.encoder.pad_id, packed=True)
-    for rows in (data.documents, packed):
-        assert ok(labels.document_labels(rows, data.encoder))
-        for spoil in (unshifted, nothing_live, without(data.encoder.eos_id)):
-            assert not ok(labels.document_labels(Spoilt(rows, spoil), data.encoder)), spoil
-    some_letter = data.encoder.encode(["e"])[0][0]
-    faults = (without(some_letter), into_the_next_document)
-    for spoil in faults:
-        assert not ok(labels.document_labels(Spoilt(data.documents, spoil), data.encoder)), spoil
-    masked = Spoilt(data.documents, without(data.encoder.eos_id))  # regions that are masked leave next tokens
-    assert ok(labels.masked_labels(masked, data.encoder))
-    assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), data.encoder))
+    shards, encoder = data.documents.shards, data.encoder  # type: ignore[attr-defined]
+    of_stream = (without(encoder.encode(["e"])[0][0]), into_the_next_document)
+    for rows, more in ((data.documents, of_stream), (SeparateDocumentRows(shards, 96, encoder.pad_id, packed=True), ())):
+        assert ok(labels.document_labels(rows, encoder))
+        for spoil in (unshifted, nothing_live, without(encoder.eos_id), *more):
+            assert not ok(labels.document_labels(Spoilt(rows, spoil), encoder)), spoil
+    masked = Spoilt(data.documents, without(encoder.eos_id))  # regions that are masked leave next tokens
+    assert ok(labels.masked_labels(masked, encoder))
+    assert not ok(labels.masked_labels(Spoilt(data.documents, unshifted), encoder))
 
 
 def test_labels_of_chats_are_the_answers_with_their_ends(data: Data) -> None:
@@ -163,20 +156,25 @@ class Forgeable(Encoder):
         return [self.encode_markup(texts[0])] if len(texts) == 1 else super().encode(texts)
 
 
+class Lower(Encoder):
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return super().encode([text.lower() for text in texts])
+
+
 @pytest.fixture
 def first_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all characters, those that are most in use."""
     monkeypatch.setattr(labels, "END", 0x20000)
 
 
-def test_a_tokenizer_that_loses_a_character_or_reads_special_tokens_out_of_a_text_is_found(
-    data: Data, first_planes: None
-) -> None:
+def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_is_found(data: Data, first_planes: None) -> None:
     texts = ["Grüße 東京 🙂", "def f(x):\n\treturn x"]
     assert ok(labels.round_trip(data.encoder, texts))
     for faulty, told in ((Lossy, "U+1"), (Forgeable, "<|")):
         found = labels.round_trip(faulty(data.encoder.directory), texts)
         assert not ok(found) and told in str(found.figure)
+    found = labels.round_trip(Lower(data.encoder.directory), ["ABC"], str.lower)
+    assert ok(found) and "normalizer" in str(found.figure), "a normalizer that changes text is told and allowed"
 
 
 def test_all_characters_are_tried() -> None:
@@ -201,64 +199,47 @@ def test_all_characters_are_tried() -> None:
     assert len(tried) == 0x110000 - 0x800
 
 
-def test_a_normalizer_that_changes_text_is_told_and_allowed(data: Data, first_planes: None) -> None:
-    class Lower(Encoder):
-        def encode(self, texts: Sequence[str]) -> list[list[int]]:
-            return super().encode([text.lower() for text in texts])
-
-    found = labels.round_trip(Lower(data.encoder.directory), ["ABC"], str.lower)
-    assert ok(found)
-    assert "normalizer" in str(found.figure)
-
-
 # --- what a stage reads ---
-
-
-@cache
-def sizes() -> Settings:
-    return stage_settings(rows_per_device=2)
 
 
 def test_what_the_store_holds_is_taken_from_there(tmp_path: Path) -> None:
     home = Home.make(tmp_path / "home")
     made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents}
-    found = gather("pretrain", sizes(), made, tmp_path / "made")
+    found = gather("pretrain", stage_settings(rows_per_device=2), made, tmp_path / "made")
     assert found.paths == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
     assert found.unmade_bytes == 0
     assert not (tmp_path / "made").exists()
 
 
-def with_data(directory: Path, texts: Sequence[Any]) -> Settings:
+def with_data(directory: Path, texts: Sequence[Any], **more: Any) -> Settings:
+    """Settings of a home with these documents, with chats and, where `dpo` is set, pairs; a folder `made` beside them."""
     talks = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
-    paths = {"pretrain": write_lines(directory / "docs.jsonl", texts), "sft": write_lines(directory / "chats.jsonl", talks)}
-    tree = {**sizes().model_dump(mode="json"), "data": {name: str(path) for name, path in paths.items()}}
-    return Settings.model_validate(tree | {"tokenizer": {"vocab_size": 300}})
+    pairs = [{"prompt": f"Is {n} even?", "chosen": "yes", "rejected": "no"} for n in range(60)]
+    (directory / "made").mkdir(parents=True)
+    rows = {"pretrain": texts, "sft": talks, **({"dpo": pairs} if "dpo" in more else {})}
+    data = {name: str(write_lines(directory / f"{name}.jsonl", lines)) for name, lines in rows.items()}
+    sizes = stage_settings(rows_per_device=2).model_dump(mode="json")
+    return Settings.model_validate({**sizes, "data": data, "tokenizer": {"vocab_size": 300}, **more})
+
+
+NUMBERS = [{"text": f"{number} is a number, and {number * 7} is another"} for number in range(300)]
 
 
 def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SAMPLE_RECORDS", 200)
-    settings = with_data(tmp_path, [{"text": f"{number} is a number, and {number * 7} is another"} for number in range(300)])
-    (tmp_path / "made").mkdir()
-    found = gather("sft", settings, {}, tmp_path / "made")
+    settings = with_data(tmp_path / "home", NUMBERS)
+    found = gather("sft", settings, {}, tmp_path / "home" / "made")
     assert {*found.paths} == {"tokenizer", "shards", "base"}
-    assert not found.trained
-    assert found.unmade_bytes > 0
+    assert not found.trained and found.unmade_bytes > 0
     assert (found.paths["base"] / "model" / "model.safetensors").exists()
     assert len(open_rows(found.paths["shards"] / "train", Encoder(found.paths["tokenizer"]), settings.sft)) > 0
-    assert len((tmp_path / "made" / "texts.jsonl").read_text().splitlines()) == 200
+    assert len((tmp_path / "home" / "made" / "texts.jsonl").read_text().splitlines()) == 200
+    settings = with_data(tmp_path / "bad", [{"text": 3}] * 9)
     with pytest.raises(DataError, match=r"data\.pretrain"):
-        (tmp_path / "bad").mkdir()
-        gather("pretrain", with_data(tmp_path, [{"text": 3}] * 9), {}, tmp_path / "bad")
+        gather("pretrain", settings, {}, tmp_path / "bad" / "made")
 
 
 def test_pairs_that_no_run_has_sharded_are_read_as_pairs(tmp_path: Path) -> None:
-    pairs = write_lines(
-        tmp_path / "pairs.jsonl", [{"prompt": f"Is {n} even?", "chosen": "yes", "rejected": "no"} for n in range(60)]
-    )
-    settings = with_data(tmp_path, [{"text": f"{number} is a number"} for number in range(300)])
-    tree = settings.model_dump(mode="json")
-    of_dpo = {"row_length": 64, "tokens_per_step": 64}
-    settings = Settings.model_validate(tree | {"data": {**tree["data"], "dpo": str(pairs)}, "dpo": of_dpo})
-    (tmp_path / "made").mkdir()
-    found = gather("dpo", settings, {}, tmp_path / "made")
-    assert open_rows(found.paths["shards"] / "train", Encoder(found.paths["tokenizer"]), settings.dpo).counts()["pairs"] > 50
+    settings = with_data(tmp_path / "home", NUMBERS, dpo={"row_length": 64, "tokens_per_step": 64})
+    paths = gather("dpo", settings, {}, tmp_path / "home" / "made").paths
+    assert open_rows(paths["shards"] / "train", Encoder(paths["tokenizer"]), settings.dpo).counts()["pairs"] > 50

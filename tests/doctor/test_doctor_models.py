@@ -131,7 +131,7 @@ def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
-def test_how_rows_are_divided_over_micro_batches_and_ranks_does_not_matter(
+def test_how_rows_are_divided_does_not_matter(
     case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]]
 ) -> None:
     ok(model.accumulation(learner_of(case), ROWS, CPU))

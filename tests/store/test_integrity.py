@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core.test_hashing import LONG_AGO, read_bytes
 from rich.console import Console
 from support.comparing import flip_bit
 from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.config import Settings
-from ttrain.core.hashing import DigestCache, sha256_file
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
 from ttrain.pipeline import artifact_commands, launch, names
-from ttrain.pipeline import artifact_commands as artifacts
 from ttrain.pipeline.artifact_commands import DamagedArtifact
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
@@ -31,8 +29,6 @@ from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-
-LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
 
 
 def build(stage: Stage, settings: Settings, home: Home, inputs: Mapping[str, Artifact]) -> Artifact:
@@ -110,49 +106,6 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Ho
     assert not isinstance(refused.value, DamagedFile)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
-
-
-def read_bytes() -> int:
-    """What this process has read from files so far."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["rchar"])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_a_file_is_read_once_after_each_start_of_the_machine_and_when_its_inode_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 16 << 20
-    path, memory = tmp_path / "weights", tmp_path / "verified.json"
-    path.write_bytes(bytes(size))
-    os.utime(path, ns=(LONG_AGO, LONG_AGO))
-    monkeypatch.setattr("ttrain.core.hashing.RACY_SECONDS", -1.0)  # else a file is remembered when it is two seconds old
-
-    def bytes_to_verify(boot: str) -> int:
-        cache, before = DigestCache(memory, boot=boot), read_bytes()
-        assert cache.file(path) == sha256_file(path)
-        cache.save()
-        return read_bytes() - before - size  # of which the comparison itself has read one
-
-    assert bytes_to_verify("monday") >= size
-    assert bytes_to_verify("monday") < 100_000
-    assert bytes_to_verify("tuesday") >= size
-    flip_bit(path)
-    assert bytes_to_verify("tuesday") >= size
-    assert stat.S_IMODE(memory.stat().st_mode) == 0o600
-
-
-def test_a_file_that_changed_a_moment_ago_is_not_remembered_whatever_its_mtime_says(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"data")
-    os.utime(path, ns=(LONG_AGO, LONG_AGO))
-    cache = DigestCache(tmp_path / "verified.json", boot="monday")
-    cache.file(path)
-    cache.save()
-    assert not (tmp_path / "verified.json").exists()
-
-
 # --- large files --------------------------------------------------------------------------------------------------------
 
 
@@ -172,30 +125,22 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_publishing_a_large_file_reads_it_once_and_records_digests_of_its_pieces(store: ArtifactStore) -> None:
-    size, before = integrity.LARGE_BYTES + 5, read_bytes()
-    artifact = publish_file(store, size)
+def test_a_large_file_is_read_once_with_digests_of_its_pieces(store: ArtifactStore, request: pytest.FixtureRequest) -> None:
+    size = (4 << 20) + 5
+    small = publish_file(store, size)
+    assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}
+    request.getfixturevalue("small_pieces")
+    before = read_bytes()
+    artifact = publish_file(store, size, key="l" * 64)
     assert size <= read_bytes() - before < 1.1 * size
+    assert artifact.content == small.content
     entry = artifact.manifest["files"]["weights"]
     data = (artifact.path / "weights").read_bytes()
-    starts = range(0, size, integrity.PIECE_BYTES)
-    digests = [blake2b(data[at : at + integrity.PIECE_BYTES], digest_size=32).hexdigest() for at in starts]
-    assert entry["pieces"] == {"bytes": integrity.PIECE_BYTES, "blake2b": digests}
-    assert entry["sha256"] == sha256(data).hexdigest()
+    digests = [blake2b(data[at : at + (2 << 20)], digest_size=32).hexdigest() for at in range(0, size, 2 << 20)]
+    assert entry["pieces"] == {"bytes": 2 << 20, "blake2b": digests} and entry["sha256"] == sha256(data).hexdigest()
     before = read_bytes()
     integrity.verify_entries([(artifact.path / "weights", entry)], None)
     assert size <= read_bytes() - before < 1.1 * size
-
-
-def test_pieces_change_no_entry_of_a_small_file_and_no_content(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = publish_file(store, 6 << 20)
-    assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}
-    monkeypatch.setattr(integrity, "LARGE_BYTES", 4 << 20)
-    large = publish_file(store, 6 << 20, key="l" * 64)
-    assert "pieces" in large.manifest["files"]["weights"]
-    assert large.content == small.content
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -208,7 +153,7 @@ def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(store: 
     assert store.damage(artifact) == "weights was altered after it was published"
     with pytest.raises(DamagedFile, match=r"weights is damaged: its bytes 2,097,152 to 4,194,303 are not those that"):
         integrity.verify_artifact(artifact)
-    assert artifacts.verify(artifact) == [
+    assert artifact_commands.verify(artifact) == [
         "manifest.json says that it was made of other things than its key does",
         "weights was altered after it was published",
     ]
@@ -216,35 +161,34 @@ def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(store: 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = publish_file(store, 5 << 20).path / "weights"
+    path, stat_of = publish_file(store, 5 << 20).path / "weights", os.fstat
     entry = integrity.measure(path) | {"bytes": 5 << 20}
-    stat_of = os.fstat
 
     def cut_after_its_size_was_read(descriptor: int) -> os.stat_result:
         stat = stat_of(descriptor)
         os.truncate(path, 3 << 20)
         return stat
 
-    monkeypatch.setattr("os.fstat", cut_after_its_size_was_read)
-    with pytest.raises(DamagedFile, match="damaged: it ended at byte 3,145,728 while it was read"):
-        integrity.verify_entries([(path, entry)], None)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fstat", cut_after_its_size_was_read)
+        with pytest.raises(DamagedFile, match="damaged: it ended at byte 3,145,728 while it was read"):
+            integrity.verify_entries([(path, entry)], None)
     with pytest.raises(DamagedFile, match="damaged: it has 3,145,728 bytes, but 5,242,880 were published"):
         integrity.verify_entries([(path, entry)], None)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize(
-    "pieces",
-    [None, [], {"bytes": 0, "blake2b": []}, {"bytes": 2 << 20, "blake2b": ["0" * 64]}, {"bytes": "2", "blake2b": [1]}],
-)
-def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(store: ArtifactStore, pieces: Any) -> None:
+def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(store: ArtifactStore) -> None:
     artifact = publish_file(store, 5 << 20)
-    entry = {**artifact.manifest["files"]["weights"], "pieces": pieces}
-    integrity.verify_entries([(artifact.path / "weights", entry)], None)
-    flip_bit(artifact.path / "weights")
-    with pytest.raises(DamagedFile, match="damaged: its sha256 is"):
-        integrity.verify_entries([(artifact.path / "weights", entry)], None)
+    path, entry = artifact.path / "weights", artifact.manifest["files"]["weights"]
+    of_others = ({"bytes": 0, "blake2b": []}, {"bytes": 2 << 20, "blake2b": ["0" * 64]}, {"bytes": "2", "blake2b": [1]})
+    entries = [{**entry, "pieces": pieces} for pieces in (None, [], *of_others)]
+    for entry in entries:
+        integrity.verify_entries([(path, entry)], None)
+    flip_bit(path)
+    for entry in entries:
+        with pytest.raises(DamagedFile, match="damaged: its sha256 is"):
+            integrity.verify_entries([(path, entry)], None)
 
 
 # --- what was made from it ----------------------------------------------------------------------------------------------

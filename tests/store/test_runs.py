@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import resource
 import secrets
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,8 +14,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from store.test_store import full_disk
 
-from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, write_json
+from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
 from ttrain.flows import schedule_files, serving
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import runs
@@ -39,38 +38,46 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert history(tmp_path / "empty") == []
 
 
-def test_a_run_is_on_record_from_its_first_moment_to_its_end(tmp_path: Path) -> None:
+def test_a_run_is_on_record_from_its_first_moment_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = RunRecord(tmp_path, "full", ["tokenizer", "pretrain"], {"name": "x"})
     assert [stage["outcome"] for stage in history(tmp_path)[0]["stages"]] == ["pending", "pending"]
     made.stage("pretrain", outcome="running", key="k")
     (run,) = history(tmp_path)
     assert (run["outcome"], run["stages"][1]) == ("running", {"name": "pretrain", "outcome": "running", "key": "k"})
+    yesterday = time.time() - 86400
+    monkeypatch.setattr(time, "time", lambda: yesterday)
     made.finish("completed", {"eval/x": 1.0})
     (run,) = history(tmp_path)
-    assert (run["outcome"], run["metrics"]) == ("completed", {"eval/x": 1.0})
-    assert run["seconds"] >= 0
+    assert (run["outcome"], run["metrics"]) == ("completed", {"eval/x": 1.0}) and 0 <= run["seconds"] < 60
 
 
 def test_a_run_whose_process_was_killed_is_shown_as_crashed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started = runs.process_started(process.pid)
-        made = record(tmp_path, process={"pid": process.pid, "started": started})
-        made.stage("pretrain", outcome="running")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        record(tmp_path, process={"pid": process.pid, "started": runs.process_started(process.pid)})
         assert history(tmp_path)[0]["outcome"] == "running"
         process.kill()
         process.wait()
-    (run,) = history(tmp_path)
-    assert run["outcome"] == "crashed"
-    assert [stage["outcome"] for stage in run["stages"]] == ["pending", "crashed"]
+    assert history(tmp_path)[0]["outcome"] == "crashed"
 
 
 def test_a_recycled_process_number_does_not_count_as_alive_and_the_dead_keep_their_outcome(tmp_path: Path) -> None:
     own = runs.process_started(os.getpid())
     assert own is not None
     made = record(tmp_path, process={"pid": os.getpid(), "started": own - 1000})
-    assert history(tmp_path)[0]["outcome"] == "crashed"
+    made.stage("pretrain", outcome="running")
+    (run,) = history(tmp_path)
+    assert run["outcome"] == "crashed" and [stage["outcome"] for stage in run["stages"]] == ["pending", "crashed"]
     made.finish("interrupted", {})
     assert history(tmp_path)[0]["outcome"] == "interrupted", "one that ended keeps its outcome"
+
+
+KEYS: dict[str, str | None] = {"tokenizer": "a", "pretrain": "b"}
+
+
+def with_keys(made: RunRecord, **keys: str) -> RunRecord:
+    for stage, key in {**KEYS, **keys}.items():
+        made.stage(stage, key=key)
+    return made
 
 
 def maker(home: Path, keys: Mapping[str, str | None]) -> str | None:
@@ -78,55 +85,42 @@ def maker(home: Path, keys: Mapping[str, str | None]) -> str | None:
     return next(filter(None, map(runs.made_by, runs.equal_runs(home, keys))), None)
 
 
-def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(tmp_path: Path) -> None:
-    keys = {"tokenizer": "a", "pretrain": "b"}
-    assert maker(tmp_path, keys) is None
-    names = {}
-    ended = ((1, "completed", "b"), (2, "completed", "b"), (3, "completed", "c"), (4, "failed", "b"))
-    for started, outcome, pretrain in ended:
-        made = record(tmp_path, started=float(started))
-        made.stage("tokenizer", key="a")
-        made.stage("pretrain", key=pretrain)
+def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert maker(tmp_path, KEYS) is None
+    names, ticks = [], itertools.count(10**9)
+    monkeypatch.setattr(runs, "datetime", Mock(wraps=datetime, now=lambda zone: datetime.fromtimestamp(next(ticks), zone)))
+    for outcome, pretrain in (("completed", "b"), ("completed", "b"), ("completed", "c"), ("failed", "b")):
+        made = with_keys(record(tmp_path), pretrain=pretrain)
         made.finish(outcome, {})
-        names[started] = made.run
-        values = read_json(made.path)
-        write_json(made.path, {**values, "started_unix": float(started)})
-    assert maker(tmp_path, keys) == names[2]
+        names.append(made.run)
+    assert maker(tmp_path, KEYS) == names[1]
     assert maker(tmp_path, {"tokenizer": "a"}) is None
 
 
 def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tmp_path: Path) -> None:
-    keys: dict[str, str | None] = {"tokenizer": "a", "pretrain": "b"}
-    first = record(tmp_path, started=1.0)
-    for stage, key in keys.items():
-        first.stage(stage, key=key)
+    first, artifact = with_keys(record(tmp_path, started=1.0)), SimpleNamespace(path=tmp_path)
     first.finish("completed", {})
-    planned = [
-        SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=SimpleNamespace(path=tmp_path))
-        for name, key in keys.items()
-    ]
-    assert maker(tmp_path, keys) == first.run
+    planned = [SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=artifact) for name, key in KEYS.items()]
+    assert maker(tmp_path, KEYS) == first.run
     runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
     cached = history(tmp_path)[0]
     assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
     first.path.write_text("{")
-    assert maker(tmp_path, keys) == first.run, "the newest record says it"
+    assert maker(tmp_path, KEYS) == first.run, "the newest record says it"
     (tmp_path / "runs" / f"{cached['run']}.json").unlink()
-    assert maker(tmp_path, {**keys, "pretrain": "c"}) is None
+    assert maker(tmp_path, {**KEYS, "pretrain": "c"}) is None
 
 
 @pytest.mark.parametrize(("outcome", "is_cut_short"), [("running", True), ("interrupted", True), ("completed", False)])
-def test_a_run_that_was_killed_after_its_last_stage_is_not_taken_for_a_whole_one(
-    tmp_path: Path, outcome: str, is_cut_short: bool
-) -> None:
-    made = record(tmp_path, process={"pid": os.getpid(), "started": 1.0})
-    made.stage("tokenizer", key="a")
-    made.stage("pretrain", key="b")
+def test_a_run_that_was_killed_after_its_last_stage_is_cut_short(tmp_path: Path, outcome: str, is_cut_short: bool) -> None:
+    made = with_keys(record(tmp_path, process={"pid": os.getpid(), "started": 1.0}))
     if outcome != "running":
         made.finish(outcome, {})
-    [run] = runs.equal_runs(tmp_path, {"tokenizer": "a", "pretrain": "b"})
+    [run] = runs.equal_runs(tmp_path, KEYS)
     assert (run["run"], runs.is_cut_short(run)) == (made.run, is_cut_short)
-    assert not list(runs.equal_runs(tmp_path, {"tokenizer": "a", "pretrain": "c"}))
+    assert not list(runs.equal_runs(tmp_path, {**KEYS, "pretrain": "c"}))
 
 
 def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,16 +131,6 @@ def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypa
     one, other = record(tmp_path), record(tmp_path)
     assert one.run != other.run
     assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
-
-
-def test_a_run_takes_as_long_as_it_takes_whatever_happens_to_the_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = record(tmp_path)
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now - 86400)
-    made.finish("completed", {})
-    assert 0 <= history(tmp_path)[0]["seconds"] < 60
 
 
 @pytest.mark.parametrize(("age", "outcome"), [(6, "running"), (8, "crashed")])
@@ -172,15 +156,9 @@ def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = record(tmp_path)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
-    try:
+    with full_disk(10):
         made.stage("pretrain", outcome="running", key="k")
         made.note(error="x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, ignored)
     assert len([entry for entry in caplog.records if "cannot be written" in entry.message]) == 1
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
     made.finish("completed", {})
@@ -188,12 +166,16 @@ def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pyte
 
 
 def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(tmp_path: Path) -> None:
+    """Also who serves. Below a directory that is shared, names keep their modes."""
     runs_directory, night = tmp_path / "runs", tmp_path / "nightly" / "mine"
-    for path in (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json"):
+    served = schedule_files.folder_of(tmp_path) / serving.SERVING
+    weights = tmp_path / "mlflow" / "weights"
+    open_files = (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json", served)
+    for path in (*open_files, weights):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
         path.chmod(0o644)
-    for directory in (runs_directory, night, night.parent):
+    for directory in (runs_directory, night, night.parent, served.parent, weights.parent):
         directory.chmod(0o755)
     made = record(tmp_path)
     RunLog(made.path.with_suffix(".log")).add("sft", "a line")
@@ -201,27 +183,11 @@ def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(
     with nights.lock():
         nights.begin(InputSnapshot({}, {}), None)
     nights.skipped(None, "a reason")
-    paths = [path for root in (runs_directory, night.parent) for path in (root, *root.rglob("*"))]
-    assert len(paths) == 12
-    assert {path: oct(path.stat().st_mode & 0o777) for path in paths if path.stat().st_mode & 0o077} == {}
-
-
-def test_who_serves_is_for_the_owner_alone_also_in_an_older_home(tmp_path: Path) -> None:
-    folder = schedule_files.folder_of(tmp_path)
-    folder.mkdir()
-    (folder / serving.SERVING).write_text("{}")
-    folder.chmod(0o755)
-    (folder / serving.SERVING).chmod(0o644)
     with serving.serve_lock(tmp_path):
-        assert [path.stat().st_mode & 0o777 for path in (folder, folder / serving.SERVING)] == [0o700, 0o600]
-
-
-def test_names_below_a_closed_directory_keep_their_modes_where_they_are_shared(tmp_path: Path) -> None:
-    weights = tmp_path / "mlflow" / "weights"
-    weights.parent.mkdir()
-    weights.write_bytes(b"w")
-    weights.parent.chmod(0o755)
-    weights.chmod(0o644)
+        paths = [path for root in (runs_directory, night.parent) for path in (root, *root.rglob("*"))]
+        assert len(paths) == 12
+        paths += [served, served.parent]
+        assert {path: oct(path.stat().st_mode & 0o777) for path in paths if path.stat().st_mode & 0o077} == {}
     private_directory(weights.parent, closes_files=False)
     assert [path.stat().st_mode & 0o777 for path in (weights.parent, weights)] == [0o700, 0o644]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -70,11 +71,11 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        stat = path.stat()
-        found[str(path)] = (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
-    return found
+    stats = {path: path.stat() for path in directory.rglob("*")}
+    return {
+        str(path): (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
+        for path, stat in stats.items()
+    }
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["fresh", "in place of another"])
@@ -112,30 +113,28 @@ def published_files(artifact: Artifact) -> dict[str, bytes]:
     return seen
 
 
-def test_what_a_kill_left_of_a_file_s_writing_is_not_published(store: ArtifactStore) -> None:
-    output = store.work(STAGE, KEY) / "output"
-    make_output(output, {"model/.config.json.4242.tmp": b"{", ".manifest.json.77.tmp": b"", "model/.mine.tmp": b"kept"})
-    published = store.publish(STAGE, KEY, output, MANIFEST)
+def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(store: ArtifactStore) -> None:
+    """In the result, what JSON writes otherwise; in the output, what a kill left of a file's writing."""
+    output = make_output(
+        store.work(STAGE, KEY) / "output", {"model/.config.json.4242.tmp": b"{", "model/.mine.tmp": b"kept"}
+    )
+    result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
+    published = store.publish(STAGE, KEY, output, {**MANIFEST, "result": result})
+    found = ArtifactStore(store.root).find(STAGE, KEY)
+    assert found is not None and found.content == published.content and not output.exists()
+    assert found.result["10"] == ["ten", 1e22]
     assert published_files(published).keys() == {*FILES, "model/.mine.tmp"}
-
-
-def test_a_published_artifact_is_found_with_what_was_said_about_it(store: ArtifactStore) -> None:
-    published = publish(store)
-    assert ArtifactStore(store.root).find(STAGE, KEY) == published
-    assert published.result == {"loss": 1.5}
-    assert not store.work(STAGE, KEY).joinpath("output").exists()
-    assert store.find(STAGE, "another") is None
-    assert store.find("sft", KEY) is None
     path = published.path / "manifest.json"
     write_json(path, {name: value for name, value in read_json(path).items() if name != "manifest_sha256"})
     assert store.find(STAGE, KEY), "that of an earlier version has no digest of its own"
-
-
-def test_the_digest_of_a_manifest_is_that_of_what_a_reader_gets(store: ArtifactStore) -> None:
-    """Keys that are numbers, tuples, and figures that are no numbers are written as JSON has them."""
-    result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
-    store.publish(STAGE, KEY, make_output(store.work(STAGE, KEY) / "output"), {**MANIFEST, "result": result})
-    assert store.find(STAGE, KEY)
+    for stage, key in ((STAGE, "other"), ("sft", KEY)):
+        shutil.copytree(published.path, store.path(stage, key))
+        assert store.find(stage, key) is None, "a copy in the place of another key"
+    assert [found.key for found in store.artifacts()] == [KEY]
+    second = publish(store, KEY, {"model/weights.bin": b"second"})
+    [kept] = (store.root / "replaced" / STAGE).iterdir()
+    assert (kept / "model/weights.bin").read_bytes() == b"weights"
+    assert store.find(STAGE, KEY) == second and published_files(second)["model/weights.bin"] == b"second"
 
 
 def test_json_that_is_nested_without_end_is_a_file_that_cannot_be_read(store: ArtifactStore) -> None:
@@ -196,12 +195,14 @@ def test_a_copied_home_is_found_and_never_written_through_to_the_original(store:
     assert moved.path == tmp_path / "moved" / "store" / STAGE / keys[-1], "a moved home works when the old place is gone"
 
 
-def test_the_newest_whole_artifact_is_the_latest(store: ArtifactStore) -> None:
-    for key in ("old", "middle", "new"):
+def test_the_latest_artifact_does_not_depend_on_the_clock(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, clock in (("first", 2e9), ("second", 1e9), ("third", 1e9), ("fourth", 2e9 + 60)):
+        monkeypatch.setattr(time, "time", lambda now=clock: now)
         publish(store, key)
-    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["new", "middle", "old"]
-    (store.path(STAGE, "new") / "tokenizer.json").unlink()
-    assert store.latest(STAGE).key == "middle"
+    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["fourth", "third", "second", "first"]
+    assert store.latest(STAGE).manifest["published"] == 2e9 + 60, "and it shows the time again once that is later"
+    (store.path(STAGE, "fourth") / "tokenizer.json").unlink()
+    assert store.latest(STAGE).key == "third"
 
 
 def test_what_no_other_stage_reads_does_not_count_in_the_content(store: ArtifactStore, tmp_path: Path) -> None:
@@ -216,16 +217,6 @@ def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Artifact
     artifact = publish(store)
     assert store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"})) is artifact
     assert store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
-
-
-def test_what_is_replaced_is_set_aside_and_not_lost(store: ArtifactStore) -> None:
-    publish(store)
-    publish(store, KEY, {"model/weights.bin": b"second"})
-    kept = list((store.root / "replaced" / STAGE).iterdir())
-    assert [(path / "model/weights.bin").read_bytes() for path in kept] == [b"weights"]
-    found = store.find(STAGE, KEY)
-    assert found is not None
-    assert (found.path / "model/weights.bin").read_bytes() == b"second"
 
 
 def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
@@ -243,60 +234,36 @@ def holder(store: ArtifactStore) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.parametrize("end", ["leaves", "is killed"])
-def test_the_second_process_waits_for_the_lock_until_the_first_one(
-    store: ArtifactStore, holder: subprocess.Popen[str], end: str
+def let_go(holder: subprocess.Popen[str]) -> None:
+    assert holder.stdin is not None
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+
+
+@pytest.mark.parametrize("end", [let_go, subprocess.Popen.kill], ids=["leaves", "is killed"])
+def test_a_process_waits_for_the_lock_until_its_holder(
+    store: ArtifactStore, holder: subprocess.Popen[str], end: Callable[[Any], None]
 ) -> None:
     for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
         with store.lock(stage, key, waiting=pytest.fail):
             assert holder.poll() is None
-    waiting, taken, order = threading.Event(), threading.Event(), []
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+    waiting, taken = threading.Event(), threading.Event()
 
     def take() -> None:
         with store.lock("pretrain", "key", waiting=waiting.set):
-            order.append("taken")
+            assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
             taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     assert waiting.wait(30)
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node()), "who waits can be told of it"
     assert not taken.wait(0.3), "it is still held by the other process"
-    order.append("ended")
-    if end == "leaves":
-        assert holder.stdin is not None
-        holder.stdin.write("\n")
-        holder.stdin.flush()
-    else:
-        holder.send_signal(signal.SIGKILL)
+    end(holder)
     assert taken.wait(30)
-    assert order == ["ended", "taken"]
     thread.join(30)
-
-
-def test_who_waits_is_told_which_process_has_the_lock(store: ArtifactStore, holder: subprocess.Popen[str]) -> None:
-    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
-    told: list[tuple[int, str] | None] = []
-    assert holder.stdin is not None
-
-    def waiting() -> None:
-        told.append(store.holder("pretrain", "key"))
-        holder.stdin.write("\n")  # type: ignore[union-attr]
-        holder.stdin.flush()  # type: ignore[union-attr]
-
-    with store.lock("pretrain", "key", waiting=waiting):
-        assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
-    assert told == [(holder.pid, platform.node())]
     assert store.holder("pretrain", "key") is None
-
-
-def test_an_artifact_is_newer_than_those_before_it_also_where_the_clock_was_set_back(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key, clock in (("first", 2e9), ("second", 1e9), ("third", 1e9), ("fourth", 2e9 + 60)):
-        monkeypatch.setattr(time, "time", lambda now=clock: now)
-        publish(store, key)
-    assert [artifact.key for artifact in store.artifacts(STAGE)] == ["fourth", "third", "second", "first"]
-    assert store.latest(STAGE).manifest["published"] == 2e9 + 60, "and it shows the time again once that is later"
 
 
 def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,27 +305,24 @@ def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finis
     assert store.find(STAGE, KEY) is not None
 
 
-def test_an_artifact_that_was_copied_to_the_place_of_another_key_is_not_found_there(store: ArtifactStore) -> None:
-    artifact = publish(store)
-    shutil.copytree(artifact.path, store.path(STAGE, "other"))
-    shutil.copytree(artifact.path, store.path("sft", KEY))
-    assert store.find(STAGE, "other") is None
-    assert store.find("sft", KEY) is None
-    assert [found.key for found in store.artifacts()] == [KEY]
+@contextlib.contextmanager
+def full_disk(most_bytes: int) -> Iterator[None]:
+    """Files of more bytes cannot be written."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     old = {"text": "ü\u2028", "number": 1}
     write_json(tmp_path / "value.json", old)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"value\.json"):
-            write_json(tmp_path / "value.json", {"new": "x" * 5000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
+        write_json(tmp_path / "value.json", {"new": "x" * 5000})
     assert read_json(tmp_path / "value.json") == old
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
     (tmp_path / "value.json").write_bytes(b"{")

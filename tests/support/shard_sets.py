@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -19,7 +20,9 @@ from ttrain.data import blocks, sharding
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
+from ttrain.data.encoder import Encoder
 from ttrain.data.sharding import Here
+from ttrain.data.shards import ShardSet
 
 ALL = Reading(heldout_fraction=0.0)
 BLOCK = 4096
@@ -63,3 +66,11 @@ def digests(output: Path) -> dict[str, str]:
         for path in sorted((output / part).iterdir()):
             found[f"{part}/{path.name}"] = sha256_file(path)
     return found
+
+
+opened = functools.cache(Encoder)
+
+
+def texts_in(output: Path, tokenizer: str | Path, part: str = "train") -> list[str]:
+    encoder, found = opened(Path(tokenizer)), ShardSet(output / part)
+    return [encoder.decode(found.row(number)[0].tolist()) for number in range(len(found))]

@@ -1,0 +1,212 @@
+"""What signals to stop mean to a process that waits for others, by real processes that get them.
+
+Standard output and error whose reader is gone, whose disk is full, or which were closed before the program began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttrain.core.files import ProgressWriter
+from ttrain.core.terminal import READER_IS_GONE
+
+PROGRAM = """
+import sys, time
+from ttrain.errors import Interrupted
+from ttrain.core.signals import catching_signals, handling_signals
+asked = []
+
+def end_at_once(signum):
+    print("ended at once"); sys.exit(1)
+
+try:
+    with handling_signals(end_at_once):
+        with catching_signals(lambda signum: (asked.append(signum), print("asked", flush=True))):
+            print("ready", flush=True)
+            line = sys.stdin.readline()
+        sys.stdin.readline()  # what closes the record, after the stages
+        if asked:
+            raise Interrupted("stopped", asked[0])
+except Interrupted as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@contextlib.contextmanager
+def program(*prefix: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*prefix, sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def end_of(process: subprocess.Popen[str], text: str) -> tuple[str, int]:
+    said, _ = process.communicate(text, timeout=60)
+    return said, process.returncode
+
+
+def ask_to_stop(process: subprocess.Popen[str], signum: int) -> None:
+    process.send_signal(signum)
+    assert process.stdout is not None and process.stdout.readline() == "asked\n"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_and_gives_the_exit_code(signum: int, code: int) -> None:
+    with program() as process:
+        process.send_signal(signum)
+        assert end_of(process, "\n\n") == ("asked\nstopped\n", code)
+
+
+@pytest.mark.parametrize("signums", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGHUP)])
+def test_a_hangup_is_no_second_signal_also_while_the_record_is_closed(signums: Sequence[int]) -> None:
+    with program() as process:
+        ask_to_stop(process, signums[0])
+        process.send_signal(signums[1])
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.send_signal(signums[1])
+        assert end_of(process, "\n") == ("stopped\n", 128 + signums[0])
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with program() as process:
+        ask_to_stop(process, signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        said, code = end_of(process, "")
+        assert "interrupted twice" in said and code == 143
+
+
+def test_nohup_is_obeyed() -> None:
+    with program("nohup") as process:
+        process.send_signal(signal.SIGHUP)
+        assert end_of(process, "\n\n") == ("", 0)
+
+
+def test_a_handler_may_print_in_the_middle_of_what_was_being_printed() -> None:
+    code = (
+        "import signal, time\nfrom ttrain.core.terminal import guard_streams\nguard_streams()\n"
+        "signal.signal(signal.SIGALRM, lambda *_: print('handled', flush=True))\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
+        "print('x' * 1_000_000, flush=True)"  # far more than a pipe holds
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert select.select([process.stdout], [], [], 60)[0]
+        time.sleep(0.3)  # so that the signal finds it writing
+        said = process.stdout.read()
+        assert said.count("x") == 1_000_000 and "handled" in said and process.stderr.read() == ""
+
+
+# --- standard output and error
+
+
+PRELUDE = "import os, sys\nfrom ttrain.core.terminal import guard_streams, outlast_output\nguard_streams()\n"
+MANY_LINES = "for number in range(20_000): print('line', number)\n"
+WORKS = f"outlast_output()\n{MANY_LINES}os.write(int(sys.argv[1]), b'to the end')\n"
+NOTE = "standard output cannot be written ({}); the command goes on without it\n"
+
+
+def output_of(code: str, **streams: Any) -> tuple[int, str, str]:
+    """(exit code, what the program wrote into a pipe of its own, its standard error)."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as result:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + code, str(writer)],
+            pass_fds=(writer,), stderr=streams.pop("stderr", subprocess.PIPE), text=True, **streams,
+        )  # fmt: skip
+        os.close(writer)
+        _, error = process.communicate(timeout=60)
+        return process.returncode, result.read().decode(), error or ""
+
+
+def pipe_without_a_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
+    gone = pipe_without_a_reader()
+    log = "outlast_output()\nimport logging, warnings\nlogging.warning('unread')\nwarnings.warn('unread')\n"
+    stage = "from ttrain.pipeline.stage_worker import log, set_up\nset_up()\nlog.info('unread')\n"
+    with Path("/dev/full").open("w") as full:
+        assert output_of(WORKS, stdout=gone) == (0, "to the end", NOTE.format("Broken pipe"))
+        assert output_of(WORKS, stdout=full) == (0, "to the end", NOTE.format("No space left on device"))
+        assert output_of(log + WORKS, stdout=gone, stderr=gone)[:2] == (0, "to the end")
+        assert output_of(stage + WORKS.partition("\n")[2], stdout=full, stderr=full)[:2] == (0, "to the end")
+
+
+def test_a_program_whose_streams_were_closed_opens_its_files_elsewhere(tmp_path: Path) -> None:
+    code = f"{WORKS}file = open('data', 'wb'); assert file.fileno() > 2\nprint('lost'); print('lost', file=sys.stderr)"
+    command = f'exec {sys.executable} -c "$CODE" 9 <&- >&- 2>&- 9>{tmp_path / "result"}'
+    environment = {**os.environ, "CODE": PRELUDE + code}
+    done = subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "result").read_text() == "to the end" and (tmp_path / "data").read_bytes() == b""
+
+
+def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:
+    assert output_of(MANY_LINES, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
+    few = "from ttrain.cli.main import main\nmain(['--help'])"  # what fails is the last flush
+    assert output_of(few, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
+
+
+def test_a_command_that_prints_onto_a_full_disk_fails_with_a_message() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = output_of("from ttrain.cli.main import main\nmain(['--help'])", stdout=full)
+    assert ended == (1, "", "error: standard output cannot be written: No space left on device\n")
+
+
+def test_a_guarded_stream_is_what_libraries_expect() -> None:
+    code = (
+        "import io; assert type(sys.stdout) is io.TextIOWrapper and sys.stdout.fileno() == 1\n"
+        "print('é \\ud800', flush=True); sys.stdout.buffer.write(b'bytes\\n')\n"
+        "guard_streams(); print('again')"  # as where an agent becomes a worker
+    )
+    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("é ?\nbytes\nagain\n", "")
+
+
+def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.flows import deployments  # with Prefect, which a process of its own would take 3 s to load
+
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
+    monkeypatch.setattr(deployments, "get_run_logger", lambda: logger)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.dup2(pipe_without_a_reader(), 1)
+            sys.stdout = sys.__stdout__
+            deployments.set_up_logging()
+            console = deployments.flow_run_console()
+            console.print("[green]✓[/] pretrain: 3 s")
+            console.print("> sft")
+            os.write(writer, "|".join(lines).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as result:
+        assert result.read().decode() == "✓ pretrain: 3 s|> sft"
+    os.waitpid(child, 0)
+
+
+def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+    ProgressWriter(tmp_path / "gone" / "progress.json").update(1, 2, "tokens")
+    assert not any(tmp_path.iterdir())
