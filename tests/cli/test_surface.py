@@ -11,42 +11,38 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from support.data_commands import Run
 from typer.main import get_command
 
 from ttrain.cli import options
-from ttrain.cli.main import PANELS, app, main
+from ttrain.cli.main import PANELS, app
 from ttrain.store import runs
 from ttrain.store.runs import RunRecord
 
 
-def ended(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([*words])
-    return int(end.value.code or 0)
-
-
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    return tmp_path
+def home(tmp_path: Path, run: Run) -> Path:
+    """Of the commands."""
+    return tmp_path / "home"
 
 
-def test_the_help_has_the_panels_in_order_each_command_once_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--help") == 0
-    shown = capsys.readouterr().out
+def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Run) -> None:
+    done = run("--help")
+    shown = done.out
+    assert done.code == 0
     assert re.findall(r"─ (\w+) ─", shown) == ["Options", *PANELS]
     commands = get_command(app).commands  # type: ignore[attr-defined]
     listed = re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE)
     assert sorted(listed) == sorted(name for name, command in commands.items() if not command.hidden)
     for words in (("train",), ("stage", "run")):
-        assert ended(*words, "--help") == 0
-        assert f"ttrain {' '.join(words)}" in capsys.readouterr().out.partition("Example")[2]
+        done = run(*words, "--help")
+        assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
 
 
-def test_the_version_names_the_libraries_and_the_home(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--version") == 0
-    words = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
-    assert words == ["ttrain", "Python", "torch", "prefect", "mlflow", "home"]
+def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
+    done = run("--version")
+    words = [line.split(" ", 1)[0] for line in done.out.splitlines()]
+    assert done.code == 0 and words == ["ttrain", "Python", "torch", "prefect", "mlflow", "home"]
 
 
 @pytest.mark.parametrize(
@@ -63,12 +59,10 @@ def test_the_version_names_the_libraries_and_the_home(home: Path, capsys: pytest
         (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean full?"),
     ],
 )
-def test_a_mistake_is_one_line_without_a_box(
-    home: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ended(*words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1 and "─" not in error
+def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], message: str) -> None:
+    done = run(*words)
+    assert done.code == 2 and done.err.startswith(f"error: {message}")
+    assert done.err.count("\n") == 1 and "─" not in done.err
 
 
 def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:
@@ -94,22 +88,20 @@ def test_a_shell_gets_its_completion(
     assert "sft" in capsys.readouterr().out
 
 
-def test_the_stages_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("stage", "list", "--json") == 0
-    stages = json.loads(capsys.readouterr().out)
+def test_the_stages_are_listed_with_what_they_do(run: Run) -> None:
+    stages = run("stage", "list", "--json").json
     assert list(stages)[:2] == ["source", "tokenizer"] and all(about[0].isupper() for about in stages.values())
 
 
-def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)
     record = RunRecord(home, "full", ["tokenizer", "sft"], {})
     log = runs.RunLog(record.path.with_suffix(".log"))
     log.add("tokenizer", "first")
     log.add("sft", "second \x1b[2J")
-    assert ended("pipeline", "logs", record.run) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("pipeline", "logs", record.run).out.splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["tokenizer: first", "sft: second \\x1b[2J"]
-    assert ended("pipeline", "logs", "latest", "tokenizer") == 0
-    assert capsys.readouterr().out.count("\n") == 1
+    assert run("pipeline", "logs", "latest", "tokenizer").out.count("\n") == 1
 
     first_seen = threading.Event()
     collected: list[str] = []
@@ -127,12 +119,12 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, capsys:
     thread.join(30)
     assert [line.rpartition(" ")[2] for line in collected] == ["first", "\\x1b[2J", "third"]
     log.path.unlink()
-    assert ended("pipeline", "logs", "latest") == 2
-    assert f"the run {record.run} has no log" in capsys.readouterr().err
+    done = run("pipeline", "logs", "latest")
+    assert done.code == 2 and f"the run {record.run} has no log" in done.err
 
 
 def test_the_status_names_the_night_of_a_run_and_when_it_began_by_the_clock_of_this_machine(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = RunRecord(home, "nightly", ["sft"], {})
     record.note(night="night-000007")
@@ -140,23 +132,18 @@ def test_the_status_names_the_night_of_a_run_and_when_it_began_by_the_clock_of_t
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "Asia/Shanghai")
         time.tzset()
-        assert ended("pipeline", "status") == 0
+        shown = run("pipeline", "status").out
     time.tzset()
     began = datetime.fromtimestamp(json.loads(record.path.read_text())["started_unix"], UTC) + timedelta(hours=8)
-    assert f"{record.run}  night-000007  completed" in (shown := capsys.readouterr().out)
-    assert f"{began:%Y-%m-%d %H:%M}" in shown
+    assert f"{record.run}  night-000007  completed" in shown and f"{began:%Y-%m-%d %H:%M}" in shown
 
 
-def test_the_status_of_a_copied_home_shows_where_things_are_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_a_copied_home_shows_where_things_are_now(tmp_path: Path, home: Path, run: Run) -> None:
     record = RunRecord(tmp_path / "old", "full", ["sft"], {})
     place = tmp_path / "old" / "store" / "sft" / "f00d"
     record.stage("sft", outcome="completed", key="f00d", path=str(place), log=str(place / "run" / "log.txt"))
     record.finish("completed", {})
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "new"))
-    assert ended("pipeline", "status", "--json") == 0
-    (stage,) = json.loads(capsys.readouterr().out)[0]["stages"]
-    assert stage["path"] == str(tmp_path / "new" / "store" / "sft" / "f00d")
+    shutil.copytree(tmp_path / "old", home)
+    (stage,) = run("pipeline", "status", "--json").json[0]["stages"]
+    assert stage["path"] == str(home / "store" / "sft" / "f00d")
     assert stage["log"] == f"{stage['path']}/run/log.txt"

@@ -134,7 +134,9 @@ def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_lef
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        silent = open_store(home, "ttrain")
+        with monkeypatch.context() as patch:
+            patch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.1)
+            silent = open_store(home, "ttrain")
         waited = stopwatch()
         tracking.refresh_views(silent)
         assert waited() < 1

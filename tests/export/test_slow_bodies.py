@@ -36,7 +36,7 @@ class SlowBodies:
 
 def test_bodies_that_do_not_arrive_keep_no_other_request_waiting_and_are_refused_in_time() -> None:
     async def scenario() -> list[int]:
-        server = SlowBodies(max_requests=1, body_seconds=0.3)
+        server = SlowBodies(max_requests=1, body_seconds=0.1)
         waiting = [asyncio.create_task(server.post(b"")) for _ in range(8)]
         await asyncio.sleep(0)
         await server.post(b"{}", is_whole=True)
@@ -49,7 +49,7 @@ def test_bodies_that_do_not_arrive_keep_no_other_request_waiting_and_are_refused
 
 def test_all_bodies_that_arrive_together_have_a_bound_too() -> None:
     async def scenario() -> list[int]:
-        server = SlowBodies(max_requests=8, body_seconds=0.3, max_held_bytes=100)
+        server = SlowBodies(max_requests=8, body_seconds=0.1, max_held_bytes=100)
         waiting = [asyncio.create_task(server.post(b"x" * 40)) for _ in range(3)]
         await asyncio.wait_for(asyncio.gather(*waiting), 10)
         await server.post(b"x" * 90, is_whole=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from support.paths import ROOT
+from support.planned_homes import remember_modules
 
 CODE = """
 import flows.mine, tasks
@@ -26,6 +27,7 @@ def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path)
     (tmp_path / "flows" / "__init__.py").write_text("")
     (tmp_path / "flows" / "mine.py").write_text("NAME = 'my flow'\n")
     (tmp_path / "tasks" / "__init__.py").write_text("NAME = 'my tasks'\n")
+    remember_modules(tmp_path / "home")
     environment = {**os.environ, "TTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
     command = [sys.executable, "-c", CODE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

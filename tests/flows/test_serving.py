@@ -42,7 +42,7 @@ def test_who_asks_who_serves_does_not_keep_anyone_from_serving(tmp_path: Path) -
     folder.mkdir(parents=True)
     asking = FileLock(folder / "serve.lock", thread_local=False)
     asking.acquire()  # as `served_by` has it, for much longer
-    threading.Timer(0.5, asking.release).start()
+    threading.Timer(0.1, asking.release).start()
     with serving.serve_lock(tmp_path):
         assert json.loads((folder / "serving.txt").read_text()) == {"pid": os.getpid()}
     assert serving.served_by(tmp_path) is None

@@ -6,13 +6,13 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
+from support.planned_homes import remember_modules
 
 
 def digest_of_the_code() -> str:
@@ -22,7 +22,8 @@ def digest_of_the_code() -> str:
     digest = hashlib.sha256(sys.version.encode())
     for path in (*sorted(files), TESTS / "support" / "pipeline_home.py"):
         digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    digest.update(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
+    libraries = sorted(path.name for place in sys.path for path in Path(place).glob("*.dist-info"))
+    digest.update(repr(libraries).encode())
     return digest.hexdigest()[:16]
 
 
@@ -65,6 +66,7 @@ def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Cli:
-    """An empty home, and the corpus."""
+    """An empty home but for the digests of the modules, and the corpus."""
     write_corpus(tmp_path / "data")
+    remember_modules(tmp_path / "home")
     return Cli(tmp_path / "home", tmp_path / "data")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_origin
@@ -40,10 +41,12 @@ def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
     return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
 
 
-@pytest.fixture
-def deployed(copy_of: Callable[..., Cli]) -> Iterator[tuple[Cli, Served]]:
-    """A home in which the pipeline ran once, and its deployment, served."""
-    cli = copy_of()
+@pytest.fixture(scope="module")
+def deployed(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cli, Served]]:
+    """A home in which the pipeline ran once, and its deployment, served for all tests: each pretrains with a seed of its
+    own, and the last one kills what serves."""
+    home = shutil.copytree(finished.home, tmp_path_factory.mktemp("deployed") / "home")
+    cli = Cli(home, finished.data)
     cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
     with serving(cli) as served:
         served.wait_for("scheduled: full/tiny-test")
@@ -93,8 +96,7 @@ CODE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CODE)
-def test_no_parameter_of_a_flow_run_names_code(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_parameter_of_a_flow_run_names_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as a change nor among the settings, whether the deployment has a value of its own or none."""
     from prefect.runtime import deployment
 
@@ -105,28 +107,25 @@ def test_no_parameter_of_a_flow_run_names_code(change: str, tmp_path: Path, monk
 
     mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
     own = load(mine, environment={}).settings
-    assert settings_to_run(tmp_path, "nightly", settings_with_changes(own, [change])) == settings_with_changes(
-        own, [change]
-    ), "called by a program"
+    for changed in (settings_with_changes(own, [change]) for change in CODE):
+        assert settings_to_run(tmp_path, "nightly", changed) == changed, "called by a program"
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "as a runner sets it")
     monkeypatch.setitem(vars(deployment), "name", "quickstart")  # which it would ask a server for
-    key = change.partition("=")[0]
-    expected = rf"^{re.escape(key)}[a-z.]* is .*parameters of this flow run.*nightly-quickstart\.json; leave it out"
     for kept in (False, True):
         if kept:
             tree = own.model_dump(mode="json")
             path = schedule_files.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        base = own if kept else Settings()
-        for settings in (settings_with_changes(base, [change]), load([change], environment={}).settings):
-            with pytest.raises(UsageError, match=expected) as refused:
-                settings_to_run(tmp_path, "nightly", settings)
-            assert "/hook" not in str(refused.value)
-    for settings in (
-        own,
-        settings_with_changes(own, ["sft.epochs=3"]),
-        Settings(),
-    ):  # the UI's form repeats all, the API may leave out
+        for change in CODE:
+            key = change.partition("=")[0]
+            expected = rf"^{re.escape(key)}[a-z.]* is .*parameters of this flow run.*nightly-quickstart\.json; leave it out"
+            base = own if kept else Settings()
+            for settings in (settings_with_changes(base, [change]), load([change], environment={}).settings):
+                with pytest.raises(UsageError, match=expected) as refused:
+                    settings_to_run(tmp_path, "nightly", settings)
+                assert "/hook" not in str(refused.value)
+    # The form of the UI repeats all settings, the API may leave them out
+    for settings in (own, settings_with_changes(own, ["sft.epochs=3"]), Settings()):
         ran = settings_to_run(tmp_path, "nightly", settings)
         assert (ran.sft, ran.notify, ran.evaluate) == (settings.sft, own.notify, own.evaluate)
         assert ran.runtime.loggers == ("tensorboard",)
@@ -232,7 +231,8 @@ def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_begi
 @pytest.mark.soak
 def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
-    id_ = start(cli, LONG)
+    settings = (LONG, "pretrain.seed=2")
+    id_ = start(cli, *settings)
     wait_until(cli.checkpoints, 200, lambda: served.said)
     set_state(cli, id_, "CANCELLING", "Cancelling")
     run = ended(cli, id_, served)
@@ -246,7 +246,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
     run = ended(cli, id_, served, run_count=2)
     assert run["state"]["name"] == "Completed", run["state"]
-    result = cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]
+    result = cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]
     assert result["resumed_from_step"] == saved > 0 and result["steps"] == 120
     tasks = tasks_of(cli, id_, 2)
     assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
@@ -281,7 +281,8 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
 @pytest.mark.soak
 def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
-    id_ = start(cli, LONG)
+    settings = (LONG, "pretrain.seed=3")
+    id_ = start(cli, *settings)
     wait_until(cli.checkpoints, 200, lambda: served.said)
     os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
     run = ended(cli, id_, served)
@@ -290,7 +291,7 @@ def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues
     set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
     run = ended(cli, id_, served, run_count=2)
     assert run["state"]["name"] == "Completed"
-    assert cli.manifest("pretrain", LONG, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
+    assert cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
     left = call(cli.home, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
     assert not left, "the second try's start ended what the first one left"
 
@@ -301,7 +302,7 @@ def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_
     deployed: tuple[Cli, Served],
 ) -> None:
     cli, served = deployed
-    id_ = start(cli, LONG)
+    id_ = start(cli, LONG, "pretrain.seed=4")
     wait_until(cli.checkpoints, 200, lambda: served.said)
     served.process.kill()
     os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.loadable_models import said_without_ttrain
@@ -55,20 +54,6 @@ print("SAID", json.dumps(said))
 """
 
 
-@pytest.fixture(scope="module")
-def opened(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process without ttrain finds in the run's MLflow. It works on a copy, since MLflow notes what was opened."""
-    home = tmp_path_factory.mktemp("opened") / "home"
-    shutil.copytree(finished.home / "mlflow", home / "mlflow")
-    moved = Cli(home, finished.data)
-    moved.here("models", "list", settings=False)  # which points a copied home's places at itself
-    base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
-    paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
-    uri = f"sqlite:///{home}/mlflow/mlflow.db"
-    said: dict[str, Any] = said_without_ttrain(PLAIN, *map(str, paths), directory=home, MLFLOW_TRACKING_URI=uri)
-    return said
-
-
 def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
     """Name and context of the data sets of the runs with this tag."""
     query = """
@@ -112,14 +97,19 @@ def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli)
 
 
 @pytest.mark.soak
-def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
-    opened: dict[str, Any],
+def test_every_registered_model_and_table_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
+    finished: Cli, tmp_path: Path
 ) -> None:
+    """In a copy, since MLflow notes what was opened."""
+    home = tmp_path / "home"
+    shutil.copytree(finished.home / "mlflow", home / "mlflow")
+    moved = Cli(home, finished.data)
+    moved.here("models", "list", settings=False)  # which points a copied home's places at itself
+    base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
+    paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
+    uri = f"sqlite:///{home}/mlflow/mlflow.db"
+    opened = said_without_ttrain(PLAIN, *map(str, paths), directory=home, MLFLOW_TRACKING_URI=uri)
     assert opened["tiny-test@challenger"] != opened["tiny-test-sft/1"]
-
-
-@pytest.mark.soak
-def test_mlflow_opens_the_tables_of_the_evaluation(opened: dict[str, Any]) -> None:
     assert opened["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
     assert opened["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora"]
 
@@ -163,7 +153,7 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished:
 def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
     cli = Cli(tmp_path / "home", finished.data)
-    said = cli("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
+    said = cli.here("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
     told = json.loads(said[said.index("\n{") :])  # after what went to standard error
     assert told["equal"] is True and [stage["stage"] for stage in told["stages"]] == STAGES
     for stage in told["stages"]:
@@ -179,9 +169,9 @@ def test_two_ranks_and_their_micro_batches_are_restored(copy_of: Callable[..., C
     """The other run's settings differ: only what the manifests say can give the same bytes."""
     cli = copy_of()
     changes = ("runtime.devices=2", "runtime.rows_per_device=2", "runtime.deterministic=true", "pretrain.seed=9")
-    cli("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
+    cli.here("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
     key = cli.manifest("pretrain", *changes)["key"]
     query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.key' AND value = ?"
     assert len(cli.rows("mlflow", query, key)) == 1, "two ranks are one run"
-    said = cli("reproduce", "pretrain", settings=False)
+    said = cli.here("reproduce", "pretrain", settings=False)
     assert "the same: all 3 stages of pretrain/" in said and "not as it was" not in said

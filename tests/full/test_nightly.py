@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
@@ -12,11 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support.nights import NAME, kill_once_reached, killed_at
+from support.nights import NAME, killed_at
 from support.pipeline_home import CHINESE, ENGLISH, Cli, load_stages
-from support.waiting import wait_until
 
 from ttrain import tracking
 from ttrain.nightly.records import NightRecord, Nights
@@ -45,19 +42,16 @@ def add_documents(cli: Cli, name: str, seed: int) -> None:
 
 
 def night(cli: Cli, *overrides: str, code: int = 0) -> str:
-    return cli("pipeline", "run", "nightly", *NONE, *overrides, code=code)
+    return cli.here("pipeline", "run", "nightly", *NONE, *overrides, code=code)
 
 
 def files_of(one: NightRecord) -> list[str]:
     return [Path(file["location"]).name for file in one.frozen.files["pretrain"]]
 
 
-def artifact_of(cli: Cli, version: str, stage: str) -> Path:
-    return cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
-
-
 def manifest_of(cli: Cli, version: str, stage: str) -> Any:
-    return json.loads((artifact_of(cli, version, stage) / "manifest.json").read_bytes())
+    artifact = cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
+    return json.loads((artifact / "manifest.json").read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -115,42 +109,6 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert {"night-000001", "night-000002"} <= tracked and not any(name.startswith("nightly-") for name in tracked)
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_killed_night_refuses_another_and_goes_on_with_its_own_list_where_it_stood(copy: Callable[[], Cli]) -> None:
-    """Killed in the middle of its training, through Prefect."""
-    cli = copy()
-    before = set(cli.checkpoints())
-    process = cli.start("pipeline", "run", "nightly")
-    family = list[psutil.Process]()
-    try:
-        wait_until(lambda: set(cli.checkpoints()) - before, 240)
-        family = psutil.Process(process.pid).children(recursive=True)
-        for one in (psutil.Process(process.pid), *family):  # else it would have finished before the other was refused
-            one.suspend()
-        assert "skipped: night-000003 is still running" in night(cli)
-    finally:
-        process.kill()
-        process.wait()
-        for one in family:
-            with contextlib.suppress(psutil.Error):
-                one.resume()
-    lines = (cli.home / "nightly" / NAME / "skipped.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 1 and "still running" in lines[0]
-    add_documents(cli, "docs-5", 5)
-    after_kill = nights(cli)[0].data
-    assert (after_kill["state"], after_kill["outcome"]) == ("open", "running")
-    assert "night-000003 goes on (crashed" in night(cli)
-    found = next(one for one in nights(cli) if one.name == "night-000003")
-    first_try, second_try = (one["outcome"] for one in found.data["tries"])
-    assert first_try == "crashed" and second_try in ("promoted", "kept")
-    assert files_of(found) == ["docs-4.jsonl"]  # not docs-5, which came after it had begun
-    run = next(run for run in cli.runs() if run["run"] == found.data["run"])
-    stages = {stage["name"]: stage for stage in run["stages"]}
-    assert stages["shards-pretrain"]["outcome"] == "cached"
-    assert stages["pretrain"]["outcome"] == "completed" and stages["pretrain"]["resumed_from_step"] > 0
-
-
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
     first, found = (tracking.Champions(second.home).find(NAME, version) for version in ("1", "2"))
     assert first.keys["tokenizer"] == found.keys["tokenizer"]
@@ -194,42 +152,6 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     assert "replay" not in {stage["name"] for stage in without["stages"]}
     assert [one.data for one in nights(second)] == before
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
-
-
-INFINITE = (
-    "pretrain.schedule.kind=infinite",
-    "nightly.chats=new",
-    "nightly.sft_base=champion",
-    "nightly.lora_base=champion",
-)
-PLATEAU_ENDS = 20  # of the 40 steps of TINY
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_night_killed_in_the_branch_of_its_plateau_has_the_weights_of_one_that_was_not(
-    copy: Callable[[], Cli], tmp_path: Path
-) -> None:
-    """The first night with an infinite schedule warms its champion up again; the second continues its plateau."""
-    cli = copy()
-    assert "the champion, version 2, is warmed up again" in night(cli, *INFINITE)
-    version = nights(cli)[0].data["version"]
-    cli.here("models", "promote", version, settings=False)
-    keys = {of: tracking.Champions(cli.home).find(NAME, of).keys for of in ("2", version)}
-    assert all(keys[version][stage] == keys["2"][stage] for stage in ("sft", "lora"))  # no chat was new
-    add_documents(cli, "docs-5", 5)
-    shutil.copytree(cli.home, tmp_path / "whole-home")
-    whole = Cli(tmp_path / "whole-home", cli.data)
-    assert "warmed up" not in night(whole, *INFINITE)
-    kill_once_reached(cli, lambda cli: cli.newest_step() > PLATEAU_ENDS, "pipeline", "run", "nightly", *NONE, *INFINITE)
-    night(cli, *INFINITE)
-    versions = [nights(one)[0].data["version"] for one in (whole, cli)]
-    bases = [artifact_of(one, version, "pretrain") for one, version in zip((whole, cli), versions, strict=True)]
-    results = [json.loads((base / "manifest.json").read_bytes())["result"] for base in bases]
-    assert results[0]["resumed_from_step"] == 0 and results[1]["resumed_from_step"] > PLATEAU_ENDS
-    for name in ("model/model.safetensors", "plateau/model.safetensors", "plateau/optimizer.safetensors"):
-        assert (bases[0] / name).read_bytes() == (bases[1] / name).read_bytes()
-    assert json.loads((bases[0] / "manifest.json").read_bytes())["inputs"]["plateau"]["key"] == keys[version]["pretrain"]
 
 
 @pytest.mark.long
@@ -304,12 +226,22 @@ def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
     assert f"calls: {RECORDS}" in done.stdout, done.stdout + done.stderr
 
 
+ON_CHAMPION = (
+    "pretrain.schedule.kind=infinite", "nightly.chats=new", "nightly.sft_base=champion", "nightly.lora_base=champion"
+)  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.soak
 def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
     cli = copy()
-    night(cli, "nightly.deadline_hours=0.0001")
+    assert "the champion, version 2, is warmed up again" in night(cli, *ON_CHAMPION, "nightly.deadline_hours=0.0001")
     tracking.Champions(cli.home).promote(NAME, "1")
-    said = night(cli)
+    said = night(cli, *ON_CHAMPION)
     assert "version 1 became champion during the night" in said and champion(cli) == "1"
     assert nights(cli)[0].outcome == "kept"
+    keys, before = (
+        tracking.Champions(cli.home).find(NAME, version).keys for version in (nights(cli)[0].data["version"], "2")
+    )
+    assert (keys["sft"], keys["lora"]) == (before["sft"], before["lora"]), "no chat was new"
+    assert keys["pretrain"] != before["pretrain"]

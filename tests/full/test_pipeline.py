@@ -42,19 +42,6 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
         assert result["heldout"]["rows"] >= 1
 
 
-def test_prefect_shows_the_run_and_its_stages_with_logs_and_the_table(finished: Any) -> None:
-    run = finished.runs()[-1]["run"]
-    [(flow_run, state)] = finished.rows("prefect", f"select id, state_name from flow_run where name = '{run}'")
-    assert state == "Completed"
-    tasks = dict(finished.rows("prefect", f"select name, state_name from task_run where flow_run_id = '{flow_run}'"))
-    assert tasks == dict.fromkeys(STAGES, "Completed")
-    assert finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
-    [(table,)] = finished.rows("prefect", "select data from artifact where key = 'evaluation'")
-    assert "bits per byte" in table
-    [(told,)] = finished.rows("prefect", "select data from artifact where key = 'report'")
-    assert "bits per byte" in told and f"ttrain report {run}" in told
-
-
 def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finished: Any, tmp_path: Path) -> None:
     run = finished.runs()[-1]
     [page] = finished.home.glob(f"mlflow/artifacts/{run['tracking']['run_id']}/artifacts/report.html")
@@ -170,27 +157,19 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(co
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_one_stage_runs_alone_on_the_inputs_of_the_plan(copy_of: CliFactory) -> None:
-    cli = copy_of()
-    said = cli("stage", "run", "sft", "sft.optim.lr=2e-4")
-    assert cli.to_run("sft.optim.lr=2e-4") == ["lora", "evaluate"] and str(cli.home / "store" / "sft") in said
-    missing = cli("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
-    assert "waits for sft" in missing
-    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing
-
-
-@pytest.mark.long
-@pytest.mark.soak
 def test_a_larger_budget_extends_the_shorter_run_to_the_same_weights(copy_of: CliFactory) -> None:
     cli = copy_of()
     larger = "pretrain.tokens=30720"
-    said = cli("stage", "run", "pretrain", larger, "--extend")
+    said = cli.here("stage", "run", "pretrain", larger, "--extend")
     extended = cli.manifest("pretrain", larger)
     assert extended["result"]["resumed_from_step"] == 20 and extended["result"]["steps"] == 60 and "--extend" in said
-    assert "equal to what was stored" in cli("stage", "run", "pretrain", larger, "--force")
+    assert "equal to what was stored" in cli.here("stage", "run", "pretrain", larger, "--force")
 
 
-def test_a_server_or_a_home_that_cannot_be_used_is_told_without_a_traceback(finished: Any) -> None:
+def test_what_cannot_be_run_or_used_is_told_without_a_traceback(finished: Any) -> None:
+    missing = finished.here("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
+    assert "waits for sft" in missing and "Traceback" not in missing
+    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing, "that one is there"
     refused = {**finished.environment, "PREFECT_API_URL": "http://127.0.0.1:9/api", "TTRAIN_HOME": "/proc/nope"}
     for name, words in (("PREFECT_API_URL", "no Prefect server answers there"), ("TTRAIN_HOME", "cannot be written")):
         cli = Cli(finished.home, finished.data)

@@ -57,16 +57,24 @@ def tries(cli: Cli, stage: str) -> tuple[str, int, list[str]]:
     return state, count, [message for (message,) in cli.rows("prefect", query)]
 
 
-def test_a_run_names_its_process_and_its_plan(finished: Cli) -> None:
+def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(finished: Cli) -> None:
+    run = finished.runs()[-1]
+    stages = [stage["name"] for stage in run["stages"]]
     id_, name, state, labels = newest_run(finished)
+    assert name == run["run"]
     assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
     assert json.loads(labels)["ttrain.pid"] > 1
     [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
     planned = json.loads(json.loads(plan[0]))
-    assert [stage["stage"] for stage in planned] == [stage["name"] for stage in finished.runs()[-1]["stages"]]
+    assert [stage["stage"] for stage in planned] == stages
     assert planned[0]["why"] == "never run before" and len(planned[0]["key"]) == 12
-    tags = finished.rows("prefect", f"select name, tags from task_run where flow_run_id = '{id_}'")
-    assert [found for _, found in tags if json.loads(found)] == [], "for each tag Prefect asks its server for a slot"
+    tasks = finished.rows("prefect", f"select name, state_name, tags from task_run where flow_run_id = '{id_}'")
+    assert {task: state for task, state, _ in tasks} == dict.fromkeys(stages, "Completed")
+    assert not any(json.loads(tags) for *_, tags in tasks), "for each tag Prefect asks its server for a slot"
+    assert finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
+    texts = dict(finished.rows("prefect", "select key, data from artifact where key in ('evaluation', 'report')"))
+    assert sorted(key for key, text in texts.items() if "bits per byte" in text) == ["evaluation", "report"]
+    assert f"ttrain report {name}" in texts["report"]
     record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 

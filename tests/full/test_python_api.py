@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.planned_homes import remember_modules
 
 import ttrain
 import ttrain.flows.api
@@ -72,9 +73,8 @@ def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
     first = ttrain.runs(name="tiny-test", home=finished.home)[-1]
     assert run.outcome == "cached" and first.outcome == "completed" and run.name != first.name
     assert run.metrics["eval/bits_per_byte"] == first.metrics["eval/bits_per_byte"] > 0
-    assert {name: found.path for name, found in run.artifacts.items()} == {
-        name: found.path for name, found in first.artifacts.items()
-    }
+    paths, earlier = ({name: found.path for name, found in one.artifacts.items()} for one in (run, first))
+    assert paths == earlier
     assert (run.artifacts["sft"].path / "model" / "model.safetensors").is_file()
     assert not ttrain.runs(name="another", home=finished.home)
 
@@ -82,6 +82,7 @@ def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
 def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
     finished: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    remember_modules(tmp_path / "home")
     before, events = state_of_process(), list[tuple[str, str]]()
     run = in_thread(
         lambda: ttrain.run(
@@ -95,11 +96,8 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
         )
     )
     assert state_of_process() == before and capfd.readouterr() == ("", "")
-    assert (
-        run.outcome == "completed"
-        and run.to_json()["note"] == "from Python"
-        and run.to_json()["tags"] == {"purpose": "test"}
-    )
+    told = run.to_json()
+    assert (run.outcome, told["note"], told["tags"]) == ("completed", "from Python", {"purpose": "test"})
     assert [stage for stage, event in events if event == "ended"] == ["tokenizer", "shards-lora"] == [*run.artifacts]
     assert run.artifacts["shards-lora"].content == ttrain.runs(home=finished.home)[-1].artifacts["shards-lora"].content
 
@@ -108,6 +106,7 @@ def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path
     (tmp_path / "domain.jsonl").write_text('{"messages": 1}\n' * 10, encoding="utf-8")
     settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl"), "tracking.enabled": False})
     shutil.copytree(finished.home / "store", tmp_path / "home" / "store")
+    remember_modules(tmp_path / "home")
     with pytest.raises(ttrain.TTrainError, match=r"domain\.jsonl"):
         ttrain.run("full", settings, home=tmp_path / "home", only=["shards-lora"])
     assert ttrain.runs(home=tmp_path / "home")[0].outcome == "failed"

@@ -17,8 +17,9 @@ from support.snippets import PAGES, ROOT, commands, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
-SERVERS = {  # run by test_interruptions, test_schedules_pipeline and soak/test_nights_kills
+SERVERS = {  # run by test_interruptions, test_schedules_pipeline and soak/test_nights_kills; what `--open` opens: test_ui
     "ttrain up",
+    "ttrain up --open",
     "ttrain down",
     "ttrain pipeline serve",
     "ttrain pipeline schedule nightly --cron '0 2 * * *' --timezone Europe/Berlin -c my.yaml",
@@ -60,7 +61,7 @@ OF_README = {name.removeprefix("ttrain ") for name in {*COMMANDS} - {*DATA} - SE
 @pytest.mark.soak
 @pytest.mark.parametrize("command", sorted({*OF_README, *OTHER_PAGES}))
 def test_a_command_of_a_page_works(command: str, finished: Any, tmp_path: Path) -> None:
-    shards = finished("artifacts", "path", "shards-pretrain", settings=False).strip() if "NESTED" in command else ""
+    shards = finished.here("artifacts", "path", "shards-pretrain", settings=False).strip() if "NESTED" in command else ""
     run_on(finished, [word.replace("NESTED", shards) for word in shlex.split(command)], tmp_path)
 
 
@@ -87,7 +88,7 @@ def run_on(finished: Cli, words: list[str], tmp_path: Path) -> None:
         words[1:3] = ["plan", "full"]
     elif words[:2] == ["stage", "run"]:
         code = 2  # in an empty home its inputs are missing, and it says so
-    said = cli(*words, settings=False, code=code)
+    said = cli.here(*words, settings=False, code=code)
     assert said and "Traceback" not in said
     assert code == 0 or "waits for" in said
 
@@ -119,7 +120,7 @@ def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: P
     (snippet,) = [snippet for snippet in snippets("python") if snippet.page == "docs/tracking.md"]
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")  # MLflow notes what was opened
     moved = Cli(tmp_path / "home", finished.data)
-    moved("models", "list", settings=False)  # which points a copied home's places at itself
+    moved.here("models", "list", settings=False)  # which points a copied home's places at itself
     python(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
 
 
@@ -129,13 +130,13 @@ def test_an_artifact_opens_as_its_page_says(stage: str, finished: Any) -> None:
     """Shards: test_documents.py."""
     page = (ROOT / "artifacts/README.md").read_text(encoding="utf-8")
     (cell,) = re.findall(rf"^\| [^|]*`{stage}`[^|]* \| (.*) \|$", page, flags=re.MULTILINE)
-    place = finished("artifacts", "path", stage, settings=False).strip()
+    place = finished.here("artifacts", "path", stage, settings=False).strip()
     if stage == "evaluate":
         names = re.findall(r"`([\w.]+\.json)`", cell)
         assert len(names) == 3 and all((Path(place) / name).is_file() for name in names)
         return
     (call,) = re.findall(r"`([\w.]+\(.*?\))`", cell)
-    model = f"{finished('artifacts', 'path', 'sft', settings=False).strip()}/model"
+    model = f"{finished.here('artifacts', 'path', 'sft', settings=False).strip()}/model"
     call = call.replace("<model of sft>", f"AutoModelForCausalLM.from_pretrained({model!r})")
     call = re.sub(r"<artifact>([/\w]*)", lambda match: repr(f"{place}{match[1]}"), call)
     python(f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n{call}", finished)

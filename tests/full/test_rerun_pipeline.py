@@ -1,4 +1,4 @@
-"""What was killed is run again under other code, and a part of a pipeline; a failed stage: test_pipeline.py."""
+"""What was killed is run again under other code. A failed stage: test_pipeline.py, a forced one: test_fetching_pipeline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from support.paths import ROOT
 from support.waiting import wait_until
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
-
-
-def outcomes(cli: Any) -> dict[str, str]:
-    """Of the stages of the newest run."""
-    return {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
 
 
 @pytest.mark.long
@@ -45,21 +40,10 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     assert continued["key"] == work.name and continued["differences"] == ["module ttrain.train.schedules changed"]
     assert 0 < continued["step"] <= manifest["result"]["resumed_from_step"] and manifest["result"]["steps"] == 120
     assert f"continues the unfinished work {work.name[:12]}" in said and not work.exists()
-    assert set(outcomes(cli)) == {"tokenizer", "shards-pretrain", "pretrain"}
+    assert {stage["name"] for stage in cli.runs()[0]["stages"]} == {"tokenizer", "shards-pretrain", "pretrain"}
 
     never_killed = copy_of("never-killed")
     never_killed("stage", "run", "pretrain", LONGER)
     weights = "model/model.safetensors"
     assert manifest["files"][weights]["sha256"] == never_killed.manifest("pretrain", LONGER)["files"][weights]["sha256"]
     assert "everything is cached" in cli(*part, LONGER)
-
-
-@pytest.mark.soak
-def test_a_forced_stage_is_compared_and_a_part_of_the_pipeline_is_recorded_as_one(copy_of: Callable[..., Any]) -> None:
-    cli = copy_of()
-    said = cli("pipeline", "run", "full", "--force", "evaluate", "--only", "evaluate", "--engine", "none")
-    assert "equal to what was stored" in said
-    found = outcomes(cli)
-    assert found.pop("evaluate") == "equal" and set(found.values()) == {"cached"}
-    metrics = cli.runs()[0]["metrics"]
-    assert metrics["eval/bits_per_byte"] > 0 and metrics["sft/validation_loss"] > 0

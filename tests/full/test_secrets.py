@@ -67,7 +67,7 @@ def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(fresh: Cl
 def test_what_failed_keeps_no_secret_and_its_message_says_which_file(fresh: Cli, site: Site) -> None:
     good, site.files["/data/chats.jsonl"] = site.files["/data/chats.jsonl"], b'{"no": JSON}\n' * 50
     own = sources(fresh, site)
-    said = fresh("pipeline", "run", "full", *UP_TO_SHARDS, *own, code=1)
+    said = fresh.here("pipeline", "run", "full", *UP_TO_SHARDS, *own, code=1)
     assert f"{shown(site, 'chats.jsonl')}:1: " in said
     jobs = list(fresh.home.glob("work/shards-sft/*/job.json"))
     assert [stat.S_IMODE(job.stat().st_mode) for job in jobs] == [0o600], "it had the URLs while its stage ran"

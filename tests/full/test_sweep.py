@@ -99,7 +99,7 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
 
     words = shlex.split(sweeps(fresh, "best")["command"])[2:]
     assert words[:2] == ["run", "full"]
-    plan = json.loads(fresh("pipeline", "plan", *words[1:], "--json", settings=False))["stages"]
+    plan = json.loads(fresh.in_process("pipeline", "plan", *words[1:], "--json", settings=False))["stages"]
     assert {stage["name"] for stage in plan if stage["state"] == "cached"} == {*SHARED, "pretrain"}
     fresh(*command)  # all is done: the table alone
     assert len(trials_of(fresh)) == 4
@@ -118,16 +118,6 @@ def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_
         overlaps = sum(a < end and start < b for n, (a, b) in enumerate(starts) for start, end in starts[:n])
         assert (overlaps > 0) == (name == "beside")
     assert found["beside"] == found["after"]
-
-
-def test_a_dry_run_tells_what_is_tried_and_leaves_nothing(fresh: Cli) -> None:
-    command = ("sweep", "full", "tokenizer.vocab_size=choice(300,400)", "--sampler", "grid")
-    told = json.loads(fresh.in_process(*command, "--dry-run", "--json"))
-    assert told["metric"] == "eval/bits_per_byte"
-    assert (told["once"], told["each"]) == ([], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
-    assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (300, 400)]
-    assert not (fresh.home / "sweeps").exists() and not (fresh.home / "runs").exists()
-    assert "log(low,high)" in fresh.here("sweep", "full", "pretrain.optim.lr=1e-3", code=2)
 
 
 @pytest.mark.soak

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from support.data_commands import Run, in_process
 from support.tiny_models import speaker, write_model
 from torch import nn
 
@@ -27,7 +27,7 @@ def one(directory: Path) -> LoadedModel:
 
 
 @pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A home of its own; a command that ends well raises SystemExit(0), which is expected."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """The command line in this process, with a home of its own."""
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    yield
+    return in_process(capsys)

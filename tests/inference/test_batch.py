@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from support.chat_models import chat_with
+from support.data_commands import Run
 from support.tiny_models import reference
 
-from ttrain.cli.main import main
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError
 from ttrain.inference import batch
@@ -133,21 +133,15 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
             batch.read(path, raw=False)
 
 
-@pytest.mark.usefixtures("exits")
-def test_the_command_writes_answers_and_a_summary(
-    directory: Path, one: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_answers_and_a_summary(run: Run, directory: Path, one: LoadedModel, tmp_path: Path) -> None:
     path, out = write_prompts(tmp_path / "p.jsonl", 5), tmp_path / "out.jsonl"
-    arguments = ["generate", str(path), "--model", str(directory), "--device", "cpu", "--max-tokens", "6", "--out", str(out)]
-    with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--json"])
-    summary = json.loads(capsys.readouterr().out)
+    arguments = ("generate", path, "--model", directory, "--device", "cpu", "--max-tokens", "6", "--out", out)
+    summary = run(*arguments, "--json").json
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert (summary["prompts"], summary["answers"], summary["tokens"]) == (5, 5, sum(row["tokens"] for row in rows))
     assert [row["answer"] for row in rows] == [chat_with(one).ask(row["prompt"]).text for row in rows]
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert "--force" in capsys.readouterr().err
+    refused = run(*arguments)
+    assert refused.code == 2 and "--force" in refused.err
     known = batch.identity(reference(directory))
     assert known[0] == reference(directory).base_digest
     shutil.copytree(directory, tmp_path / "other")

@@ -9,7 +9,7 @@ import pty
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from support.chat_models import SHORT, chat_with
 from support.comparing import flip_bit
+from support.data_commands import Result, Run
 from support.tiny_models import reference, speaker, write_model
 
 from ttrain.cli import chat_screen
-from ttrain.cli.main import main
 from ttrain.config import Gate, Lora
 from ttrain.core.hashing import sha256_file
 from ttrain.data.chat import prompt_ids
@@ -204,56 +204,50 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
 # --- through a pipe and in a terminal -----------------------------------------------------------------------------------
 
 
-def ask_in_pipe(monkeypatch: pytest.MonkeyPatch, lines: bytes, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    main(["chat", *arguments, "--device", "cpu", "--max-tokens", "6", "--temperature", "0"])
+Pipe = Callable[..., Result]
 
 
-@pytest.mark.usefixtures("exits")
-def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(
-    one: LoadedModel, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    """`ttrain chat`, whose standard input holds these lines."""
+
+    def ask(lines: bytes, *arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        return run("chat", *arguments, "--device", "cpu", "--max-tokens", "6", "--temperature", "0")
+
+    return ask
+
+
+def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(one: LoadedModel, directory: Path, pipe: Pipe) -> None:
     chat = chat_with(one)
     expected = [chat.ask(question).text for question in ("Who?", "/usr/bin?")]
     chat.reset()
     expected += [chat.ask(question).text for question in ("Who?", "你好")]
     lines = "Who?\n\n/usr/bin?\r\n/reset\nWho?\n你好".encode()
-    with pytest.raises(SystemExit, match="0"):
-        ask_in_pipe(monkeypatch, lines, str(directory), "--json")
-    out, err = capsys.readouterr()
-    found = [json.loads(line) for line in out.splitlines()]
+    done = pipe(lines, directory, "--json")
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert done.code == 0
     assert [reply["answer"] for reply in found] == expected
     assert [reply["question"] for reply in found] == ["Who?", "/usr/bin?", "Who?", "你好"]
-    assert "你好" in out  # for eyes too
+    assert "你好" in done.out  # for eyes too
     assert {reply["stop"] for reply in found} <= {"length", "end"}
-    assert "the conversation is forgotten" in err
-    with pytest.raises(SystemExit, match="0"):
-        ask_in_pipe(monkeypatch, b"Who?\n", str(directory))
-    plain = capsys.readouterr().out
-    assert plain.endswith("\n")
-    assert plain.count("\n") == expected[0].count("\n") + 1
+    assert "the conversation is forgotten" in done.err
+    plain = pipe(b"Who?\n", directory).out
+    assert plain.endswith("\n") and plain.count("\n") == expected[0].count("\n") + 1
 
 
-@pytest.mark.usefixtures("exits")
-def test_two_models_answer_side_by_side_and_speculation_tells_its_share(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_models_answer_side_by_side_and_speculation_tells_its_share(directory: Path, tmp_path: Path, pipe: Pipe) -> None:
     other = write_model(tmp_path / "other", seed=2)
-    with pytest.raises(SystemExit, match="0"):
-        ask_in_pipe(monkeypatch, b"Who?\n", str(directory), "--versus", str(other), "--json")
-    (reply,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    reply = pipe(b"Who?\n", directory, "--versus", other, "--json").json
     answers = [chat_with(speaker(place)).ask("Who?").text for place in (directory, other)]
     assert [each["answer"] for each in reply["answers"]] == answers
     assert answers[0] != answers[1]
-    with pytest.raises(SystemExit, match="0"):
-        ask_in_pipe(monkeypatch, b"Who?\n", str(directory), "--speculative", "--json")
-    told = json.loads(capsys.readouterr().out)
+    told = pipe(b"Who?\n", directory, "--speculative", "--json").json
     assert told["answer"] == answers[0]
     assert told["speculative"]["drafted"] > 0
     assert 0 <= told["speculative"]["acceptance"] <= 1
-    with pytest.raises(SystemExit, match="2"):
-        ask_in_pipe(monkeypatch, b"Who?\n", str(other), "--speculative")
-    assert "--speculative needs a second head" in capsys.readouterr().err
+    refused = pipe(b"Who?\n", other, "--speculative")
+    assert refused.code == 2 and "--speculative needs a second head" in refused.err
 
 
 def write_adapter(directory: Path, base: Path, seed: int) -> Path:
@@ -270,9 +264,8 @@ def write_adapter(directory: Path, base: Path, seed: int) -> Path:
     return directory
 
 
-@pytest.mark.usefixtures("exits")
 def test_a_chat_switches_between_adapters_on_one_base_and_each_answers_as_when_it_is_alone(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Pipe
 ) -> None:
     law, medicine = (str(write_adapter(tmp_path / name, directory, seed)) for name, seed in (("law", 1), ("v.2", 2)))
     found = [resolve(name, tmp_path / "home", base=str(directory)) for name in (law, medicine)]
@@ -283,13 +276,12 @@ def test_a_chat_switches_between_adapters_on_one_base_and_each_answers_as_when_i
     real = factory.load
     monkeypatch.setattr(factory, "load", lambda path: loads.append(path) or real(path))
     lines = f"Who?\n/adapter {medicine}\n/reset\nWho?\n/adapter {law}\n/reset\nWho?\n/adapter\n/adapter nobody\n".encode()
-    with pytest.raises(SystemExit, match="2"):
-        ask_in_pipe(monkeypatch, lines, law, "--adapter", medicine, "--base", str(directory), "--json")
-    out, err = capsys.readouterr()
-    replies = [json.loads(line) for line in out.splitlines()]
+    done = pipe(lines, law, "--adapter", medicine, "--base", directory, "--json")
+    replies = [json.loads(line) for line in done.out.splitlines()]
+    assert done.code == 2
     assert [reply["answer"] for reply in replies] == [alone[0], alone[1], alone[0]]
     assert [reply["model"] for reply in replies] == [law, medicine, law] and loads == [directory]
-    assert f"there is no adapter 'nobody'; there are {law}, {medicine}" in err and f"* {law}\n  {medicine}" in err
+    assert f"there is no adapter 'nobody'; there are {law}, {medicine}" in done.err and f"* {law}\n  {medicine}" in done.err
     with pytest.raises(UsageError, match="no adapters to switch between; name them: ttrain chat A --adapter B"):
         chat_screen.run_command(f"/adapter {law}", [chat_with(load(found[0], device="cpu"))])
 
@@ -309,7 +301,6 @@ def test_an_adapter_of_which_a_bit_flipped_answers_nobody(directory: Path, tmp_p
         flip_bit(damaged.directory / adapters.WEIGHTS)
 
 
-@pytest.mark.usefixtures("exits")
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -319,19 +310,16 @@ def test_an_adapter_of_which_a_bit_flipped_answers_nobody(directory: Path, tmp_p
         (["DIRECTORY", "--adapter", "DIRECTORY"], "is a full model, not an adapter"),
     ],
 )
-def test_a_wrong_command_says_what_to_do(
-    arguments: list[str], told: str, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["chat", *(str(directory) if word == "DIRECTORY" else word for word in arguments)])
-    assert told in capsys.readouterr().err
+def test_a_wrong_command_says_what_to_do(arguments: list[str], told: str, directory: Path, run: Run) -> None:
+    done = run("chat", *(directory if word == "DIRECTORY" else word for word in arguments))
+    assert done.code == 2 and told in done.err
 
 
-@pytest.mark.usefixtures("exits")
 @pytest.mark.soak
 def test_in_a_terminal_it_streams_survives_a_slip_takes_a_paste_and_any_bytes_and_ends(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     process, terminal = pty.fork()
     if not process:
         # As in a container without a locale, where readline takes bytes for keys and Python passes wrong ones on: both are

@@ -60,13 +60,12 @@ def settings_of(tmp_path: Path, **sections: Any) -> Settings:
 
 
 def inputs(
-    store: ArtifactStore, settings: Settings, keys: Mapping[str, str] = KEYS, *, without: str = "",
-    now: Settings | None = None, **snapshot: Any,
-) -> NightInputs:  # fmt: skip
+    store: ArtifactStore, settings: Settings, keys: Mapping[str, str] = KEYS, *, without: str = "", **snapshot: Any
+) -> NightInputs:
     files = night_inputs.watched_files(settings, store, may_be_gone=True)
     files = {name: [] if name == without else entries for name, entries in files.items()}
     frozen = InputSnapshot(files, settings.model_dump(mode="json"), Champion("7", keys), **snapshot)
-    return night_inputs.inputs_of(frozen, now or settings, store)
+    return night_inputs.inputs_of(frozen, settings, store)
 
 
 def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
@@ -138,16 +137,6 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == learning.FULL_RATE_STEPS
     assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
-
-
-def test_a_night_that_goes_on_keeps_what_shapes_its_models_and_takes_the_present_deadline(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    before = settings_of(tmp_path, nightly={"epochs": 1, "deadline_hours": 3, "sft_base": "champion"})
-    now = settings_of(tmp_path, nightly={"epochs": 2, "deadline_hours": 5, "attempts": 4})
-    nightly = inputs(store, before, now=now).settings.nightly
-    assert (nightly.epochs, nightly.sft_base) == (1, "champion")
-    assert (nightly.deadline_hours, nightly.attempts) == (5, 4)
 
 
 GROUPED = {"packing": "none", "order": "length-grouped"}

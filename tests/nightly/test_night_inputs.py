@@ -122,10 +122,13 @@ def test_without_new_documents_the_first_model_that_differs_decides(store: Artif
 def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     tmp_path: Path, store: ArtifactStore
 ) -> None:
-    settings = inbox(tmp_path, a="1")
-    changed = {"sft": {"epochs": 3.0}, "runtime": {"threads": 1}, "nightly": {"attempts": 9}}
+    then = Nightly(epochs=1, deadline_hours=3, sft_base="champion")
+    settings = inbox(tmp_path, a="1").model_copy(update={"nightly": then})
+    nightly = {"epochs": 2, "deadline_hours": 5, "attempts": 9}
+    changed = {"sft": {"epochs": 3.0}, "runtime": {"threads": 1}, "nightly": nightly}
     found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
-    assert found.sft == settings.sft and found.runtime.threads == 1 and found.nightly.attempts == 9
+    assert found.sft == settings.sft and found.runtime.threads == 1
+    assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
     with pytest.raises(UsageError, match="do not fit this version"):
         night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
@@ -231,14 +234,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
         night_inputs.inputs_of(unfinished, settings, store)
 
 
-def test_what_a_champion_that_no_night_made_has_learnt_is_read_from_its_artifacts(
-    store: ArtifactStore, champion: Champion
-) -> None:
-    assert night_inputs.learnt_by(champion, store) == {"f"}
-    assert night_inputs.learnt_by(None, store) == set()
-
-
-def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_gone(
+def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembered_when_they_are_gone(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen() -> InputSnapshot | None:
@@ -248,6 +244,7 @@ def test_what_a_first_champion_has_learnt_is_remembered_when_its_artifacts_are_g
         assert snapshot is not None
         return records.shortened_names(file["location"] for file in snapshot.files["pretrain"])
 
+    assert night_inputs.learnt_by(champion, store) == {"f"} and night_inputs.learnt_by(None, store) == set()
     settings = inbox(tmp_path, old="1")
     shutil.rmtree(store.path("shards-pretrain", "s"))
     trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(settings, store).files["pretrain"]]}}

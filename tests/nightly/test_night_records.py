@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -189,28 +189,25 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_still_to_be
 
 # --- one at a time ---
 
-HOLDER = """
-import subprocess, sys, time
-from pathlib import Path
-from ttrain.nightly.records import InputSnapshot, Nights
-known = Nights(Path(sys.argv[1]), "mine")
-with known.lock():
-    known.begin(InputSnapshot({}, {}), None)
-    child = subprocess.Popen(["sleep", "60"])  # what a night starts must not hold the lock for it
-    print(child.pid, flush=True)
-    time.sleep(60)
-"""
 
+def test_a_second_night_is_told_who_runs_and_a_killed_one_leaves_no_lock(known: Nights) -> None:
+    ours, theirs = multiprocessing.Pipe()
 
-def test_a_second_night_is_told_who_runs_and_a_killed_one_leaves_no_lock(known: Nights, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
+    def hold() -> None:
+        with known.lock():
+            known.begin(NONE, None)
+            theirs.send(subprocess.Popen(["sleep", "60"]).pid)  # what a night starts must not hold the lock for it
+            time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=hold)
+    process.start()
+    theirs.close()
+    child = ours.recv()
     try:
         with pytest.raises(StillRunning, match=f"night-000001 is still running.*process {process.pid}"), known.lock():
             pass
         process.kill()
-        process.wait()
+        process.join()
         os.kill(child, 0)  # it lives
         with known.lock():
             settled = known.settle()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import stopwatch
+from support.waiting import stopwatch, wait_until
 
 from ttrain.config import Notify, Settings, flatten
 from ttrain.config.loading import load
@@ -54,7 +54,7 @@ class Hook:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/{SECRET}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def closed_port() -> int:
     [
         ({"command": ("/no/such/program", SECRET)}, "/no/such/program cannot be started: No such file"),
         ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
-        ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.4}, "did not end within 0.4 s"),
+        ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
         ({"command": ("/bin/true",)}, None),  # does not read its input
         ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: Connection refused"),
         ({"webhook": f"http://no-such-host.invalid/{SECRET}"}, "no-such-host.invalid"),
@@ -147,19 +147,16 @@ def test_an_address_that_refuses_or_redirects_is_a_warning_without_its_path(
 def test_a_server_that_drips_does_not_hold_the_night_up(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
     hook.seconds = 5
     waited = stopwatch()
-    send(Notify(webhook=hook.url, timeout_seconds=0.5), "failed", {})
+    send(Notify(webhook=hook.url, timeout_seconds=0.2), "failed", {})
     assert waited() < 3
-    assert "did not answer within 0.5 s" in caplog.text
+    assert "did not answer within 0.2 s" in caplog.text
 
 
 def test_what_a_program_started_ends_with_the_time_limit(tmp_path: Path) -> None:
     child = f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; exec sleep 60"
-    send(Notify(command=("sh", "-c", f"sh -c {shlex.quote(child)}; true"), timeout_seconds=2), "failed", {})
+    send(Notify(command=("sh", "-c", f"sh -c {shlex.quote(child)}; true"), timeout_seconds=1), "failed", {})
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while process_started(pid) is not None:
-        assert time.monotonic() < deadline, "the program's child outlived it"
-        time.sleep(0.02)
+    wait_until(lambda: process_started(pid) is None, 10, lambda: "the program's child outlived it")
 
 
 # --- the address is a secret --------------------------------------------------------------------------------------------

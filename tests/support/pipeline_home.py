@@ -95,7 +95,8 @@ class Cli:
         error = output if errors else io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
         with (
             mock.patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.data),
-            mock.patch("sys.stdout", output), mock.patch("sys.stderr", error),
+            mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO())), mock.patch("sys.stdout", output),
+            mock.patch("sys.stderr", error),
             pytest.raises(SystemExit) as ended,
         ):  # fmt: skip
             main(self.command(*arguments, settings=settings)[4:])

@@ -51,9 +51,6 @@ def test_until_runs_more_and_bits_per_byte_need_no_model_but_the_base() -> None:
     assert asked(LR).stages() == (["source", "tokenizer", "shards-pretrain"], ["pretrain"])
     assert asked(LR, until="evaluate").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
     assert asked(LR, metric="eval/bits_per_byte").stages()[1] == ["pretrain", "evaluate"]
-    of_tokenizer = asked("tokenizer.vocab_size=choice(1024,2048)")
-    assert of_tokenizer.measure.metric == "eval/bits_per_byte"
-    assert of_tokenizer.stages()[1] == ["tokenizer", "shards-pretrain", "pretrain", "evaluate"]
     assert asked(LR, metric="eval/chat_loss_sft").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
 
 
@@ -87,14 +84,19 @@ def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], op
     assert said in str(error.value)
 
 
-def test_the_name_of_the_pipeline_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_tells_what_is_tried_and_leaves_nothing_and_needs_no_name_of_the_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     remember_modules(tmp_path / "home")
-    options = [LR, "-n", "3", "--dry-run", "--json"]
+    options = ["tokenizer.vocab_size=choice(1024,2048,4096)", "--sampler", "grid", "-n", "2", "--dry-run", "--json"]
     with_it, without = (CliRunner().invoke(app, ["sweep", *name, *options]) for name in (["full"], []))
     assert without.exit_code == 0, without.output
-    assert json.loads(without.stdout) == json.loads(with_it.stdout)
-    assert len(json.loads(without.stdout)["trials"]) == 3
+    told = json.loads(without.stdout)
+    assert told == json.loads(with_it.stdout) and told["metric"] == "eval/bits_per_byte"
+    assert (told["once"], told["each"]) == (["source"], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
+    assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (1024, 2048)]
+    assert not (tmp_path / "home" / "sweeps").exists() and not (tmp_path / "home" / "runs").exists()
     assert "No such command 'shwo'. Did you mean 'show'?" in CliRunner().invoke(app, ["sweep", "shwo"]).output
 
 
