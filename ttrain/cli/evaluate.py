@@ -14,7 +14,7 @@ import typer
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
-from ttrain.core.files import read_json
+from ttrain.core.files import read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -134,7 +134,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     for kind, paths in files.items():
         option, resolved_paths = f"--{kind.replace('_', '-')}", set[Path]()
         for path in paths or ():
-            file = path.expanduser()
+            file = user_path(path)
             if not file.is_file():
                 problem = (
                     f"a directory; name each file in it with {option}"

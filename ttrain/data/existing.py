@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.core.files import need_object, parse_json
+from ttrain.core.files import need_object, parse_json, user_path
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
@@ -44,7 +44,7 @@ def tokenizer_files(existing: str) -> list[Path]:
 
     Raises UsageError if there is no such tokenizer, or it has no tokenizer.json.
     """
-    directory = Path(existing).expanduser()
+    directory = user_path(existing)
     hub_name = HUB_REFERENCE.fullmatch(existing)
     if not directory.is_dir():
         if hub_name is None or directory.exists():
@@ -290,7 +290,7 @@ def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
 
 
 def _directory(start_from: str, setting: str) -> Path:
-    directory = Path(start_from).expanduser().absolute()
+    directory = user_path(start_from).absolute()
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory
