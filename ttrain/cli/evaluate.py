@@ -359,10 +359,13 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
 
     parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
+    visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
     waiting = [artifact] if artifact else []
     while waiting:
         for used in waiting.pop().manifest["inputs"].values():
-            ancestor = store.find(used["stage"], used["key"])
+            name = (used["stage"], used["key"])
+            ancestor = None if name in visited else store.find(*name)
+            visited.add(name)
             if ancestor is None:
                 continue
             waiting.append(ancestor)
