@@ -81,6 +81,14 @@ def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
         assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
 
 
+def test_an_empty_text_for_functions_or_calls_is_none() -> None:
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2."}]
+    plain = parse_conversation({"messages": turns})
+    assert isinstance(plain, Conversation)
+    exported = [{**turn, "tools": "", "tool_calls": " "} for turn in turns]
+    assert parse_conversation({"messages": exported, "tools": ""}) == plain
+
+
 def call(**changes: Any) -> dict[str, Any]:
     """An assistant's turn with one call."""
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}]}
@@ -103,6 +111,8 @@ RESULT = {"role": "tool", "content": "2"}
         (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
         (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
         (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": ""}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": None}), "'function_call' is null, not a list of calls"),
         (chat(tools="{broken"), "'tools': not valid JSON"),
         (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
         (chat(tools=[{"type": "function"}]), "a tool has no name"),

@@ -35,7 +35,7 @@ def kind_of(value: object) -> str:
 
 def tools_text(tools: object) -> str:
     """The functions as text; "" for none. `tools` is a list of objects with a name, or the JSON of one."""
-    functions = _parsed(tools, "'tools'")
+    functions = None if _is_empty_text(tools) else _parsed(tools, "'tools'")
     if functions is None or functions == []:
         return ""
     if not isinstance(functions, list):
@@ -52,10 +52,11 @@ def with_tools(content: str, text: str) -> str:
 
 def calls_of(value: object, name: str = "'tool_calls'") -> list[dict[str, Any]]:
     """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
-    calls = _parsed(value, name)
-    if calls is None:
+    is_turn = name != "'tool_calls'"  # a turn that is nothing but its calls
+    calls = None if _is_empty_text(value) and not is_turn else _parsed(value, name)
+    if calls is None and not is_turn:
         return []
-    if isinstance(calls, dict) and name != "'tool_calls'":
+    if isinstance(calls, dict) and is_turn:
         calls = [calls]
     if not isinstance(calls, list):
         raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
@@ -98,6 +99,11 @@ def _check_arguments(function: dict[str, Any]) -> None:
     arguments = _parsed(function.get("arguments"), "the arguments of a tool call")
     if not isinstance(arguments, dict):
         raise Malformed(f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}')
+
+
+def _is_empty_text(value: object) -> bool:
+    """Whether it is a text without JSON in it, which exports of tables have for none."""
+    return isinstance(value, str) and not value.strip()
 
 
 def _parsed(value: object, name: str) -> Any:
