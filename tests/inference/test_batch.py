@@ -148,6 +148,10 @@ def test_the_command_writes_answers_and_a_summary(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "--force" in capsys.readouterr().err
+    for wrong in (tmp_path, tmp_path / "missing" / "out.jsonl"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments[:-1], str(wrong), "--force"])
+        assert f"the file to write, {wrong}, is " in capsys.readouterr().err
     known = batch.identity(reference(directory))
     assert known[0] == reference(directory).base_digest
     shutil.copytree(directory, tmp_path / "other")
