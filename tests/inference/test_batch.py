@@ -152,6 +152,10 @@ def test_the_command_writes_answers_and_a_summary(
         with pytest.raises(SystemExit, match="2"):
             main([*arguments[:-1], str(wrong), "--force"])
         assert f"the file to write, {wrong}, is " in capsys.readouterr().err
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments[:-1], str(path), "--force"])
+    assert "is the file of the prompts" in capsys.readouterr().err and path.read_bytes() == before
     known = batch.identity(reference(directory))
     assert known[0] == reference(directory).base_digest
     shutil.copytree(directory, tmp_path / "other")

@@ -194,8 +194,10 @@ def generate(
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
     if out is not None:
         check_output_file(out)
-    if out is not None and out.exists() and not force:
-        raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+        if out.exists() and not force:
+            raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+        if out.exists() and prompts.exists() and out.samefile(prompts):
+            raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
     [reference] = resolved_models([model], [loading_options.base], loading_options.run)
 
     before_torch()
