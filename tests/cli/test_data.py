@@ -227,6 +227,8 @@ def test_a_tokenizer_is_shown_with_a_text_or_a_chat(
     assert {one["token"]: one["id"] for one in value["special_tokens"]}["<|end|>"] == encoder.end_id
     shown = run("tokenizer", "inspect", tok, "--text", "a fox<|end|>", "--json").json["tokens"]
     assert shown["ids"] == encoder.encode(["a fox<|end|>"])[0] and "".join(shown["pieces"]) == "a fox<|end|>"
+    cut = run("tokenizer", "inspect", tok, "--text", "caf\udcc3", "--json").json["tokens"]  # a byte that is not UTF-8
+    assert "".join(cut["pieces"]) == "caf\ufffd"
     talk = chat("Hello", "fox\x1b[1m 東京")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(talk).encode())))
     chatted = run("tokenizer", "inspect", tok, "--chat", "-", "--json").json["tokens"]

@@ -138,6 +138,14 @@ def test_the_status_names_the_night_of_a_run_and_when_it_began_by_the_clock_of_t
     assert f"{record.run}  night-000007  completed" in shown and f"{began:%Y-%m-%d %H:%M}" in shown
 
 
+def test_json_has_null_where_a_figure_is_no_number(home: Path, run: Run) -> None:
+    record = RunRecord(home, "full", ["sft"], {})
+    record.finish("completed", {"sft/loss": float("nan"), "eval/perplexity": float("inf"), "eval/chats": 2.0})
+    shown = run("pipeline", "status", "--json").out
+    assert "NaN" not in shown and "Infinity" not in shown
+    assert json.loads(shown)[0]["metrics"] == {"sft/loss": None, "eval/perplexity": None, "eval/chats": 2.0}
+
+
 def test_the_status_of_a_copied_home_shows_where_things_are_now(tmp_path: Path, home: Path, run: Run) -> None:
     record = RunRecord(tmp_path / "old", "full", ["sft"], {})
     place = tmp_path / "old" / "store" / "sft" / "f00d"

@@ -357,6 +357,11 @@ def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path
     assert run.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
 
 
+@pytest.mark.parametrize(("answer", "text"), [(" B ", "two"), (0, "one"), ("two", "two"), ("Z", ""), ("ß", "ß"), (None, "")])
+def test_a_right_choice_is_looked_for_by_its_number_letter_or_text(answer: Any, text: str) -> None:
+    assert contamination.of_row({"question": "Which?", "choices": ["one", "two"], "answer": answer}) == f"Which?\n{text}"
+
+
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
     home.pretrain(settings, tmp_path / "base")

@@ -43,6 +43,11 @@ def test_what_is_left_out_of_a_folder_is_logged_once(tmp_path: Path, caplog: pyt
     assert caplog.messages[1:] == [f"left out of {tmp_path}: 2 .csv; name {tmp_path}/*.csv too"]
 
 
+def test_the_home_of_a_user_that_does_not_exist_holds_no_file() -> None:
+    with pytest.raises(UsageError, match="there is no such file"):
+        expand("~nobody-of-this-name/a.jsonl")
+
+
 def test_a_file_is_itself_and_a_glob_what_it_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
         assert expand(str(folder / name)) == [str(folder / name)]

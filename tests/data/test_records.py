@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ttrain.data.records import (
     document_parser,
     parse_conversation,
     position,
+    split,
 )  # fmt: skip
 
 ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
@@ -189,6 +191,8 @@ RESULT = {"role": "tool", "content": "2"}
         (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
         (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
         (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": ""}), "'function_call': not valid JSON"),
+        (chat({"from": "function_call", "value": None}), "'function_call' is null, not a list of calls"),
         (chat(tools="{broken"), "'tools': not valid JSON"),
         (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
         (chat(tools=[{"type": "function"}]), "a tool has no name"),
@@ -294,6 +298,14 @@ def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, An
     assert parse_conversation(row) == TALK
 
 
+def test_an_empty_text_for_functions_or_calls_is_none() -> None:
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2."}]
+    plain = parse_conversation({"messages": turns})
+    assert isinstance(plain, Conversation)
+    exported = [{**turn, "tools": "", "tool_calls": " "} for turn in turns]
+    assert parse_conversation({"messages": exported, "tools": ""}) == plain
+
+
 def test_sharegpt_calls_are_turns_of_their_own() -> None:
     call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
     row = {
@@ -375,6 +387,31 @@ def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -
     assert document_parser("body")({"text": "a", "content": "b"}) == Rejected("no key 'body'")
     assert document_parser("content")({"text": "a", "content": "b"}) == TextDocument("b")
     assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
+
+
+def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
+    return {record for held, record in split(iter(rows), fraction) if held}
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction"),
+    [(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001), (2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)],
+)
+def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_out(count: int, fraction: float) -> None:
+    """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
+    rows = [TextDocument(f"document {number}") for number in range(count)]
+    expected = heldout(rows, fraction)
+    assert abs(len(expected) - count * fraction) < 5 * max(1.0, count * fraction) ** 0.5
+    assert expected or not (count and fraction)
+    if count and fraction < 1 / count:
+        assert expected <= {min(rows, key=position)}
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(rows * 3, 3 * count)
+        sides = [*split(iter(shuffled), fraction)]
+        assert sorted((record for _, record in sides), key=position) == sorted(rows * 3, key=position)
+        assert {record for held, record in sides if held} == expected
+        assert not expected & {record for held, record in sides if not held}
+    assert heldout(rows, fraction / 2) <= expected, "a larger part contains the smaller"
 
 
 def test_a_place_depends_on_the_content_alone() -> None:

@@ -26,6 +26,7 @@ from ttrain.doctor import run
 from ttrain.doctor.run import gather
 from ttrain.errors import DataError
 from ttrain.stages.rows import open_rows
+from ttrain.stages.shards import heldout_records
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,14 @@ def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path, m
     settings = with_data(tmp_path / "bad", [{"text": 3}] * 9)
     with pytest.raises(DataError, match=r"data\.pretrain"):
         gather("pretrain", settings, {}, tmp_path / "bad" / "made")
+
+
+def test_a_sample_of_texts_with_other_line_separators_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    texts = [{"text": f"{number} is\u2028a number\x85and {number * 7}\u2029another"} for number in range(60)]
+    found = gather("pretrain", with_data(tmp_path, texts), {}, tmp_path / "made")
+    records = [record["text"] for record in heldout_records(found.paths["shards"])]
+    assert records == [text["text"] for text in texts[:: run.HELDOUT_SHARE]]
 
 
 def test_pairs_that_no_run_has_sharded_are_read_as_pairs(tmp_path: Path) -> None:

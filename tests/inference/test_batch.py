@@ -142,6 +142,12 @@ def test_the_command_writes_answers_and_a_summary(run: Run, directory: Path, one
     assert [row["answer"] for row in rows] == [chat_with(one).ask(row["prompt"]).text for row in rows]
     refused = run(*arguments)
     assert refused.code == 2 and "--force" in refused.err
+    for wrong in (tmp_path, tmp_path / "missing" / "out.jsonl"):
+        refused = run(*arguments[:-1], wrong, "--force")
+        assert refused.code == 2 and f"the file to write, {wrong}, is " in refused.err
+    before = path.read_bytes()
+    refused = run(*arguments[:-1], path, "--force")
+    assert refused.code == 2 and "is the file of the prompts" in refused.err and path.read_bytes() == before
     known = batch.identity(reference(directory))
     assert known[0] == reference(directory).base_digest
     shutil.copytree(directory, tmp_path / "other")

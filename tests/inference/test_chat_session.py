@@ -153,9 +153,12 @@ def test_commands_change_settings_system_prompt_and_history(one: LoadedModel, tm
         chat_screen.run_command(f"/save {tmp_path / 'chat.jsonl'}", [chat])
     lines = (tmp_path / "chat.jsonl").read_text().splitlines()
     assert len(lines) == 2
-    assert json.loads(lines[1])["messages"] == [vars(message) for message in chat.messages]
+    assert json.loads(lines[1])["messages"] == [message.to_json() for message in chat.messages]
     if chat.messages[-1].content.strip():
         assert parse_conversation(json.loads(lines[0])) == Conversation(tuple(chat.messages))
+    for nowhere in (tmp_path, "~nobody-of-this-name/chat.jsonl", "a\0b"):
+        with pytest.raises(UsageError, match="cannot write"):
+            chat_screen.run_command(f"/save {nowhere}", [chat])
     with pytest.raises(chat_screen.Exit):
         chat_screen.run_command("/exit", [chat])
     with pytest.raises(UsageError, match="no command /rest"):

@@ -61,6 +61,13 @@ def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_c
         assert said and known.newest().name in said  # type: ignore[union-attr]
 
 
+def test_a_night_takes_no_number_of_a_record_that_cannot_be_read(known: Nights) -> None:
+    damaged = known.directory / "night-000003.json"
+    damaged.write_text("{", encoding="utf-8")
+    assert known.begin(NONE, None).name == "night-000004"
+    assert damaged.read_text(encoding="utf-8") == "{"
+
+
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
     for outcome in ("failed", "refused", "unfinished", "kept", "promoted"):

@@ -12,10 +12,11 @@ import pytest
 from support.data_commands import in_process
 
 from ttrain import tracking
+from ttrain.cli import evaluate
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.pipeline.lineage import STORE, TAGS, TRACKER, Lineage, lineage_of
+from ttrain.pipeline.lineage import STORE, TAGS, TRACKER, History, Lineage, lineage_of
 from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -305,3 +306,18 @@ def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:
     told = json.loads(source)
     assert told["files"] == 2000 and 300 < len(told["listed"]) < 2000
     assert 50_000 < len(source.encode()) < 65_535
+
+
+def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) -> None:
+    nights: dict[str, Artifact] = {}  # each of which has read all before it
+    for number in range(30):
+        nights[f"learnt-{number:04}"] = publish(tmp_path, "shards-pretrain", f"{number:02}", nights)
+    *_, last = nights.values()
+    model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
+    store = ArtifactStore(tmp_path)
+    assert [artifact.key for artifact in History.of(model, store).artifacts] == [
+        *(a.key for a in nights.values()),
+        model.key,
+    ]
+    assert evaluate._held_out(model, store)["documents"].key == last.key
+    assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key

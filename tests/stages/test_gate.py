@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +135,9 @@ SMALL = ("buckets=512", "embedding_size=8", "hidden=8", "ngram_characters=2", "e
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run, planted: Planted, tmp_path: Path) -> None:
+def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(
+    run: Run, planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()}
     words = ("train", "--experts", ",".join(planted.names), "--data", planted.data, "--out", "gate", *SMALL)
     done = run(*words, "--json")
@@ -154,6 +158,9 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
         assert number == expert and probabilities[expert] == max(probabilities)
         assert sum(probabilities) == pytest.approx(1, abs=1e-6)
         assert run("route", "gate", text, "--json").json[0]["reference"] == planted.names[expert]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7 31. 95\r\nVWX \xff ZZ.\n"), encoding="utf-8"))
+    routed = run("route", "gate", "-", "--json").json
+    assert [(one["text"], one["expert"]) for one in routed] == [("7 31. 95", 0), ("VWX \ufffd ZZ.", 1)]
 
     done = run(*words)
     assert done.code == 0 and "it was already finished; nothing was trained" in done.out, done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import secrets
@@ -19,7 +20,7 @@ from store.test_store import full_disk
 from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
 from ttrain.flows import schedule_files, serving
 from ttrain.nightly.records import InputSnapshot, Nights
-from ttrain.store import runs
+from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunLog, RunRecord, history
 
@@ -163,6 +164,18 @@ def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pyte
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
     made.finish("completed", {})
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"
+
+
+def test_a_run_that_could_not_write_its_record_is_not_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = record(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(runs, "write_json", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        RunRecord(tmp_path, "full", ["sft"], {})
+    assert [path.name for path in (tmp_path / "runs").glob("*.json")] == [f"{made.run}.json"]
+    for name, text in (("full-29991121-160222-1a2b4", ""), ("full-19991121-160222-1a2b4", '{"outcome": "completed"}')):
+        (tmp_path / "runs" / f"{name}.json").write_text(text)  # of a kill in that moment; of another version
+        assert references.need_run(tmp_path, "latest")["run"] == made.run
+        assert references.find_run(tmp_path, name) is None
 
 
 def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("choice(a)", "two values or more"),
         ("choice(a,b,a)", '"a" is listed twice'),
         ("choice([a,b)", "cannot be read"),
+        ("choice(2026-11-21,2026-11-22)", "a date is no value of a setting"),
         ("logg(1e-4,1e-3)", "a sweep takes log(low,high)"),
         ("log(1e-4;1e-3)", "it has 1 value, with commas between"),
     ],

@@ -116,7 +116,8 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     assert "no champion; to choose one: ttrain models promote 3 --name mine" in models("list").out
     (sets_home / "runs").mkdir()
     stages = [{"name": stage, "key": f"{stage}-1"} for stage in SUFFIXES]
-    (sets_home / "runs" / "again.json").write_text(json.dumps({"run": "again", "outcome": "completed", "stages": stages}))
+    record = {"run": "again", "pipeline": "full", "outcome": "completed", "started_unix": 0, "process": {}, "stages": stages}
+    (sets_home / "runs" / "again.json").write_text(json.dumps(record))
     for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
         said = models("promote", which).out
         assert said.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ttrain.cli.options import AsJson, RunName, model_words, resolved_models, server_settings, with_option_groups
+from ttrain.cli.options import (
+    AsJson,
+    RunName,
+    check_output_file,
+    model_words,
+    resolved_models,
+    server_settings,
+    with_option_groups,
+)
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, table
@@ -184,8 +192,12 @@ def generate(
     settings = sampling.settings()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
-    if out is not None and out.exists() and not force:
-        raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+    if out is not None:
+        check_output_file(out)
+        if out.exists() and not force:
+            raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+        if out.exists() and prompts.exists() and out.samefile(prompts):
+            raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
     [reference] = resolved_models([model], [loading_options.base], loading_options.run)
 
     before_torch()

@@ -6,9 +6,9 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrain.core.files import user_path
 from ttrain.core.terminal import console, encodable, escape_control_characters, escaped, print_json
 from ttrain.core.text import counted
 from ttrain.errors import TTrainError, UsageError
@@ -258,7 +258,7 @@ def run_command(line: str, chats: list[Chat]) -> str:
         return _adapter(argument, chats)
     if not argument:
         raise UsageError("/save needs the name of a file")
-    written = save(Path(argument).expanduser(), chats)
+    written = save(user_path(argument), chats)
     return f"{counted(written, 'conversation')} appended to {argument}" if written else "there is nothing to save yet"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from ttrain.cli.options import AsJson, command_group
-from ttrain.core.terminal import bar, escaped, print_json, table
+from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
 from ttrain.store.layout import home
@@ -256,7 +256,7 @@ def tokenizer_inspect(
     description = inspect.describe(encoder)
     shown = None
     if text is not None:
-        shown = inspect.show_text(encoder, text)
+        shown = inspect.show_text(encoder, encodable(text))
     elif chat is not None:
         data = sys.stdin.buffer.read() if chat == "-" else Path(chat).read_bytes()
         shown = inspect.show_chat(encoder, inspect.chat_of(data, "standard input" if chat == "-" else chat))

@@ -14,7 +14,7 @@ import typer
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
-from ttrain.core.files import read_json
+from ttrain.core.files import read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -132,7 +132,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     for kind, paths in files.items():
         option, resolved_paths = f"--{kind.replace('_', '-')}", set[Path]()
         for path in paths or ():
-            file = path.expanduser()
+            file = user_path(path)
             if not file.is_file():
                 problem = (
                     f"a directory; name each file in it with {option}"
@@ -350,10 +350,13 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
 
     parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
+    visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
     waiting = [artifact] if artifact else []
     while waiting:
         for used in waiting.pop().manifest["inputs"].values():
-            ancestor = store.find(used["stage"], used["key"])
+            name = (used["stage"], used["key"])
+            ancestor = None if name in visited else store.find(*name)
+            visited.add(name)
             if ancestor is None:
                 continue
             waiting.append(ancestor)

@@ -14,7 +14,7 @@ from ttrain.cli import train as train_task
 from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
 from ttrain.core import redact
 from ttrain.core.files import read_object
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -107,14 +107,14 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one")],
+    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one", callback=encodable)],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""
     from ttrain.inference.gate_router import OpenedGate
 
     gate = OpenedGate(directory)
-    texts = [line.rstrip("\n") for line in sys.stdin] if text == "-" else [text]
+    texts = [line.decode("utf-8", "replace").rstrip("\r\n") for line in sys.stdin.buffer] if text == "-" else [text]
     routed = [(routed_text, *gate.route(routed_text)) for routed_text in texts]
     names = [expert.reference for expert in gate.experts]
     if as_json:

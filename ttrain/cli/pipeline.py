@@ -274,7 +274,8 @@ def _print_cached(planned: Plan, run: Run) -> None:
     from ttrain.reports import summary
 
     artifacts = {stage.stage.name: stage.artifact for stage in planned.stages if stage.artifact}
-    table(("figure", "value", ""), summary.rows(run.metrics, api.cached_results(planned)))
+    if rows := summary.rows(run.metrics, api.cached_results(planned)):
+        table(("figure", "value", ""), rows)
     same = f" in the run {equals}" if (equals := run.record["equals"]) else ""
     print(f"everything is cached: all {len(planned)} stages of {planned.pipeline} are unchanged{same}; nothing was run")
     fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]

@@ -146,6 +146,13 @@ def private_directory(path: Path, *, closes_files: bool = True) -> Path:
     return path
 
 
+def user_path(text: str | Path) -> Path:
+    """The path with the user's home in place of `~`; `~` of a user that does not exist stays, as in a shell."""
+    with contextlib.suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory: renamed first, so that no half of it is ever taken for the whole."""
     if not path.exists():

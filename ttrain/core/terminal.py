@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import json
+import math
 import os
 import re
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -98,12 +100,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Conso
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """Print JSON, with what a terminal may obey escaped; `indent` None: in one line, flushed at once.
 
-    A dataclass is printed with all its fields.
+    A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     is_ascii = not encoding.startswith("utf")  # no letter is lost in a pipe
-    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii, default=_as_json)
+    dumps = functools.partial(json.dumps, indent=indent, ensure_ascii=is_ascii, default=_as_json, allow_nan=False)
+    try:
+        text = dumps(value)
+    except ValueError:
+        text = dumps(_finite(value))
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=indent is None)
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of each number that is NaN or infinite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return _finite(asdict(value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(value: Any) -> object:

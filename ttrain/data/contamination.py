@@ -12,6 +12,7 @@ the share of the text that 8-grams of tokens cover (https://arxiv.org/abs/2407.2
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,7 +276,7 @@ def of_chat(messages: Messages) -> str:
 
 def _right_choice(choices: Sequence[object], answer: object) -> object:
     """The right choice, given as its number, its letter or its text."""
-    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha() and answer not in choices:
+    if isinstance(answer, str) and re.fullmatch(r"\s*[A-Za-z]\s*", answer) and answer not in choices:
         answer = ord(answer.strip().upper()) - ord("A")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.core.files import need_object, parse_json
+from ttrain.core.files import need_object, parse_json, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, UsageError
@@ -45,7 +45,7 @@ def tokenizer_files(existing: str) -> list[Path]:
 
     Raises UsageError if there is no such tokenizer, or it has no tokenizer.json.
     """
-    directory = Path(existing).expanduser()
+    directory = user_path(existing)
     if not directory.is_dir():
         fix = "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
         directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file(), fix)
@@ -291,7 +291,7 @@ def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
 
 
 def _directory(start_from: str, setting: str) -> Path:
-    directory = Path(start_from).expanduser().absolute()
+    directory = user_path(start_from).absolute()
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
+from ttrain.core.files import user_path
 from ttrain.core.text import first_of
 from ttrain.data import remote
 from ttrain.errors import CannotRead, UsageError
@@ -48,7 +49,7 @@ def local_path(location: str) -> Path:
     """The path of a local location; `~` is the user's home."""
     for protocol in LOCAL:
         location = location.removeprefix(protocol)
-    return Path(location).expanduser()
+    return user_path(location)
 
 
 def name(location: str) -> str:

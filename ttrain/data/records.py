@@ -211,6 +211,30 @@ def position(record: Record) -> float:
     return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big") / 2**64
 
 
+def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
+    """(held out?, record): held out are positions below `fraction`, so no record moves when files are added.
+
+    If there are none, the lowest row (and its copies) is held out, so that a small set can be evaluated too; it is yielded
+    last.
+    """
+    lowest: list[Record] = []
+    lowest_place = 1.0
+    any_heldout = fraction == 0
+    for record in rows:
+        record_position = position(record)
+        if record_position < fraction:
+            any_heldout = True
+            yield True, record
+        elif any_heldout or record_position > lowest_place:
+            yield False, record
+        else:
+            if record_position < lowest_place:
+                yield from ((False, earlier) for earlier in lowest)
+                lowest, lowest_place = [], record_position
+            lowest.append(record)
+    yield from ((not any_heldout, record) for record in lowest)
+
+
 KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
 
 REASONS, OTHER_REASONS = 100, "other reasons"  # distinct reasons at most, since one may quote a value of its row

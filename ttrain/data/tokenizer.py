@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 MODEL_MAX_LENGTH = 32768
 
 RUN_CHARACTERS = 256
-# Runs of letters, digits, white space or other characters: what the pre-tokenizer takes for one word. (In Chinese, a run
-# without a space is a page, but one of letters alone is a clause.)
-KINDS = (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")
+# Runs of letters and numbers, white space or other characters: at least what the pre-tokenizer takes for one word. (In
+# Chinese, a run without a space is a page, but one without punctuation is a clause.) Letters and numbers are one kind, since
+# Python's \d lacks numbers such as ² and Ⅷ; the separators U+001C to U+001F are white space to Python alone.
+KINDS = (r"[^\W_]", r"\s", r"(?:[^\w\s]|[_\x1c-\x1f])")
 
 LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS}}}(?={kind})" for kind in KINDS))
 # Searching for one costs a tenth of the training; in every fourth character, where a run leaves 64 of a kind, a fortieth.

@@ -38,7 +38,7 @@ def kind_of(value: object) -> str:
 
 def tools_text(tools: object) -> str:
     """The functions as text; "" for none. `tools` is a list of objects with a name, or the JSON of one."""
-    functions = _parsed(tools, "'tools'")
+    functions = None if _is_empty_text(tools) else _parsed(tools, "'tools'")
     if functions is None or functions == []:
         return ""
     if not isinstance(functions, list):
@@ -55,10 +55,11 @@ def with_tools(content: str, text: str) -> str:
 
 def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonObject]:
     """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
-    calls = _parsed(value, name)
-    if calls is None:
+    is_turn = name != "'tool_calls'"  # a turn that is nothing but its calls
+    calls = None if _is_empty_text(value) and not is_turn else _parsed(value, name)
+    if calls is None and not is_turn:
         return []
-    if isinstance(calls, dict) and name != "'tool_calls'":
+    if isinstance(calls, dict) and is_turn:
         calls = [calls]
     if not isinstance(calls, list):
         raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
@@ -99,6 +100,11 @@ def _check_name(value: object, kind: str, example: str) -> None:
     name = _function(value).get("name")
     if not isinstance(name, str) or not name.strip():
         raise Malformed(f"{kind} has no name; write {example}")
+
+
+def _is_empty_text(value: object) -> bool:
+    """Whether it is a text without JSON in it, which exports of tables have for none."""
+    return isinstance(value, str) and not value.strip()
 
 
 def _parsed(value: object, name: str) -> Any:

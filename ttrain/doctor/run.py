@@ -299,9 +299,9 @@ def _job(
 
 
 def _hold_out(train: Path, heldout: Path) -> None:
-    lines = train.read_text(encoding="utf-8").splitlines(keepends=True)
-    train.write_text("".join(line for n, line in enumerate(lines) if n % HELDOUT_SHARE or len(lines) == 1), encoding="utf-8")
-    heldout.write_text("".join(lines[::HELDOUT_SHARE]), encoding="utf-8")
+    lines = train.read_bytes().splitlines(keepends=True)  # of bytes: text would be split at U+2028 and the like too
+    train.write_bytes(b"".join(line for n, line in enumerate(lines) if n % HELDOUT_SHARE or len(lines) == 1))
+    heldout.write_bytes(b"".join(lines[::HELDOUT_SHARE]))
 
 
 def _existing(settings: Settings, tokenizer_path: Path, directory: Path) -> Path:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task
+from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted
 from ttrain.data import records
@@ -62,7 +63,7 @@ class SuiteFiles:
 
     def file(self, name: str) -> Path:
         """Path of a file that the suite names."""
-        return self.base / Path(name).expanduser()
+        return self.base / user_path(name)
 
     def setting(self, task: str, name: str) -> str:
         """Name of a task's setting in error messages, as the user wrote it."""

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ttrain.config import yaml_text
+from ttrain.core.files import user_path
 from ttrain.errors import DataError, UsageError
 
 FUNCTION = "!function"
@@ -126,7 +127,7 @@ def _files_named(tree: Any, directory: Path, working_directory: Path) -> Iterato
         for name in references if isinstance(references, list) else [references]:
             if isinstance(name, str):
                 yield directory / name
-                yield working_directory / Path(name).expanduser()
+                yield working_directory / user_path(name)
 
 
 def _is_of_the_harness(file: Path) -> bool:

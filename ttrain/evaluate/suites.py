@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
+from ttrain.core.files import user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
@@ -62,7 +63,7 @@ def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
 
 def find(name: str) -> Path:
     """Find the file of a suite by name or path. Raises UsageError if there is none."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix in ENDINGS or os.sep in name:
         if not path.is_file():
             raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
@@ -137,7 +138,7 @@ def task_files(loaded: LoadedSuite) -> Iterator[tuple[str, Path]]:
     for name, task in loaded.suite.tasks.items():
         for setting, file in _files_of_task(task):
             called = loaded.options.get(name) if setting == "file" else None
-            yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / Path(file).expanduser()
+            yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / user_path(file)
 
 
 def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:

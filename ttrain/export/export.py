@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.files import fsync, read_json, read_object, remove_tree
+from ttrain.core.files import fsync, read_json, read_object, remove_tree, user_path
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
@@ -88,7 +88,7 @@ def export(
     Raises UsageError for a target or an option that cannot be used, ArtifactError for weights that do not fit their config.
     A target stays as it is until the export is whole.
     """
-    target = target.expanduser().resolve()
+    target = user_path(target).resolve()
     shard_bytes = size_of(request.shard_size)
     _check_request(reference, request)
     _check_target(reference, target, request)
@@ -262,7 +262,7 @@ SHOWN_LINES = 3
 
 def converter(path: Path) -> Path:
     """The converter's script, from its path or the directory of llama.cpp. Raises UsageError with what to fetch."""
-    script = path.expanduser().absolute()
+    script = user_path(path).absolute()
     script = script / SCRIPT if script.is_dir() else script
     if not script.is_file():
         raise UsageError(

@@ -144,13 +144,13 @@ class Chat:
 def save(path: Path, chats: list[Chat]) -> int:
     """Append each conversation as a line that `data.sft` can read; returns how many were written. Raises UsageError."""
     lines = [
-        json.dumps({"messages": [vars(message) for message in chat.messages]}, ensure_ascii=False) + "\n"
+        json.dumps({"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False) + "\n"
         for chat in chats
         if any(message.role == "assistant" for message in chat.messages)
     ]
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError for a name with a NUL
+        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     return len(lines)

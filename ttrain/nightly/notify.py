@@ -15,11 +15,11 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http.client import HTTPMessage
-from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from ttrain.config import Event, Notify
+from ttrain.core.files import user_path
 from ttrain.errors import TTrainError
 
 log = logging.getLogger("ttrain")
@@ -80,7 +80,7 @@ def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
 def _address(settings: Notify) -> str:
     if settings.webhook:
         return settings.webhook
-    path = Path(settings.webhook_file or "").expanduser()
+    path = user_path(settings.webhook_file or "")
     try:
         address = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

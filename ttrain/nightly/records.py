@@ -305,9 +305,9 @@ class Nights:
         return night
 
     def _next(self, frozen: InputSnapshot) -> NightRecord:
-        """The next night's record, not written yet."""
-        newest = self.newest()
-        number = int(newest.name.removeprefix("night-")) + 1 if newest else 1
+        """The next night's record, not written yet; it replaces no file, also none that cannot be read."""
+        used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
+        number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
         data = {"state": "open", "outcome": "running", "reason": "", "frozen": frozen.to_json(), "tries": []}
         return NightRecord(self.directory / f"night-{number:06}.json", data)
 

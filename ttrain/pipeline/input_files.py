@@ -11,6 +11,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
+from ttrain.core.files import user_path
 from ttrain.data import existing, locations, python_docs
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
@@ -79,7 +80,7 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
                 f"lm-evaluation-harness; name a file with its items, as JSON Lines"
             )
         tasks = [spec for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
-        paths += [str(loaded.base / Path(spec.file).expanduser()) for spec in tasks if not heldout_part(spec)]
+        paths += [str(loaded.base / user_path(spec.file)) for spec in tasks if not heldout_part(spec)]
     return list(dict.fromkeys(paths))
 
 

@@ -117,9 +117,7 @@ class History:
         """Collect it from the manifests in a store; an input that no longer exists is left out."""
         if artifact is None:
             return cls((), None, {})
-        artifacts = tuple(
-            {(candidate.stage, candidate.key): candidate for candidate in _artifacts_behind(artifact, home)}.values()
-        )
+        artifacts = tuple(_artifacts_behind(artifact, home))
         scored = (
             candidate
             for candidate in home.artifacts("evaluate")
@@ -133,11 +131,23 @@ class History:
 
 
 def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artifact]:
-    for used in artifact.manifest["inputs"].values():
-        source = home.read(home.path(used["stage"], used["key"]))
-        if source:
-            yield from _artifacts_behind(source, home)
-    yield artifact
+    """Yield what an artifact was made from, inputs first, then the artifact itself; each once.
+
+    A night compares its documents with those of all nights before it, so the paths through the inputs double every night.
+    """
+    begun = {(artifact.stage, artifact.key)}
+    path = [(artifact, iter(artifact.manifest["inputs"].values()))]  # each with the inputs that are left to walk
+    while path:
+        current, remaining_inputs = path[-1]
+        for used in remaining_inputs:
+            name = (used["stage"], used["key"])
+            if name not in begun and (source := home.read(home.path(*name))):
+                begun.add(name)
+                path.append((source, iter(source.manifest["inputs"].values())))
+                break
+        else:
+            path.pop()
+            yield current
 
 
 def _public_locations(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:

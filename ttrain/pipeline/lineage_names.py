@@ -9,6 +9,7 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config.training import MODEL_STAGES
+from ttrain.core.files import user_path
 from ttrain.errors import TTrainError, UsageError
 from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
@@ -91,7 +92,7 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
     """
     if text in RUNNABLE:  # but not in a pipeline
         raise UsageError(f"'{text}': {NOT_AN_ARTIFACT}")
-    path, root = Path(text).expanduser().resolve(), (store.root / "store").resolve()
+    path, root = user_path(text).resolve(), (store.root / "store").resolve()
     if not path.is_dir():
         return None
     parts = path.relative_to(root).parts if path.is_relative_to(root) else ()

@@ -13,7 +13,7 @@ from typing import Any
 from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
-from ttrain.core.files import parse_json, read_object
+from ttrain.core.files import parse_json, read_object, user_path
 from ttrain.core.machine import VERSION, processor_model
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
@@ -94,7 +94,7 @@ def _absolute(location: str) -> str:
 
 def _folder(name: str | None) -> str | None:
     """The absolute path of an existing folder; any other text is a name on the Hub and stays."""
-    return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().is_dir() else name
+    return str(user_path(name).absolute()) if name and user_path(name).is_dir() else name
 
 
 def _files(names: Iterable[str]) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _files(names: Iterable[str]) -> tuple[str, ...]:
 
 def _file(name: str) -> str:
     """The absolute path of an existing file; any other text is the name of a suite of ttrain's and stays."""
-    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().is_file() else name
+    return str(user_path(name).absolute()) if user_path(name).is_file() else name
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import read_json, user_path, write_json
 from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
@@ -121,7 +121,7 @@ def home_for(directory: Path | None, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="ttrain-reproduce-") as folder:
             yield Path(folder)
         return
-    home = directory.expanduser().absolute()
+    home = user_path(directory).absolute()
     mark = read_json(home / MARK_FILE)
     if home.exists() and not home.is_dir():
         raise UsageError(f"--home is {home}, which is a file; name a directory that is new or empty")

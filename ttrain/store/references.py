@@ -63,10 +63,10 @@ def directory(text: str) -> Path | None:
 
 
 def run_names(home: Path) -> list[str]:
-    """The names of all runs of a home, newest first."""
+    """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
     with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
-        names = [entry.name for entry in entries]
-        stems = [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+        records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
+        stems = [entry.name.removesuffix(".json") for entry in records if entry.stat().st_size]
         return sorted(stems, key=runs.time_in_name, reverse=True)
     return []
 

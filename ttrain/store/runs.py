@@ -125,8 +125,13 @@ def _create(home: Path, data: dict[str, Any]) -> dict[str, Any]:
         thousandths = began.microsecond // 1000  # so that names of one second sort by time
         data["run"] = f"{data['pipeline']}-{began:%Y%m%d-%H%M%S}-{thousandths:03x}{secrets.token_hex(1)}"
         with contextlib.suppress(FileExistsError):
-            (directory / f"{data['run']}.json").touch(PRIVATE_FILE, exist_ok=False)
-            write_json(directory / f"{data['run']}.json", data, PRIVATE_FILE)
+            path = directory / f"{data['run']}.json"
+            path.touch(PRIVATE_FILE, exist_ok=False)
+            try:
+                write_json(path, data, PRIVATE_FILE)
+            except OSError:
+                path.unlink(missing_ok=True)  # as on a full disk: an empty record is that of no run
+                raise
             return data
 
 
@@ -179,7 +184,7 @@ def time_in_name(name: str) -> tuple[str, ...]:
 def read(home: Path, name: str) -> dict[str, Any] | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_object(home / "runs" / f"{name}.json")
-    return _as_it_is_now(home, run) if run else None
+    return _as_it_is_now(home, run) if run.keys() >= NEEDED else None
 
 
 def makers(home: Path) -> dict[str, str]:

@@ -214,7 +214,11 @@ def _choice(arguments: Sequence[Any]) -> ValueList:
     if len(arguments) < 2:
         raise _InvalidArgumentsError("a choice needs two values or more")
     arguments = [float(a) if isinstance(a, str) and _EXPONENT.fullmatch(a) else a for a in arguments]
-    twice = [a for a, b in itertools.pairwise(sorted(map(json.dumps, arguments))) if a == b]
+    try:
+        texts = sorted(map(json.dumps, arguments))
+    except TypeError:  # YAML reads 2026-11-21 as a date
+        raise _InvalidArgumentsError("a date is no value of a setting; put it between quotes") from None
+    twice = [a for a, b in itertools.pairwise(texts) if a == b]
     if twice:
         raise _InvalidArgumentsError(f"{twice[0]} is listed twice")
     return ValueList(tuple(arguments))
