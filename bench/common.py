@@ -69,10 +69,6 @@ class Table:
         """Ours over theirs, or the value given, such as a median over rounds."""
         self._add(label, {"ours": ours, "theirs": theirs, "ratio": ours / theirs if value is None else value}, least, most)
 
-    def speedup(self, label: str, ours: float, theirs: float, *, least: float = 0) -> None:
-        """How many times as much theirs takes."""
-        self._add(label, {"ours": ours, "theirs": theirs, "ratio": theirs / ours}, least)
-
     def value(self, label: str, ours: float, *, least: float = 0, most: float = 0) -> None:
         """A figure of ours alone."""
         self._add(label, {"ours": ours}, least, most)
@@ -83,10 +79,19 @@ class Table:
         self.lines.append({"label": label, "holds": holds, "limit": "yes", "missed": not holds})
 
     def interleave(self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = "") -> Costs:
-        """As the function; every round is kept for `--json`."""
-        costs = interleave(sides, rounds, warmups=warmups)
-        for name, side_costs in costs.items():
-            self.costs.setdefault(f"{group}{name}", []).extend(map(asdict, side_costs))
+        """Every side once a round, so that a disturbance of the machine reaches all; each round begins with another side.
+
+        Every round is kept for `--json`.
+        """
+        costs: Costs = {name: [] for name in sides}
+        names = list(sides)
+        for number in range(warmups + rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                cost = sides[name]()
+                if number >= warmups:
+                    costs[name].append(cost)
+                    self.costs.setdefault(f"{group}{name}", []).append(asdict(cost))
         return costs
 
     def _add(self, label: str, figures: Mapping[str, float], least: float = 0, most: float = 0) -> None:
@@ -137,12 +142,12 @@ def main(
             parts[name](arguments, Path(directory), table)
     limits = sum(bool(line["limit"]) for line in table.lines)
     print(f"{table.missed} of {limits} limits missed on {table.processor}")
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     if arguments.json:
-        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         about = {"command": command, "processor": table.processor, "load_before": table.load}
         arguments.json.write_text(json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str))
     if arguments.markdown:
-        arguments.markdown.write_text(markdown(table, [Path(sys.argv[0]).name, *sys.argv[1:]]), encoding="utf-8")
+        arguments.markdown.write_text(markdown(table, command), encoding="utf-8")
     sys.exit(table.missed > 0)
 
 
@@ -160,11 +165,9 @@ def markdown(table: Table, command: Sequence[str]) -> str:
 
 def run(
     command: Sequence[object], environment: Mapping[str, str] | None = None, directory: Path | None = None,
-    *, fails: bool | None = False,
+    *, check: bool = True,
 ) -> tuple[Cost, str]:  # fmt: skip
-    """Run a command to its end; its cost and its output. Raises RuntimeError where it ends otherwise than expected; without
-    `fails` either end is.
-    """
+    """Run a command to its end; its cost and its output. Raises RuntimeError where it fails, unless `check` is false."""
     words = [str(word) for word in command]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -180,7 +183,7 @@ def run(
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
-    if fails is not None and bool(process.returncode) != fails:
+    if check and process.returncode:
         tail = "\n".join("".join(texts).splitlines()[-12:])
         raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{tail}")
     memory = usage.ru_maxrss * 1024 / MEGABYTE
@@ -199,19 +202,6 @@ def timed(work: Callable[[], object]) -> Cost:
     result = work()
     cost = time.perf_counter() - wall, time.process_time() - cpu
     return Cost(*cost, result=result if isinstance(result, Mapping) else {})
-
-
-def interleave(sides: Mapping[str, Side], rounds: int, *, warmups: int = 0) -> Costs:
-    """Every side once a round, so that a disturbance of the machine reaches all; each round begins with another side."""
-    costs: Costs = {name: [] for name in sides}
-    names = list(sides)
-    for number in range(warmups + rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            cost = sides[name]()
-            if number >= warmups:
-                costs[name].append(cost)
-    return costs
 
 
 def median(costs: Sequence[Cost], figure: str) -> float:
@@ -296,14 +286,16 @@ def read_texts(path: str | Path, limit: int = sys.maxsize) -> list[str]:
         return [orjson.loads(line)["text"] for line in file.readlines(limit)]
 
 
+def read_documents(path: str) -> Iterator[Any]:
+    """The documents of a file of JSON lines, which may be packed."""
+    from ttrain.data import records
+
+    return records.read([path], records.document_parser("text"), records.Tally(), 32 << 20)
+
+
 def _documents(path: str | None) -> Iterator[str]:
     if path:
-        from ttrain.data import records
-        from ttrain.data.records import Tally
-
-        for record in records.read([path], records.document_parser("text"), Tally(), 32 << 20):
-            assert isinstance(record, records.TextDocument), "the parser is that of documents"
-            yield record.text
+        yield from (document.text for document in read_documents(path))
         return
     for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in file.parts:

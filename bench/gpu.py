@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,14 @@ import train_target
 from common import Cost, Table
 from train_common import Size
 
+SMALL = "small"  # whose figures mean nothing: without limits, and not compiled
 VOCAB_SIZE = 32_768
 HEAD_WIDTH = 128  # for which a GPU's kernels of attention are fastest, and nanochat's
 SIZES = {
     "124 M": Size(768, 14, 1024, 64, warmup_steps=10, measured_steps=40, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
     "350 M": Size(1024, 25, 1024, 64, warmup_steps=10, measured_steps=20, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
+    SMALL: Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512),
 }
-SMALL = {"small": Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512)}
 ROWS, DOCUMENTS, PASSES = 32, 20, 20  # of packed rows; on a CPU two passes
 RECIPE_STEPS = 400  # of the first version's settings
 LEAST_MFU, LEAST_PACKED, LEAST_NANOCHAT, MOST_SECONDS = 0.45, 0.95, 1.0, 0.6
@@ -52,21 +52,24 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def sizes_of(options: argparse.Namespace) -> dict[str, Size]:
     """The models by their names in the table."""
-    sizes = SMALL if options.small else SIZES
-    return {name: train_common.resized(size, options.steps) for name, size in sizes.items()}
+    return {
+        name: train_common.resized(size, options.steps) for name, size in SIZES.items() if (name == SMALL) == options.small
+    }
 
 
-def settings_of(options: argparse.Namespace, directory: Path, size: Size) -> list[str]:
-    """Settings of a pretraining of this size as fast as the device can."""
+def settings_of(options: argparse.Namespace, directory: Path, size: Size, *without: str) -> list[str]:
+    """Settings of a pretraining of this size as fast as the device can, without those that begin like this."""
     text = directory / "text.jsonl"
     if not text.exists():
         common.write_text(options, directory, 1 if options.small else None)
-    training = [one for one in train_common.training("pretrain", size, size.steps) if "optim.kind" not in one]  # Muon
-    return [
-        f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}", *training,
-        "runtime.deterministic=false", "runtime.tune=auto", f"runtime.compile={str(not options.small).lower()}",
+    settings = [
+        f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}",
+        *train_common.training("pretrain", size, size.steps), "runtime.deterministic=false", "runtime.tune=auto",
+        f"runtime.compile={str(not options.small).lower()}",
         "runtime.quick_validations=0",  # a run has 8 of them: in 50 steps one after each six
     ]  # fmt: skip
+    without = ("pretrain.optim.kind", *without)  # so that it is Muon
+    return [one for one in settings if not one.startswith(without)]
 
 
 def run_tests(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -75,10 +78,11 @@ def run_tests(options: argparse.Namespace, directory: Path, table: Table) -> Non
     try:
         _, output = common.run(command, directory=Path(__file__).parents[1])
         print("  " + output.strip().splitlines()[-1])
-        table.check("tests that need a GPU pass", " passed" in output or options.small)
+        passed = " passed" in output or options.small
     except RuntimeError as error:
         print(error)
-        table.check("tests that need a GPU pass", False)
+        passed = False
+    table.check("tests that need a GPU pass", passed)
 
 
 def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -92,29 +96,26 @@ def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> N
     for name, size in sizes_of(options).items():
         settings = settings_of(options, directory, size)
         train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
-        sides: dict[str, common.Side] = {
-            "ours": lambda settings=settings: train_common.stage("pretrain", directory, settings)
-        }
+        sides: dict[str, common.Side] = {"ours": partial(train_common.stage, "pretrain", directory, settings)}
         if options.nanochat:
-            heads = max(1, size.hidden // size.head_width)
-            shape = (size.hidden, size.layers, heads, size.row_length, size.rows_per_step, size.steps, size.vocab_size)
-            sides["nanochat"] = lambda shape=shape: common.measure(
-                train_nanochat, options.nanochat, options.device, "" if options.small else "compile", *shape
-            )
+            work = (options.nanochat, options.device, name, size.steps)
+            sides["nanochat"] = partial(common.measure, train_nanochat, *work)
         costs = table.interleave(sides, options.rounds, group=f"{name} ")
         rates = {side: train_common.median_rate(rounds, size) for side, rounds in costs.items()}
         print(f"  {name}: {rates['ours']:,.0f} tokens/s with {costs['ours'][-1].result['manifest']['tuned']}")
-        limit = 0 if options.small else LEAST_MFU
-        table.ratio(f"{name}: GFLOP/s, peak in bf16", rates["ours"] * size.flops_per_token / 1e9, peak / 1e9, least=limit)
+        flops = rates["ours"] * size.flops_per_token / 1e9
+        table.ratio(f"{name}: GFLOP/s, peak in bf16", flops, peak / 1e9, least=limit(options, LEAST_MFU))
         if "nanochat" in rates:
-            limit = 0 if options.small else LEAST_NANOCHAT
-            table.ratio(f"{name}: tokens/s, nanochat's loop", rates["ours"], rates["nanochat"], least=limit)
+            least = limit(options, LEAST_NANOCHAT)
+            table.ratio(f"{name}: tokens/s, nanochat's loop", rates["ours"], rates["nanochat"], least=least)
 
 
-def train_nanochat(
-    checkout: str, device: str, how: str, hidden: str, layers: str, heads: str, length: str, rows: str, steps: str,
-    vocab_size: str,
-) -> dict[str, Any]:  # fmt: skip
+def limit(options: argparse.Namespace, figure: float) -> float:
+    """The limit, which tiny models do not have."""
+    return 0 if options.small else figure
+
+
+def train_nanochat(checkout: str, device: str, name: str, steps: str) -> dict[str, Any]:
     """Its model and optimizers on random rows; wall time at the end of each step, for which the host waits."""
     import time
 
@@ -123,24 +124,25 @@ def train_nanochat(
     sys.path.insert(0, checkout)
     from nanochat.gpt import GPT, GPTConfig
 
+    size = SIZES[name]
     config = GPTConfig(
-        sequence_len=int(length), vocab_size=int(vocab_size), n_layer=int(layers), n_head=int(heads), n_kv_head=int(heads),
-        n_embd=int(hidden),
+        sequence_len=size.row_length, vocab_size=size.vocab_size, n_layer=size.layers, n_head=size.heads,
+        n_kv_head=size.heads, n_embd=size.hidden,
     )  # fmt: skip
     with torch.device(device):
         model = GPT(config)
     model.init_weights()
-    made = model.setup_optimizers() if hasattr(model, "setup_optimizers") else [model.setup_optimizer()]
-    called = torch.compile(model, dynamic=False) if how == "compile" else model
-    micro = min(int(rows), 32)  # as many as its script has for one GPU of 80 GB
-    ids = torch.randint(0, int(vocab_size), (micro, int(length) + 1), device=device)
+    optimizers = model.setup_optimizers() if hasattr(model, "setup_optimizers") else [model.setup_optimizer()]
+    called = model if name == SMALL else torch.compile(model, dynamic=False)
+    micro = min(size.rows_per_step, 32)  # as many as its script has for one GPU of 80 GB
+    ids = torch.randint(0, size.vocab_size, (micro, size.row_length + 1), device=device)
     stamps = []
     for step in range(1, int(steps) + 1):
-        for _ in range(int(rows) // micro):
+        for _ in range(size.rows_per_step // micro):
             with torch.autocast(device, torch.bfloat16):
                 loss = called(ids[:, :-1], ids[:, 1:].contiguous())
-            (loss * micro / int(rows)).backward()
-        for optimizer in made:
+            (loss * micro / size.rows_per_step).backward()
+        for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         loss.item()
@@ -150,23 +152,17 @@ def train_nanochat(
 
 def compare_packed(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Tokens a second with twenty documents in a row, against one."""
-    (name, size), *_ = sizes_of(options).items()
-    how = "" if options.small else "compile"
-    shape = (size.hidden, size.layers, size.head_width, size.row_length, size.vocab_size)
-    sides: dict[str, common.Side] = {
-        documents: lambda documents=documents: common.measure(pass_rows, options.device, how, documents, *shape)
-        for documents in (str(DOCUMENTS), "1")
+    name = next(iter(sizes_of(options)))
+    sides = {
+        str(documents): partial(common.measure, pass_rows, options.device, name, documents) for documents in (DOCUMENTS, 1)
     }
     costs = table.interleave(sides, options.rounds, group="packed ")
-    many, one = (common.median(costs[documents], "per_s") for documents in (str(DOCUMENTS), "1"))
-    table.ratio(
-        f"{name}: tokens/s, rows of {DOCUMENTS} documents, of 1", many, one, least=0 if options.small else LEAST_PACKED
-    )
+    rates = (common.median(costs[documents], "per_s") for documents in sides)
+    least = limit(options, LEAST_PACKED)
+    table.ratio(f"{name}: tokens/s, rows of {DOCUMENTS} documents, of 1", *rates, least=least)
 
 
-def pass_rows(
-    device: str, how: str, documents: str, hidden: str, layers: str, head_width: str, length: str, vocab_size: str
-) -> dict[str, float]:
+def pass_rows(device: str, name: str, documents: str) -> dict[str, float]:
     """Tokens a second of forward and backward passes as the stage makes them, without the optimizer."""
     import torch
 
@@ -174,91 +170,65 @@ def pass_rows(
     from ttrain.train.compiling import CompiledLayers
     from ttrain.train.language_modeling import LanguageModeling
 
-    sizes = (int(hidden), int(layers), int(length))
-    model = train_common.random_model(*sizes, vocab_size=int(vocab_size), head_width=int(head_width))
-    task = LanguageModeling(Pretrain(), model)
+    size = SIZES[name]
+    task = LanguageModeling(Pretrain(), train_common.random_model(size))
     module = task.build_model().to(device).train()
-    used = CompiledLayers(module).used if how == "compile" else contextlib.nullcontext
-    made = [rows_of(int(documents), int(length), int(vocab_size), seed) for seed in range(4)]
+    used = contextlib.nullcontext if name == SMALL else CompiledLayers(module).used
+    shape = (ROWS, size.row_length)
+    batches = [train_common.random_batch(shape, int(documents), size.vocab_size, seed) for seed in range(4)]
+    passes = 2 if name == SMALL else PASSES
 
-    def passes() -> Iterator[int]:
-        for number in range(PASSES if how else 2):
-            batch = made[number % len(made)]
+    def pass_all() -> None:
+        for number in range(passes):
             with used():
                 with torch.autocast(device, torch.bfloat16):
-                    loss = task.train_step(module, batch, torch.device(device))
+                    loss = task.train_step(module, batches[number % len(batches)], torch.device(device))
                 (loss.total / loss.count).backward()
             module.zero_grad(set_to_none=True)
-            yield batch.input_ids_BT.size
-
-    def all_passes() -> dict[str, float]:
-        tokens = sum(passes())
         if device == "cuda":
             torch.cuda.synchronize()
-        return {"tokens": tokens}
 
-    all_passes()  # compiles
-    cost = common.timed(all_passes)
-    return {"per_s": cost.result["tokens"] / cost.wall}
-
-
-def rows_of(documents: int, length: int, vocab_size: int, seed: int) -> Any:
-    """Rows of random ids, each of so many documents of random lengths."""
-    import numpy as np
-
-    from ttrain.data.packing import Batch
-
-    generator = np.random.default_rng(seed)
-    ids = generator.integers(3, vocab_size, (ROWS, length))
-    segments = np.zeros((ROWS, length), np.int64)
-    for row in segments:
-        row[generator.choice(np.arange(1, length), documents - 1, replace=False)] = 1
-    segments = segments.cumsum(1)
-    begins = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=-1) != 0, np.arange(length), 0), 1)
-    return Batch(ids, np.roll(ids, -1, 1), np.arange(length) - begins, segments)
+    pass_all()  # compiles
+    return {"per_s": passes * ROWS * size.row_length / common.timed(pass_all).wall}
 
 
 def check_resume(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Two steps, a checkpoint and two more, against four: to the bit, in deterministic mode."""
-    (_, size), *_ = sizes_of(options).items()
-    settings = [
-        one for one in settings_of(options, directory, size) if not one.startswith(("runtime.tune", "runtime.deter"))
-    ]
+    size = next(iter(sizes_of(options).values()))
+    settings = settings_of(options, directory, size, "runtime.tune", "runtime.deterministic")
     command = [*common.TTRAIN, "doctor", "--stage", "pretrain", "--json", *settings]
-    _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory, fails=None)  # another may fail
-    checks = {check["name"]: check for check in json.loads(output)["checks"]}
-    print(f"  save and resume: {checks['save and resume']['figure']}")
-    table.check("save and resume, to the bit", checks["save and resume"]["ok"])
+    _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory, check=False)  # another may fail
+    (check,) = (check for check in json.loads(output)["checks"] if check["name"] == "save and resume")
+    print(f"  save and resume: {check['figure']}")
+    table.check("save and resume, to the bit", check["ok"])
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Seconds to a loss of the defaults, against the first version's settings to their end."""
-    (_, size), *_ = sizes_of(options).items()
+    size = next(iter(sizes_of(options).values()))
     steps = 8 if options.small else RECIPE_STEPS
     size = replace(size, warmup_steps=0, measured_steps=steps)
-    every = f"pretrain.validate_every_steps={max(1, steps // train_target.VALIDATIONS)}"
-    kept = ("pretrain.optim", "pretrain.schedule", "runtime.log_every")
-    settings = [
-        *(one for one in settings_of(options, directory, size) if not one.startswith(kept)),
-        "runtime.log_every_steps=1",
-    ]
+    without = ("pretrain.optim", "pretrain.schedule", "runtime.log_every")
+    settings = [*settings_of(options, directory, size, *without), "runtime.log_every_steps=1",
+                f"pretrain.validate_every_steps={max(1, steps // train_target.VALIDATIONS)}"]  # fmt: skip
     train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
-    runs: dict[str, Cost] = {}
-    budgets = {"first": steps, "ours": steps if options.small else round(steps * MOST_SECONDS)}  # each with its own decay
-    for name, changes in (("first", train_target.FIRST_RECIPE), ("ours", [])):
-        own = [one for one in changes if not one.startswith("pretrain.tokens_per_step")]
-        budget = f"pretrain.tokens={budgets[name] * size.tokens_per_step}"
-        runs[name] = train_common.stage("pretrain", directory, [*settings, *own, every, budget])
-    target = runs["first"].result["validations"][-1][2]
-    seconds = train_target.seconds_to_target(runs["ours"], target)
-    print(f"  first recipe: {target:.4f} in {train_target.seconds(runs['first']):.0f} s; ours ends at "
-          f"{runs['ours'].result['validations'][-1][2]:.4f}")  # fmt: skip
+    first_recipe = [one for one in train_target.FIRST_RECIPE if not one.startswith("pretrain.tokens_per_step")]
+
+    def train(changes: list[str], own_steps: int) -> Cost:  # each with its own decay
+        budget = f"pretrain.tokens={own_steps * size.tokens_per_step}"
+        return train_common.stage("pretrain", directory, [*settings, *changes, budget])
+
+    first = train(first_recipe, steps)
+    ours = train([], steps if options.small else round(steps * MOST_SECONDS))
+    target = first.result["validations"][-1][2]
+    seconds = train_target.seconds_to_target(ours, target)
+    print(f"  first recipe: {target:.4f} in {train_target.seconds(first):.0f} s; ours ends at "
+          f"{ours.result['validations'][-1][2]:.4f}")  # fmt: skip
     if not options.small:
         table.check("the defaults reach the loss of the first recipe", seconds is not None)
     if seconds is not None:
-        limit = 0 if options.small else MOST_SECONDS
-        table.ratio("s to the loss of the first recipe", seconds[0], train_target.seconds(runs["first"]), most=limit)
-    shutil.rmtree(directory / "rows", ignore_errors=True)
+        most = limit(options, MOST_SECONDS)
+        table.ratio("s to the loss of the first recipe", seconds[0], train_target.seconds(first), most=most)
 
 
 def device_name(options: argparse.Namespace) -> str:

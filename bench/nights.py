@@ -18,6 +18,8 @@ first night. The table of nights and domains shows what each night's model knows
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -52,6 +54,7 @@ HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it t
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
 PROFILE = "continual"
+AT_ONCE = "everything"  # the side that all others are compared with
 # The default schedule and rate; budget and replay stay those of the profile.
 REWARM = ["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.5", "pretrain.schedule.average=null",
           "nightly.rate=0.5"]  # fmt: skip
@@ -61,6 +64,8 @@ SIDES = {
     "new": ["nightly.replay=0", "nightly.rate=1"],
     "all": ["nightly.data=all", "nightly.rate=1"],
 }
+Night = Mapping[str, Sequence[float]]  # (nats, bytes) of the held-out text of each domain
+Runs = Sequence[Mapping[str, Any]]  # of a side, one of each seed
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -82,28 +87,22 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     tokens = int(str(as_count(options.tokens)))
     names = write_domains(options.path, options.nights, tokens, directory)
     sides = options.sides.split(",")
+    common_settings = [f"reading.heldout_fraction={heldout_fraction(tokens)}"]
+    if options.threads:
+        common_settings += [f"runtime.threads={options.threads}"]
     for size in options.sizes.split(","):
-        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ("everything", *sides)}
-        for seed in range(1, options.seeds + 1):
-            for side, results in runs.items():
-                threads = [f"runtime.threads={options.threads}"] if options.threads else []
-                own = [*SIDES.get(side, []), *(options.set if side == "ours" else [])]
-                settings = [
-                    *SIZES[size],
-                    *threads,
-                    *own,
-                    f"pretrain.seed={seed}",
-                    f"reading.heldout_fraction={heldout_fraction(tokens)}",
-                ]
-                learn = at_once if side == "everything" else by_night
-                profile = PROFILE if side in ("ours", "rewarm") else ""
-                cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), profile)
-                results.append({**cost.result, "cpu": cost.cpu})
-                print(f"  {size}, seed {seed}, {side}: {whole(results[-1]['nights'][-1], names):.4f} bits per byte after "
-                      f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
-        show(runs[sides[0]], runs["everything"], names, size, sides[0])
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in (AT_ONCE, *sides)}
+        for seed, (side, results) in itertools.product(range(1, options.seeds + 1), runs.items()):
+            own = [*SIDES.get(side, []), *(options.set if side == "ours" else [])]
+            settings = [*SIZES[size], *common_settings, *own, f"pretrain.seed={seed}"]
+            cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), side)
+            results.append({**cost.result, "cpu": cost.cpu})
+            print(f"  {size}, seed {seed}, {side}: {mean_bits(results[-1]['nights'][-1:], names):.4f} bits per byte after "
+                  f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
+        show(runs[sides[0]], runs[AT_ONCE], names, f"{size}, {sides[0]}")
         for side in sides:
-            report(table, f"{size}, {side}", runs[side], runs["everything"], names, limited=side == "ours")
+            rules = RULES if side == "ours" else dict.fromkeys(RULES, 0.0)
+            report(table, f"{size}, {side}", runs[side], runs[AT_ONCE], names, rules)
 
 
 def heldout_fraction(tokens: int) -> float:
@@ -111,51 +110,39 @@ def heldout_fraction(tokens: int) -> float:
     return max(HELDOUT_FRACTION, HELDOUT_BYTES / (HELDOUT_BYTES + tokens * BYTES_PER_TOKEN))
 
 
-def report(
-    table: Table, label: str, ours: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]],
-    names: Sequence[str], *, limited: bool,
-) -> None:  # fmt: skip
+def report(table: Table, label: str, ours: Runs, at_once: Runs, names: Sequence[str], rules: Mapping[str, float]) -> None:
     """The lines of a side, means over its seeds: all nights, the worst domain, and the share of the tokens."""
-    rules = RULES if limited else dict.fromkeys(RULES, 0.0)
-    last = [[run["nights"][-1] for run in runs] for runs in (ours, everything)]
-    means = [statistics.mean(whole(night, names) for night in nights) for nights in last]
-    table.ratio(f"{label}: bits per byte of all nights", *means, most=rules["overall"])
-    domains = {name: [statistics.mean(bits(night[name]) for night in nights) for nights in last] for name in names}
+    last = [[run["nights"][-1] for run in runs] for runs in (ours, at_once)]
+    together = (mean_bits(nights, names) for nights in last)
+    table.ratio(f"{label}: bits per byte of all nights", *together, most=rules["overall"])
+    domains = {name: [mean_bits(nights, [name]) for nights in last] for name in names}
     worst = max(names, key=lambda name: domains[name][0] / domains[name][1])
     table.ratio(f"{label}: of the worst domain, {worst}", *domains[worst], most=rules["worst"])
-    retrained = sum(range(1, len(names) + 1)) / len(names) * everything[0]["tokens"]
+    retrained = (len(names) + 1) / 2 * at_once[0]["tokens"]  # a part of the domains in the first night, all in the last
     table.ratio(f"{label}: tokens, of retraining every night", ours[0]["tokens"], retrained, most=rules["tokens"])
 
 
-def show(
-    runs: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]], names: Sequence[str], size: str, side: str
-) -> None:
+def show(runs: Runs, at_once: Runs, names: Sequence[str], label: str) -> None:
     """The table of nights and domains: bits per byte before the night, and after it, and of one training on everything;
     means over the seeds."""
     width = max(10, *map(len, names)) + 2
-    print(f"\n{size}, {side}: bits per byte of each domain before and after each night")
-    print(f"{'':<{width}}{''.join(f'{name:>14}' for name in names)}{'all':>14}")
-    before: list[str] = [""] * (len(names) + 1)
+    print(f"\n{label}: bits per byte of each domain before and after each night")
+    print(f"{'':<{width}}{''.join(f'{name:>14}' for name in (*names, 'all'))}")
+    before = [""] * (len(names) + 1)
     rows = [(f"{night + 1} {name}", [run["nights"][night] for run in runs]) for night, name in enumerate(names)]
-    for label, nights in [*rows, ("at once", [run["nights"][-1] for run in everything])]:
-        before = before if label != "at once" else [""] * len(before)
-        after = [f"{statistics.mean(bits(found[domain]) for found in nights):.3f}" for domain in names]
-        after.append(f"{statistics.mean(whole(found, names) for found in nights):.3f}")
+    for title, nights in [*rows, ("at once", [run["nights"][-1] for run in at_once])]:
+        before = [""] * len(before) if title == "at once" else before
+        after = [f"{mean_bits(nights, domains):.3f}" for domains in (*([name] for name in names), names)]
         cells = (f"{old} {new}".strip() for old, new in zip(before, after, strict=True))
-        print(f"{label:<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
+        print(f"{title:<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
         before = after
     print()
 
 
-def bits(score: Sequence[float]) -> float:
-    """Bits per byte of (nats, bytes)."""
-    nats, size = score
-    return nats / size / math.log(2)
-
-
-def whole(night: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
-    """Bits per byte of all domains together."""
-    return bits([sum(night[name][part] for name in names) for part in (0, 1)])
+def mean_bits(nights: Sequence[Night], names: Sequence[str]) -> float:
+    """Bits per byte of these domains together, the mean of some runs."""
+    sums = [[sum(night[name][part] for name in names) for part in (0, 1)] for night in nights]
+    return statistics.mean(nats / size / math.log(2) for nats, size in sums)
 
 
 # --- text
@@ -212,12 +199,8 @@ def sources(path: str, nights: int) -> dict[str, list[str]]:
     Of few long texts none may be held out by its hash. Then the lowest is, where a night reads this source alone, and one
     training on everything would learn it.
     """
-    from ttrain.data import records
-    from ttrain.data.records import Tally
-
     found: dict[str, list[str]] = {}
-    for record in records.read([path], records.document_parser("text"), Tally(), 32 << 20):
-        assert isinstance(record, records.TextDocument), "the parser is that of documents"
+    for record in common.read_documents(path):
         found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).extend(pieces_of(record.text))
     largest = sorted(found, key=lambda name: -sum(len(text.encode()) for text in found[name]))[:nights]
     return {name: shuffled(found[name]) for name in largest}
@@ -225,46 +208,33 @@ def sources(path: str, nights: int) -> dict[str, list[str]]:
 
 def shuffled(texts: Sequence[str]) -> list[str]:
     """The texts in the order of their digests, so that a cut takes a sample of them."""
-    import hashlib
-
     return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
 # --- sides: processes of their own
 
 
-def settings_of(settings: str, profile: str) -> Any:
-    """The settings of a side, on top of a profile where one is named."""
+def learn(directory: str, names: str, settings: str, side: str) -> dict[str, Any]:
+    """Learn all domains at once, or one after the other; the scores after each night, and the tokens of all."""
     from ttrain.config.loading import load
 
-    profiles = [profile] if profile else []
-    return load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles).settings
-
-
-def by_night(directory: str, names: str, settings: str, profile: str) -> dict[str, Any]:
-    """Learn one domain after the other; returns the score of each domain after each night, and the tokens of all nights."""
     root, domains = Path(directory), json.loads(names)
-    config = settings_of(settings, profile)
-    learner = Learner(root, config)
-    nights, tokens, champion = [], 0, None
-    for number in range(len(domains)):
-        read = domains[: number + 1] if config.nightly.data == "all" else domains[number : number + 1]
-        learnt = domains[:number] if config.nightly.data == "new" and config.nightly.replay else []
-        champion, figures = learner.night(read, learnt, champion)
+    profiles = [PROFILE] if side in ("ours", "rewarm") else []
+    config = load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles).settings
+    plan = [(domains[number : number + 1], domains[:number]) for number in range(len(domains))]  # new, and learnt before
+    if side == AT_ONCE:
+        plan = [(domains, [])]
+    elif config.nightly.data == "all":
+        plan = [([*learnt, *new], []) for new, learnt in plan]
+    elif not config.nightly.replay:
+        plan = [(new, []) for new, _ in plan]
+    learner, nights, tokens, champion = Learner(root, config), [], 0, None
+    for new, learnt in plan:
+        champion, figures = learner.night(new, learnt, champion)
         tokens += figures["tokens"]
         nights.append(learner.scores(champion, domains))
     shutil.rmtree(root / "models")
     return {"nights": nights, "tokens": tokens}
-
-
-def at_once(directory: str, names: str, settings: str, profile: str) -> dict[str, Any]:
-    """Learn all domains at once, from nothing."""
-    root, domains = Path(directory), json.loads(names)
-    learner = Learner(root, settings_of(settings, profile))
-    model, figures = learner.night(domains, [], None)
-    scores = learner.scores(model, domains)
-    shutil.rmtree(root / "models")
-    return {"nights": [scores], "tokens": figures["tokens"]}
 
 
 class Learner:
@@ -293,10 +263,8 @@ class Learner:
         from ttrain.stages import shards, tokenizer
 
         if not (tokens := self.root / "tokenizer").exists():
-            first = next(iter(domains))
-            tokenizer.train_directory(
-                [str(self.root / f"{first}.jsonl")], tokens, self.settings.tokenizer, self.settings.reading
-            )
+            text = str(self.root / f"{domains[0]}.jsonl")
+            tokenizer.train_directory([text], tokens, self.settings.tokenizer, self.settings.reading)
         output = self.root / "shards" / "-".join(domains)
         if not output.exists():
             files = {"train": [str(self.root / f"{name}.jsonl") for name in domains]}

@@ -22,7 +22,6 @@ import common
 from common import VOCAB_SIZE, Cost
 
 CORES = os.cpu_count() or 1
-ROW_LENGTH, RECORD_TOKENS = 512, 180  # of random batches
 SEEDS = itertools.count(1)
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -37,7 +36,6 @@ class Size:
     rows_per_step: int
     warmup_steps: int
     measured_steps: int
-    checkpoint_every_steps: int = 100  # the default
     vocab_size: int = VOCAB_SIZE
     head_width: int = 64
 
@@ -50,10 +48,13 @@ class Size:
         return self.rows_per_step * self.row_length
 
     @property
+    def heads(self) -> int:
+        return max(1, self.hidden // self.head_width)
+
+    @property
     def model(self) -> list[str]:
         """Settings of the model."""
-        heads = max(1, self.hidden // self.head_width)
-        return [f"model.hidden_size={self.hidden}", f"model.layers={self.layers}", f"model.heads={heads}"]
+        return [f"model.hidden_size={self.hidden}", f"model.layers={self.layers}", f"model.heads={self.heads}"]
 
     @property
     def flops_per_token(self) -> int:
@@ -65,7 +66,6 @@ class Size:
 
 SIZES = {
     "S": Size(512, 8, 512, rows_per_step=8, warmup_steps=2, measured_steps=4),
-    "T": Size(256, 4, 256, rows_per_step=16, warmup_steps=10, measured_steps=20, checkpoint_every_steps=20),
     "Q": Size(128, 4, 256, rows_per_step=8, warmup_steps=10, measured_steps=20, vocab_size=2048),
     "tiny": Size(64, 2, 64, rows_per_step=8, warmup_steps=2, measured_steps=4),
 }
@@ -137,38 +137,27 @@ def artifacts(directory: Path, settings: Sequence[str], *names: str) -> list[str
     return [stage(name, directory, settings, keep=True).result["artifact"] for name in names]
 
 
-def rate(cost: Cost, size: Size) -> float:
-    """Tokens a second between the end of the last step that does not count and the end of the last one."""
-    stamps = [stamp for stamp in cost.result["stamps"] if stamp[0] >= size.warmup_steps]
-    (first, begun), (last, ended) = stamps[0], stamps[-1]
-    return (last - first) * size.tokens_per_step / (ended - begun)
+def steps_per_second(cost: Cost, first: int) -> float:
+    """Steps a second from the end of this step, or of the next one with a stamp, to the end of the last one."""
+    stamps = [stamp for stamp in cost.result["stamps"] if stamp[0] >= first]
+    (begin, begun), (end, ended) = stamps[0], stamps[-1]
+    return float((end - begin) / (ended - begun))
 
 
 def median_rate(costs: Sequence[Cost], size: Size) -> float:
-    """Median tokens a second of the rounds of a side."""
-    return statistics.median(rate(cost, size) for cost in costs)
+    """Median tokens a second of the rounds of a side, after the steps that do not count."""
+    return size.tokens_per_step * statistics.median(steps_per_second(cost, size.warmup_steps) for cost in costs)
 
 
 def training(section: str, size: Size, steps: int) -> list[str]:
     """Settings of a training stage of so many steps that every side of a comparison has: AdamW at a constant rate, and bf16
     where the CPU has it.
     """
-    settings = {
-        "tokens": steps * size.tokens_per_step,
-        "tokens_per_step": size.tokens_per_step,
-        "row_length": size.row_length,
-        "validation_rows": size.rows_per_step,
-        "precision": "auto",
-        "optim.kind": "adamw",
-        "schedule.kind": "constant",
-    }
-    runtime = {
-        "rows_per_device": size.rows_per_step,
-        "log_every_steps": size.warmup_steps,
-        "checkpoint_every_steps": size.checkpoint_every_steps,
-    }
-    return [*size.model, *(f"{section}.{key}={value}" for key, value in settings.items()),
-            *(f"runtime.{key}={value}" for key, value in runtime.items())]  # fmt: skip
+    learning = {"tokens": steps * size.tokens_per_step, "tokens_per_step": size.tokens_per_step,
+                "row_length": size.row_length, "validation_rows": size.rows_per_step, "precision": "auto",
+                "optim.kind": "adamw", "schedule.kind": "constant"}  # fmt: skip
+    return [*size.model, *(f"{section}.{key}={value}" for key, value in learning.items()),
+            f"runtime.rows_per_device={size.rows_per_step}", f"runtime.log_every_steps={size.warmup_steps}"]  # fmt: skip
 
 
 def export(section: str, directory: Path, settings: Sequence[str], shards: str, tokenizer: str) -> Path:
@@ -194,33 +183,32 @@ def export(section: str, directory: Path, settings: Sequence[str], shards: str, 
     for part, part_batches in parts.items():
         for name in ("input_ids", "labels", "positions", "segments"):
             arrays = [getattr(batch, f"{name}_BT") for batch in part_batches]
-            if config.packing == "none":
-                widths = [((0, 0), (0, config.row_length - array.shape[1])) for array in arrays]
-                arrays = [np.pad(array, width, constant_values=-100) for array, width in zip(arrays, widths, strict=True)]
+            widths = [((0, 0), (0, config.row_length - array.shape[1])) for array in arrays]
+            arrays = [np.pad(array, width, constant_values=-100) for array, width in zip(arrays, widths, strict=True)]
             np.save(output / f"{part}_{name}.npy", np.concatenate(arrays))
     np.save(output / "lengths.npy", rows.lengths())
     return output
 
 
-def random_model(
-    hidden: int, layers: int, length: int, *, vocab_size: int = VOCAB_SIZE, ids: Any = TOKEN_IDS, head_width: int = 64,
-    **settings: Any,
-) -> Any:  # fmt: skip
+def random_model(size: Size, *, ids: Any = TOKEN_IDS, **settings: Any) -> Any:
     """A model of ttrain with random weights."""
     from ttrain.config import Model
     from ttrain.model import factory
 
-    model = Model(hidden_size=hidden, layers=layers, heads=max(1, hidden // head_width), max_length=length, **settings)
-    return factory.build(model, vocab_size=vocab_size, ids=ids, stop_ids=[ids["eos_token_id"]], seed=1)
+    model = Model(hidden_size=size.hidden, layers=size.layers, heads=size.heads, max_length=size.row_length, **settings)
+    return factory.build(model, vocab_size=size.vocab_size, ids=ids, stop_ids=[ids["eos_token_id"]], seed=1)
 
 
-def random_batch(tokens: int) -> Any:
-    """Rows of random ids, in records."""
+def random_batch(shape: tuple[int, int], documents: int, vocab_size: int, seed: int) -> Any:
+    """Rows of random ids, each of so many documents of random lengths."""
     import numpy as np
 
     from ttrain.data.packing import Batch
 
-    shape = (tokens // ROW_LENGTH, ROW_LENGTH)
-    ids = np.random.default_rng(0).integers(3, VOCAB_SIZE, shape)
-    positions = np.broadcast_to(np.arange(ROW_LENGTH), shape)
-    return Batch(ids, ids.copy(), positions % RECORD_TOKENS, positions // RECORD_TOKENS)
+    generator, length = np.random.default_rng(seed), shape[1]
+    ids, segments = generator.integers(3, vocab_size, shape), np.zeros(shape, np.int64)
+    for row in segments:
+        row[generator.choice(np.arange(1, length), documents - 1, replace=False)] = 1
+    segments = segments.cumsum(1)
+    begins = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=-1) != 0, np.arange(length), 0), 1)
+    return Batch(ids, np.roll(ids, -1, 1), np.arange(length) - begins, segments)

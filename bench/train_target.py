@@ -60,42 +60,37 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
     source, *_ = train_common.artifacts(directory, model, "source", "tokenizer", "shards-pretrain")
     heldout = Path(source) / "pretrain_heldout.jsonl"
 
-    def side(settings: list[str], tokens: int, seed: int) -> Cost:
-        cost = train_common.stage(
-            "pretrain", directory, [*model, *settings, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"], keep=True
-        )
+    def side(name: str, tokens: int, seed: int) -> Cost:
+        settings = [*model, *(FIRST_RECIPE if name == "first" else []), f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
+        cost = train_common.stage("pretrain", directory, settings, keep=True)
         command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
         _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
         return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
 
-    tokens = options.tokens
+    tokens = dict.fromkeys(("first", "ours"), options.tokens)
     if not options.preset:
-        first, ours = side(FIRST_RECIPE, tokens, 1000), side([], tokens, 1000)
-        tokens = round(tokens * seconds(first) / seconds(ours))
+        first, ours = (side(name, count, 1000) for name, count in tokens.items())
+        tokens["ours"] = round(options.tokens * seconds(first) / seconds(ours))
+        tokens["fewer"] = round(SHARE * tokens["ours"])
         print(f"  at {options.tokens:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per "
-              f"byte; {tokens:,} tokens take the same seconds")  # fmt: skip
-    sides: dict[str, tuple[list[str], int]] = {"first": (FIRST_RECIPE, options.tokens), "ours": ([], tokens)}
-    if not options.preset:
-        sides["fewer"] = ([], round(SHARE * tokens))
-    costs: dict[str, list[Cost]] = {name: [] for name in sides}
+              f"byte; {tokens['ours']:,} tokens take the same seconds")  # fmt: skip
+    costs: dict[str, list[Cost]] = {name: [] for name in tokens}
     for seed in range(1, options.seeds + 1):
-        for name, (settings, count) in sides.items():
-            costs[name].append(side(settings, count, seed))
-        print(
-            f"  seed {seed}: "
-            + ", ".join(f"{name} {runs[-1].result['bits']:.3f} in {seconds(runs[-1]):.0f} s" for name, runs in costs.items())
-        )
+        for name, count in tokens.items():
+            costs[name].append(side(name, count, seed))
+            bits, taken = costs[name][-1].result["bits"], seconds(costs[name][-1])
+            print(f"  seed {seed}, {name}: {bits:.3f} in {taken:.0f} s", flush=True)
     medians = {name: statistics.median(map(seconds, runs)) for name, runs in costs.items()}
     table.ratio("s of training", medians["ours"], medians["first"], most=0 if options.preset else 1.03)
-    bits = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
+    means = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
     if options.preset:
         label = f"{options.preset}: bits per byte at equal tokens"
-        table.ratio(label, bits["ours"], bits["first"], most=MOST_AT_EQUAL_TOKENS)
+        table.ratio(label, means["ours"], means["first"], most=MOST_AT_EQUAL_TOKENS)
     else:
-        table.ratio("bits per byte at equal seconds", bits["ours"], bits["first"])
-        table.value("bits per byte", bits["ours"], most=MOST_BITS)
-        table.ratio(f"bits per byte with {SHARE:g} of the tokens", bits["fewer"], bits["first"], most=1)
+        table.ratio("bits per byte at equal seconds", means["ours"], means["first"])
+        table.value("bits per byte", means["ours"], most=MOST_BITS)
+        table.ratio(f"bits per byte with {SHARE:g} of the tokens", means["fewer"], means["first"], most=1)
         table.ratio("s of training to the first version's bits", medians["fewer"], medians["first"], most=MOST_TO_LOSS)
 
 
