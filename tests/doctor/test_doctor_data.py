@@ -241,7 +241,6 @@ def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path, m
 
 
 def test_a_sample_of_texts_with_other_line_separators_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "made").mkdir()
     texts = [{"text": f"{number} is\u2028a number\x85and {number * 7}\u2029another"} for number in range(60)]
     found = gather("pretrain", with_data(tmp_path, texts), {}, tmp_path / "made")
     records = [record["text"] for record in heldout_records(found.paths["shards"])]
