@@ -168,9 +168,7 @@ def artifacts_verify(
             {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")}
             for entry in damaged
         ]
-        # Nothing that was made from damaged bytes is suspected any more; the field stays for scripts.
-        print_json({"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "suspects": [],
-                    "set_aside": set_aside})  # fmt: skip
+        print_json({"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "set_aside": set_aside})
     elif damaged:
         table(("stage", "key", "damage"), [(entry.stage, entry.key[:12], entry.why) for entry in damaged])
         next_step = (
