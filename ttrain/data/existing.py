@@ -69,7 +69,7 @@ def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callabl
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     hub_name = HUB_REFERENCE.fullmatch(text)
-    if hub_name is None or Path(text).expanduser().exists():
+    if hub_name is None or user_path(text).exists():
         raise UsageError(f"{setting} is '{text}' but there is no such folder; {fix}")
     name, revision = hub_name.groups()
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))

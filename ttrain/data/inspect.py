@@ -150,8 +150,8 @@ def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store:
 
 def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
     """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
-    figures: JsonObject = summary.get("near_duplicates") or {}
-    return figures.get("dropped")
+    figures = summary.get("near_duplicates")
+    return int(figures["dropped"]) if isinstance(figures, Mapping) and "dropped" in figures else None
 
 
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:

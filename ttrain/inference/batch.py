@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 
-from ttrain.core.files import whole_lines
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
@@ -108,11 +107,7 @@ def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable
     """
     partial = partial_of(path)
     first = canonical_json(header) + b"\n"
-    written = whole_lines(partial)
-    if not written.startswith(first):  # of another run, or none
-        partial.write_bytes(first)
-        written = first
-    done = written.count(b"\n") - 1
+    done = _resume_partial(partial, first)
     with partial.open("ab") as file:
         for rows in make(done):
             file.writelines(orjson.dumps(row) + b"\n" for row in rows)
@@ -124,6 +119,25 @@ def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable
     finished.replace(path)
     partial.unlink()
     return done
+
+
+def _resume_partial(partial: Path, first: bytes) -> int:
+    """Number of rows after this header; a truncated last row is removed, a file of another run is emptied.
+
+    It is read line by line, since it may be larger than memory; one that cannot be read raises OSError and stays.
+    """
+    done, end = 0, len(first)
+    if partial.is_file():
+        with partial.open("rb") as file:
+            if file.readline() == first:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        done, end = done + 1, end + len(line)
+                with partial.open("r+b") as whole:
+                    whole.truncate(end)
+                return done
+    partial.write_bytes(first)
+    return 0
 
 
 def partial_of(path: Path) -> Path:
