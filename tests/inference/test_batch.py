@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -131,6 +132,21 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
         path.write_text('{"prompt": "Q"}\n' + line)
         with pytest.raises(DataError, match=r"p\.jsonl:2: "):
             batch.read(path, raw=False)
+
+
+def test_answers_that_cannot_be_read_for_a_moment_are_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, opened = batch.partial_of(tmp_path / "out.jsonl"), Path.open
+    partial.write_bytes(b"answers")
+
+    def fail_to_read(path: Path, mode: str = "r", *arguments: Any, **others: Any) -> Any:
+        if "r" in mode:
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, mode, *arguments, **others)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(Path, "open", fail_to_read)
+        batch.write_answers(tmp_path / "out.jsonl", {}, lambda done: [])
+    assert partial.read_bytes() == b"answers"
 
 
 def test_the_command_writes_answers_and_a_summary(run: Run, directory: Path, one: LoadedModel, tmp_path: Path) -> None:
