@@ -26,7 +26,7 @@ from ttrain.flows import flow_runs, servers
 from ttrain.flows.schedule_files import Schedule
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
-LONG = "pretrain.tokens=61440"
+LONG = "pretrain.tokens=245760"
 
 
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
@@ -247,7 +247,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     run = ended(cli, id_, served, run_count=2)
     assert run["state"]["name"] == "Completed", run["state"]
     result = cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]
-    assert result["resumed_from_step"] == saved > 0 and result["steps"] == 120
+    assert result["resumed_from_step"] == saved > 0 and result["steps"] == 480
     tasks = tasks_of(cli, id_, 2)
     assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
     assert "Traceback" not in served.said

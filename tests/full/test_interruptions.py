@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
-PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
 
 
 def weights(cli: Any, *overrides: str) -> str:
@@ -45,9 +45,9 @@ def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, c
 
     said = fresh(*PRETRAIN_ONLY)
     result = fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]
-    assert result["resumed_from_step"] > 0 and result["steps"] == 120
+    assert result["resumed_from_step"] > 0 and result["steps"] == 480
     assert "continues its unfinished work at step" in said
-    assert f"continued at step {result['resumed_from_step']} of 120" in said
+    assert f"continued at step {result['resumed_from_step']} of 480" in said
     stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
     assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"]
     assert stages["tokenizer"]["outcome"] == "cached"
@@ -66,7 +66,7 @@ def check_tracking(cli: Any) -> None:
     query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
     steps = [step for (step,) in cli.rows("mlflow", query)]
     parents = cli.rows("mlflow", "select status from runs where name like 'full-%' order by start_time")
-    assert status == "FINISHED" and steps == list(range(5, 121, 5))
+    assert status == "FINISHED" and steps == list(range(5, 481, 5))
     assert parents == [("KILLED",), ("FINISHED",)]
 
 

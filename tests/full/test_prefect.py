@@ -83,11 +83,12 @@ def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(f
 @pytest.mark.soak
 def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_not(copy_of: Any) -> None:
     cli = copy_of()
-    overrides = ("runtime.stages.evaluate.timeout_seconds=0.05", "runtime.stages.evaluate.retries=2")
-    said = cli("pipeline", "run", "full", *overrides, "runtime.retry_delay_seconds=0.3", "evaluate.new_tokens=1", code=1)
-    assert "runtime.stages.evaluate.timeout_seconds=0.05" in said and "Traceback" not in said
+    overrides = ("runtime.stages.pretrain.timeout_seconds=0.05", "runtime.stages.pretrain.retries=2")
+    hours = "pretrain.tokens=500000000"
+    said = cli("pipeline", "run", "full", *overrides, "runtime.retry_delay_seconds=0.3", hours, code=1)
+    assert "runtime.stages.pretrain.timeout_seconds=0.05" in said and "Traceback" not in said
     waits = ["waiting 0.3 s before retry 1 of 2", "waiting 0.6 s before retry 2 of 2"]
-    assert tries(cli, "evaluate") == ("Failed", 3, waits)
+    assert tries(cli, "pretrain") == ("Failed", 3, waits)
     assert newest_run(cli)[2] == "Failed"
 
     (cli.data / "chats.jsonl").write_text("not JSON\n" * 20)
@@ -161,12 +162,12 @@ def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
     fresh("up", settings=False)
     try:
         subprocess.run([sys.executable, "-c", LIMIT_ON_TAG, str(fresh.home)], env=fresh.environment, check=True)
-        process = fresh.start("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+        process = fresh.start("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
         wait_until(fresh.checkpoints, 120)
         process.kill()
         process.wait()
         began = time.monotonic()
-        fresh("pipeline", "run", "full", "pretrain.tokens=61440", "evaluate.new_tokens=0")
+        fresh("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
         assert time.monotonic() - began < 180
         states = [state for (state,) in fresh.rows("prefect", "select state_name from flow_run order by created")]
         assert states == ["Crashed", "Completed"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.served import kill_at_work
 from support.waiting import wait_until
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
@@ -21,8 +22,7 @@ def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[...,
     cli = copy_of()
     process = cli.start("stage", "run", "pretrain", LONGER)
     wait_until(cli.checkpoints, 240)
-    process.kill()
-    process.communicate()
+    kill_at_work(process)
     [work] = [path.parent for path in cli.home.glob("work/pretrain/*/ingredients.json")]
     code = tmp_path / "code"
     for package in ("ttrain", "flows", "tasks", "configs"):

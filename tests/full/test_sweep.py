@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
+from support.served import kill_at_work
 from support.waiting import wait_until
 
 from ttrain.core.files import read_json
@@ -48,8 +49,7 @@ def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None
         return any((cli.home / "work" / "pretrain" / key / "output" / "checkpoints" / "latest").exists() for key in keys)
 
     wait_until(has_saved, 240)
-    process.kill()
-    process.communicate()
+    kill_at_work(process)
 
 
 def tracked(cli: Cli) -> list[dict[str, Any]]:
