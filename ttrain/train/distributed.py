@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ttrain.core.signals import RENDEZVOUS
 from ttrain.errors import RankLost
 from ttrain.train import watchdog
+from ttrain.train.local_group import LocalGroup
 from ttrain.train.watchdog import Watchdog
 
 # Fallback below the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
@@ -33,10 +34,12 @@ class Ranks:
     world: int
     device: torch.device
     watch: Watchdog | None = None
+    local: LocalGroup | None = None  # without it they exchange through torch's process group
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA."""
+        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA; on the CPU
+        of one machine also that of its own."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
         ranks = cls(rank, world, device, watchdog.current())
@@ -48,6 +51,8 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+                if device.type == "cpu" and ranks.on_one_machine:
+                    ranks = replace(ranks, local=LocalGroup(rank, world))
         return ranks
 
     @property
@@ -65,8 +70,10 @@ class Ranks:
         no rank waits for its GPU."""
         if self.world == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64)
         with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
+            if self.local is not None:
+                return self.local.sum(values)
+            tensor = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(tensor)
             return [float(value) for value in tensor.tolist()]
 
@@ -78,7 +85,10 @@ class Ranks:
         return figures
 
     def gather(self, numbers_N: Tensor) -> Tensor:
-        """The numbers of all ranks, [W, N], on their device; each has as many."""
+        """The numbers of all ranks, [W, N], on their device; each has as many. They may be overwritten by the next ones."""
+        if self.local is not None:
+            with self._naming_lost_ranks():
+                return self.local.gather(numbers_N)
         gathered_WN = numbers_N.new_empty((self.world, len(numbers_N)))
         with self._naming_lost_ranks():  # as bytes: not every backend knows bf16
             dist.all_gather([*gathered_WN.view(torch.uint8)], numbers_N.view(torch.uint8))
@@ -111,7 +121,7 @@ class Ranks:
         """Turn the network error that a lost rank causes into RankLost."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RankLost(f"another rank ended while rank {self.rank} was {activity}: {reason}") from error
 
@@ -120,14 +130,17 @@ class Ranks:
         """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
         try:
             yield
-        except RuntimeError as error:
-            if self.world > 1 and any(word in str(error).lower() for word in NETWORK_WORDS):
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
+            by_network = not isinstance(error, RuntimeError) or any(word in str(error).lower() for word in NETWORK_WORDS)
+            if self.world > 1 and by_network:
                 with self._naming_lost_ranks("exchanging gradients"):
                     raise
             raise
 
     def leave(self) -> None:
         """Leave the process group."""
+        if self.local is not None:
+            self.local.close()
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import final
+from typing import cast, final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from ttrain.data.loader import MicroBatch
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers, layers_of
 from ttrain.train.distributed import Ranks, full_tensor, shard_like
+from ttrain.train.local_group import LocalGroup
 
 
 class Parallel:
@@ -65,6 +66,33 @@ class Replicated(Parallel):
     def before_backward(self, *, last: bool) -> None:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = last
+
+
+@final
+class InSharedMemory(Parallel):
+    """Every rank has the whole model, all on the CPU of one machine; gradients are summed in memory that they share."""
+
+    def __init__(self, module: nn.Module, group: LocalGroup) -> None:
+        self.module, self._group = module, group
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        names = {name for name, _ in module.named_buffers()} & {*module.state_dict()}
+        self._saved_buffers = [module.get_buffer(name) for name in sorted(names)]
+        self._trained: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._trained.setdefault(parameter.dtype, []).append(parameter)
+        self._rows_WN = {
+            dtype: group.shared(sum(p.numel() for p in parameters), dtype) for dtype, parameters in self._trained.items()
+        }
+
+    def finish(self) -> None:
+        for dtype, parameters in self._trained.items():
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self._group.sum_up([cast(Tensor, parameter.grad) for parameter in parameters], self._rows_WN[dtype])
+        for buffer in self._saved_buffers:
+            dist.broadcast(buffer, 0)  # running statistics are those of rank 0, which are saved in checkpoints
 
 
 @final
@@ -124,6 +152,8 @@ def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: st
         return Tree(module, ranks)
     if parallel == "fsdp" and ranks.world > 1:
         return Sharded(module, ranks)
+    if ranks.local is not None:
+        return InSharedMemory(module, ranks.local)
     return Replicated(module, ranks)
 
 
