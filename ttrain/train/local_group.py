@@ -36,22 +36,29 @@ class LocalGroup:
         paths = [tempfile.mkdtemp(prefix="ttrain-ranks-") if rank == 0 else None]
         dist.broadcast_object_list(paths)
         directory = Path(str(paths[0]))
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(directory / str(rank)))
-            server.listen(world)
-            dist.barrier()
-            for peer in range(rank):
-                self._peers[peer] = socket.socket(socket.AF_UNIX)
-                self._peers[peer].connect(str(directory / str(peer)))
-                self._peers[peer].sendall(rank.to_bytes(4, "little"))
-            for _ in range(rank + 1, world):
-                connection, _ = server.accept()
-                self._peers[int.from_bytes(_receive(connection, 4), "little")] = connection
+        try:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.settimeout(WAIT_SECONDS)
+                server.bind(str(directory / str(rank)))
+                server.listen(world)
+                dist.barrier()
+                self._connect(server, directory)
+            self.meet()
+        finally:
+            if rank == 0:
+                shutil.rmtree(directory)
+
+    def _connect(self, server: socket.socket, directory: Path) -> None:
+        """Connect to the ranks below, which listen already, and accept those above."""
+        for peer in range(self.rank):
+            self._peers[peer] = socket.socket(socket.AF_UNIX)
+            self._peers[peer].connect(str(directory / str(peer)))
+            self._peers[peer].sendall(self.rank.to_bytes(4, "little"))
+        for _ in range(self.rank + 1, self.world):
+            connection, _ = server.accept()
+            self._peers[int.from_bytes(_receive(connection, 4), "little")] = connection
         for connection in self._peers.values():
             connection.settimeout(WAIT_SECONDS)
-        self.meet()
-        if rank == 0:
-            shutil.rmtree(directory)
 
     def meet(self) -> None:
         """Wait for all ranks; afterwards each sees what the others have written before."""
