@@ -13,7 +13,7 @@ L positions of its longest record, Q queries of a block, S the keys that they ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -32,6 +32,10 @@ WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 BLOCK = 128  # queries; rows of 256 in blocks of 128: 7.1 ms, of 192: 7.7, of 256: 7.9
 LENGTH_STEP = 16  # lengths of groups are multiples of it, of which there are few
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
+KEPT_BYTES = 4 << 20  # of a layer's attention weights: kept for the gradients up to that, else computed again
+
+# Queries [N*G, R, L, K], keys and values [N*G, L, K] of a group, and the weights of each of its blocks where they are kept
+Group = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tensor:
@@ -99,6 +103,7 @@ class RecordGroups:
     `places` has for each group the places [N, L] of its records' tokens among the B * T of the batch; beyond the end of a
     record stands its last token, and further records of place 0 make N one of few numbers. `padding` has the numbers of
     the places of both in the N * L, and those of a prefix in all branches but the first. Padding of a row is a record.
+    `scores`: how many scores a head computes.
     """
 
     def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
@@ -111,7 +116,7 @@ class RecordGroups:
         self.padding: list[Tensor] = []
         numbers_by_place = np.empty(segments_BT.numel(), np.int64)
         copies: list[tuple[Any, Any]] = []  # places of prefixes seen from further branches, and their numbers in the groups
-        shortest = first = 0
+        self.scores = shortest = first = 0
         for longest in group_lengths(*(tuple(counts.tolist()) for counts in np.unique(rounded, return_counts=True))):
             mine = np.flatnonzero((rounded > shortest) & (rounded <= longest))
             N, L = few_counts(len(mine)), min(longest, T)
@@ -123,6 +128,7 @@ class RecordGroups:
             self.places.append(torch.from_numpy(places))
             self.padding.append(torch.from_numpy(np.flatnonzero(~originals)))
             shortest, first = longest, first + places.size
+            self.scores += N * sum((rows.stop - rows.start) * end for rows, end in _blocks(L))
         self._where = torch.from_numpy(numbers_by_place)
         self._copies = tuple(torch.from_numpy(np.concatenate(numbers)) for numbers in zip(*copies, strict=True))
         self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]] = {}
@@ -282,7 +288,8 @@ def record_attention(
 
 
 class RecordAttention(torch.autograd.Function):
-    """Products and weights in `dtype`. Scores are computed again in the backward pass (arXiv:2205.14135)."""
+    """Products and weights in `dtype`. Where `mixed` keeps none, they are computed again for the gradients
+    (arXiv:2205.14135)."""
 
     @staticmethod
     def forward(
@@ -290,54 +297,65 @@ class RecordAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (tensor.to(dtype) for tensor in (query_BTHK, key_BTGK, value_BTGK))
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
-        out = mixed(query, key, value, groups, scale)
-        ctx.save_for_backward(out, query, key, value)
+        out, kept = mixed(query, key, value, groups, scale)
+        ctx.save_for_backward(out, *(kept or (query, key, value)))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
-        out, query, key, value = ctx.saved_tensors
-        slopes = mixed_slopes(grad_BTHK, out, query, key, value, ctx.groups, ctx.scale)
+        out, *states = ctx.saved_tensors
+        if len(states) == 3:
+            query, key, value = states
+            made = grouped(query, key, value, ctx.groups)
+        else:
+            made = kept_groups(states, ctx.groups)
+        slopes = mixed_slopes(grad_BTHK, out, made, ctx.groups, ctx.scale)
         return *(slope.to(dtype) for slope, dtype in zip(slopes, ctx.types, strict=True)), None, None, None
 
 
-def mixed(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float) -> Tensor:
-    """Values [B, T, H, K], mixed by the attention within records."""
-    outs = []
+def mixed(
+    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Values [B, T, H, K], mixed by the attention within records; and what the gradients need besides, for `kept_groups`,
+    or [] where that is more than KEPT_BYTES."""
+    outs, kept = [], list[Tensor]()
+    keeps = query_BTHK.shape[2] * groups.scores * query_BTHK.element_size() <= KEPT_BYTES
     with torch.autocast(query_BTHK.device.type, enabled=False):
-        for q_XRLK, k_XLK, v_XLK in _grouped(query_BTHK, key_BTGK, value_BTGK, groups):
+        for q_XRLK, k_XLK, v_XLK, _ in grouped(query_BTHK, key_BTGK, value_BTGK, groups):
             X, R, L, K = q_XRLK.shape
-            parts = []
+            parts, all_weights = [], []
             for rows, end in _blocks(L):
                 weights = _weights(q_XRLK[:, :, rows], k_XLK[:, :end], scale)
                 parts.append(torch.bmm(weights, v_XLK[:, :end]).view(X, R, -1, K))
+                all_weights += [weights] if keeps else []
             outs.append(_joined(parts).view(-1, K))
+            kept += [q_XRLK, k_XLK, v_XLK, *all_weights] if keeps else []
     _, _, back, _ = groups.indices(query_BTHK.shape[2])
-    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape)
+    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape), kept
 
 
 def mixed_slopes(
-    grad_BTHK: Tensor, out_BTHK: Tensor, query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_BTHK: Tensor, out_BTHK: Tensor, made: Iterable[Group], groups: RecordGroups, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, in their type, from that of what `mixed` made of them."""
-    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
-    dtype = query_BTHK.dtype
+    B, T, H, K = out_BTHK.shape
+    G, dtype = 0, out_BTHK.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    (queries, padding, query_back, _), (_, _, key_back, copies) = groups.indices(H), groups.indices(G)
+    queries, padding, query_back, _ = groups.indices(H)
     grad = grad_BTHK.to(dtype).reshape(-1, K)
     grads_of_groups: tuple[list[Tensor], ...] = ([], [], [])
     delta_M = (grad * out_BTHK.view(-1, K)).sum(-1)
-    for number, (q_XRLK, k_XLK, v_XLK) in enumerate(_grouped(query_BTHK, key_BTGK, value_BTGK, groups)):
+    for number, (q_XRLK, k_XLK, v_XLK, all_weights) in enumerate(made):
         X, R, L, _ = q_XRLK.shape
+        G = H // R
         do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
         delta_XRL1 = delta_M.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, 1)
         dq_parts: list[Tensor] = []
         dk_XLK = dv_XLK = torch.empty(0)
-        for rows, end in reversed(_blocks(L)):  # the last block sees all keys
+        for block, (rows, end) in reversed([*enumerate(_blocks(L))]):  # the last block sees all keys
             q_XSK, do_XSK = (states[:, :, rows].reshape(X, -1, K) for states in (q_XRLK, do_XRLK))
             k_XSK, v_XSK = k_XLK[:, :end], v_XLK[:, :end]
-            weights = _weights(q_XRLK[:, :, rows], k_XSK, scale)
+            weights = all_weights[block] if all_weights else _weights(q_XRLK[:, :, rows], k_XSK, scale)
             delta_XS1 = delta_XRL1[:, :, rows].reshape(X, -1, 1).expand(-1, -1, end)
             slopes = torch.baddbmm(delta_XS1, do_XSK, v_XSK.transpose(1, 2), beta=-1).mul_(weights)
             dq_parts.append(torch.bmm(slopes, k_XSK).view(X, R, -1, K))
@@ -349,21 +367,28 @@ def mixed_slopes(
                 dv_XLK[:, :end] += dv
         for grads, grad_of_group in zip(grads_of_groups, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
             grads.append(grad_of_group.view(-1, K).to(dtype))
+    _, _, key_back, copies = groups.indices(G)
     dq = torch.cat(grads_of_groups[0]).index_select(0, query_back)
     dk, dv = (_collected(torch.cat(parts), key_back, copies) for parts in grads_of_groups[1:])
-    return dq.mul_(scale).view(query_BTHK.shape), dk.mul_(scale).view(key_BTGK.shape), dv.view(value_BTGK.shape)
+    return dq.mul_(scale).view(B, T, H, K), dk.mul_(scale).view(B, T, G, K), dv.view(B, T, G, K)
 
 
-def _grouped(
-    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries [N*G, R, L, K], keys and values [N*G, L, K] of each group. They are copies, made again for the gradients."""
+def grouped(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups) -> Iterator[Group]:
+    """Copies of the states by group, without weights."""
     H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
     q, k, v = (states.reshape(-1, K) for states in (query_BTHK, key_BTGK, value_BTGK))
     for places_NL, of_queries, of_keys in zip(groups.places, groups.indices(H)[0], groups.indices(G)[0], strict=True):
         X, L = places_NL.shape[0] * G, places_NL.shape[1]
         keys, values = (states.index_select(0, of_keys).view(X, L, K) for states in (k, v))
-        yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values
+        yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values, []
+
+
+def kept_groups(kept: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
+    """The states and weights by group that `mixed` kept."""
+    tensors = iter(kept)
+    for places_NL in groups.places:
+        query, key, value = (next(tensors) for _ in range(3))
+        yield query, key, value, [next(tensors) for _ in _blocks(places_NL.shape[1])]
 
 
 def _collected(groups: Tensor, back: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:

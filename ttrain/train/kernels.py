@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ttrain.train.attention import RecordGroups, mixed, mixed_slopes
+from ttrain.train.attention import RecordGroups, grouped, kept_groups, mixed, mixed_slopes
 from ttrain.train.precision import autocast_dtype
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
@@ -239,8 +239,8 @@ def _turn(heads: int, angles: Turn, groups: RecordGroups) -> Turn:
 class _RotaryAttention(torch.autograd.Function):
     """Attention within records of queries and keys after their norm, if there is one, and the rotation of their positions.
 
-    The gradients need both rotated: they are rotated again, of what the norm needs anyway. So of 651 MB that a step keeps
-    at a width of 512 with 8 layers and 4,096 tokens, 481 are left, with what `_kept` saves.
+    The gradients need both rotated. Unless `mixed` keeps them, they are rotated again, of what the norm needs anyway: of
+    651 MB that a step keeps at a width of 512 with 8 layers and 4,096 tokens, 481 are left, with what `_kept` saves.
     """
 
     @staticmethod
@@ -254,18 +254,22 @@ class _RotaryAttention(torch.autograd.Function):
         )
         turned_query = _rotated(query, query_weight, query_scale, query_turn)
         turned_key = _rotated(key, key_weight, key_scale, key_turn)
-        out = mixed(turned_query, turned_key, value, groups, scale)
-        ctx.save_for_backward(query, query_weight, query_scale, key, key_weight, key_scale, value, out)
+        out, kept = mixed(turned_query, turned_key, value, groups, scale)
+        ctx.save_for_backward(query, query_weight, query_scale, key, key_weight, key_scale, out, *(kept or (value,)))
         ctx.turns, ctx.groups, ctx.scale = (query_turn, key_turn), groups, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, query_weight, query_scale, key, key_weight, key_scale, value, out = ctx.saved_tensors
+        query, query_weight, query_scale, key, key_weight, key_scale, out, *kept = ctx.saved_tensors
         query_turn, key_turn = ctx.turns
-        turned_query = _rotated(query, query_weight, query_scale, query_turn)
-        turned_key = _rotated(key, key_weight, key_scale, key_turn)
-        of_query, of_key, of_value = mixed_slopes(grad, out, turned_query, turned_key, value, ctx.groups, ctx.scale)
+        if len(kept) > 1:
+            made = kept_groups(kept, ctx.groups)
+        else:
+            turned_query = _rotated(query, query_weight, query_scale, query_turn)
+            turned_key = _rotated(key, key_weight, key_scale, key_turn)
+            made = grouped(turned_query, turned_key, kept[0], ctx.groups)
+        of_query, of_key, of_value = mixed_slopes(grad, out, made, ctx.groups, ctx.scale)
         of_query, of_query_weight = _rotation_slopes(of_query, query, query_weight, query_scale, query_turn)
         of_key, of_key_weight = _rotation_slopes(of_key, key, key_weight, key_scale, key_turn)
         return of_query, of_key, of_value, of_query_weight, None, None, of_key_weight, None, None, None, None
