@@ -226,6 +226,8 @@ def _next_steps(execution: PipelineRun) -> list[str]:
     lines += [
         "  curves, models and which run is better, in MLflow and Prefect: ttrain up --open",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
-        "  your own text: ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl",
     ]
+    if execution.artifacts.get("source"):  # the text that ttrain brings
+        own = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
+        lines.append(f"  your own text: ttrain pipeline run full {own}")
     return lines

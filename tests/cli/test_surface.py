@@ -115,9 +115,14 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Ru
     thread.start()
     assert first_seen.wait(30)
     log.add("sft", "third")
+    sign = "山".encode()
+    with log.path.open("ab", buffering=0) as file:
+        for part in (b"fourth ", sign[:1], sign[1:] + b"\n"):  # a write may end within a character
+            file.write(part)
+            time.sleep(0.05)
     record.finish("completed", {})
     thread.join(30)
-    assert [line.rpartition(" ")[2] for line in collected] == ["first", "\\x1b[2J", "third"]
+    assert [line.rpartition(" ")[2] for line in collected] == ["first", "\\x1b[2J", "third", "山"]
     log.path.unlink()
     done = run("pipeline", "logs", "latest")
     assert done.code == 2 and f"the run {record.run} has no log" in done.err

@@ -14,8 +14,9 @@ from support.chat_models import chat_with
 from support.data_commands import Run
 from support.tiny_models import reference
 
+from ttrain.core.files import exclusive
 from ttrain.data.chat_templates import Message
-from ttrain.errors import DataError
+from ttrain.errors import DataError, UsageError
 from ttrain.inference import batch
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
@@ -78,6 +79,8 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
     assert not cut.exists()
+    with exclusive(cut.with_name(".cut.jsonl.lock")), pytest.raises(UsageError, match="another process is writing answers"):
+        batch.write_answers(cut, {"model": 1}, make)
     partial = cut.with_name("cut.jsonl.partial")
     with partial.open("ab") as file:
         file.write(b'{"half": ')
@@ -85,7 +88,7 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     assert batch.write_answers(cut, {"model": 1}, make) == 4
     assert sum(made) == 1
     assert cut.read_bytes() == whole.read_bytes()
-    assert not partial.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"p.jsonl", "whole.jsonl", "cut.jsonl"}
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins anew

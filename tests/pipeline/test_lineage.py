@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -321,3 +323,15 @@ def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) 
     ]
     assert evaluate._held_out(model, store)["documents"].key == last.key
     assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
+
+
+def test_the_chain_of_models_of_any_number_of_nights_is_walked(tmp_path: Path) -> None:
+    model, nights = publish(tmp_path, "pretrain", "0"), 150
+    for number in range(1, nights):
+        model = publish(tmp_path, "pretrain", f"{number:04}", {"base": model})
+    limit, depth = sys.getrecursionlimit(), len(inspect.stack())
+    sys.setrecursionlimit(depth + nights - 50)
+    try:
+        assert len(lineage_of(tmp_path, model.key).links) == nights
+    finally:
+        sys.setrecursionlimit(limit)

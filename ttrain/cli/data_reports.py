@@ -79,6 +79,8 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
     figures = {**report, **(report["rows"] if isinstance(report.get("rows"), Mapping) else {})}
     if "rows" in report and report["rows"] is None:
         figures["rows"] = UNKNOWN_ROWS
+    if not figures.get("rejected"):
+        figures.pop("quarantine", None)
     yield (
         (report.get("file", "property"), ""),
         [(label, _shown(name, figures[name])) for name, label in FIGURES.items() if figures.get(name) not in (None, "")],

@@ -117,7 +117,7 @@ def export(
 
 def size_of(text: str) -> int:
     """Bytes of a size such as 500MB or 5GB. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", text, re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMG]B)", text, re.IGNORECASE)
     size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     if not size:
         raise UsageError(f"--shard-size is '{text}' but must be a number with KB, MB or GB, for example 5GB")

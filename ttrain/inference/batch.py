@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from ttrain.core.files import Taken, exclusive, refuse
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
@@ -103,10 +104,23 @@ def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
-    continues after the last complete row of an interrupted one, any other starts over.
+    continues after the last complete row of an interrupted one, any other starts over. Raises UsageError where another
+    process is writing them.
     """
     partial = partial_of(path)
-    first = canonical_json(header) + b"\n"
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        with exclusive(lock, refuse):
+            done = _write_answers(path, partial, canonical_json(header) + b"\n", make)
+            lock.unlink(missing_ok=True)
+    except Taken:
+        raise UsageError(
+            f"--out is {path}, to which another process is writing answers; wait, or name another"
+        ) from None
+    return done
+
+
+def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int], Iterable[list[JsonObject]]]) -> int:
     done = _resume_partial(partial, first)
     with partial.open("ab") as file:
         for rows in make(done):

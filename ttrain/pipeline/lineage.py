@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ttrain.config.training import CHOSEN_BASE, TRAININGS
 from ttrain.core.hashing import digest_of
@@ -67,14 +67,18 @@ class _Walk:
     def __init__(self, home: Path, target: LineageTarget) -> None:
         self._home, self._store, self._target = home, ArtifactStore(home), target
         self.links: dict[str, Link] = {}
+        self._begun: set[str] = set()
 
     def visit(self, stage: str, key: str) -> None:
-        if key in self.links:
-            return
-        link = self._link(stage, key)
-        for input_stage, input_key in sorted(link.inputs.values(), key=_models_first):
-            self.visit(input_stage or self._stages.get(input_key, ""), input_key)
-        self.links[key] = link
+        for root in self._begin([(stage, key)]):
+            self.links |= {link.key: link for link in _inputs_first(root, lambda link: self._begin(link.inputs.values()))}
+
+    def _begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
+        """The links of these that were not met yet."""
+        for stage, key in sorted(names, key=_models_first):
+            if key not in self._begun:
+                self._begun.add(key)
+                yield self._link(stage or self._stages.get(key, ""), key)
 
     def _link(self, stage: str, key: str) -> Link:
         stored = self._store.at(self._store.path(stage, key)) if stage else None
@@ -131,20 +135,34 @@ class History:
 
 
 def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artifact]:
-    """Yield what an artifact was made from, inputs first, then the artifact itself; each once.
-
-    A night compares its documents with those of all nights before it, so the paths through the inputs double every night.
-    """
+    """Yield what an artifact was made from, inputs first, then the artifact itself; each once."""
     begun = {(artifact.stage, artifact.key)}
-    path = [(artifact, iter(artifact.manifest["inputs"].values()))]  # each with the inputs that are left to walk
-    while path:
-        current, remaining_inputs = path[-1]
-        for used in remaining_inputs:
+
+    def begin(current: Artifact) -> Iterator[Artifact]:
+        for used in current.manifest["inputs"].values():
             name = (used["stage"], used["key"])
             if name not in begun and (source := home.read(home.path(*name))):
                 begun.add(name)
-                path.append((source, iter(source.manifest["inputs"].values())))
-                break
+                yield source
+
+    yield from _inputs_first(artifact, begin)
+
+
+Node = TypeVar("Node")
+
+
+def _inputs_first(root: Node, begin: Callable[[Node], Iterator[Node]]) -> Iterator[Node]:
+    """Yield what `begin` gives of each node, and of those again, before the node itself. It gives each node once.
+
+    A night compares its documents with those of all nights before it: the paths through the inputs double every night, and
+    the longest has all nights, so it is walked without recursion.
+    """
+    path = [(root, begin(root))]  # each with the inputs that are left to walk
+    while path:
+        current, remaining_inputs = path[-1]
+        for source in remaining_inputs:
+            path.append((source, begin(source)))
+            break
         else:
             path.pop()
             yield current

@@ -343,16 +343,16 @@ class RunLog:
 
 def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
     """The lines of a run's log; `follow` waits for more of them until the run has ended."""
-    path, unfinished, position = home / "runs" / f"{name}.log", "", 0
+    path, unfinished, position = home / "runs" / f"{name}.log", b"", 0
     while True:
         has_ended = not follow or (read(home, name) or {}).get("outcome") != "running"  # before the last look at the file
-        with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(position)
-            *lines, unfinished = (unfinished + file.read()).split("\n")
+            lines = (unfinished + file.read()).splitlines(keepends=True)
             position = file.tell()
-            yield from lines
+            unfinished = lines.pop() if lines and not has_ended and not lines[-1].endswith(b"\n") else b""
+            yield from (line.rstrip(b"\r\n").decode("utf-8", "replace") for line in lines)
         if has_ended:
-            yield from [unfinished] if unfinished else []
             return
         time.sleep(LOG_POLL_SECONDS)
 
