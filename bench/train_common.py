@@ -132,9 +132,9 @@ def read_curve(artifact: Path) -> dict[str, list[Any]]:
     return curve
 
 
-def artifacts(directory: Path, settings: Sequence[str], *names: str) -> list[str]:
+def artifacts(directory: Path, settings: Sequence[str], *names: str, **environment: str) -> list[str]:
     """Run stages whose artifacts stay; their directories."""
-    return [stage(name, directory, settings, keep=True).result["artifact"] for name in names]
+    return [stage(name, directory, settings, keep=True, **environment).result["artifact"] for name in names]
 
 
 def steps_per_second(cost: Cost, first: int) -> float:

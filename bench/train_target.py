@@ -2,7 +2,7 @@
 
     python bench/train_target.py [--path FILE.jsonl]                  half an hour on two cores
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
-    python bench/train_target.py --only recipe --seeds 1              10 minutes
+    python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; the code of 2026-11-23, commit 50dc1ba
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
 
 target: time until the validation loss reaches a target on a small corpus.
@@ -13,10 +13,10 @@ stage run pretrain` with its defaults (Muon), at the shortest of four budgets th
 of these two are the first round. Seconds count from the first step on, without the validations; a second line counts the
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
 
-recipe: bits per byte of the quickstart's held-out documents. The first version's settings train on a million tokens; the
-defaults on as many as take the same seconds, by a first run of each, and on 0.55 of these, which must reach the first
-version's bits. With `--preset` the model has another size, and both sides train on as many tokens. The sides take turns, one
-seed after the other.
+recipe: bits per byte of the quickstart's held-out documents. The first version's settings, with `--first` by its own code,
+train on a million tokens; the defaults on as many as take the same seconds, by a first run of each, and on 0.55 of these,
+which must reach the first version's bits. With `--preset` the model has another size, and both sides train on as many
+tokens. The sides take turns, one seed after the other.
 """
 
 from __future__ import annotations
@@ -52,17 +52,22 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the recipes")
     parser.add_argument("--preset", help="of the model of the recipes; default: the quickstart's model")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the first version's recipe")
+    parser.add_argument("--first", type=Path, help="a checkout of the first version, which then trains with its own code")
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Bits per byte at equal seconds of training, or with a preset at equal tokens, seed by seed."""
     model = [f"model.preset={options.preset}"] if options.preset else []
-    source, *_ = train_common.artifacts(directory, model, "source", "tokenizer", "shards-pretrain")
+    own = {"PYTHONPATH": str(options.first.resolve()), "TTRAIN_HOME": str(directory / "first")} if options.first else {}
+    inputs, recipe = ("source", "tokenizer", "shards-pretrain"), [] if options.first else FIRST_RECIPE
+    train_common.artifacts(directory, model, *inputs, **own)
+    source, *_ = train_common.artifacts(directory, model, *inputs)
     heldout = Path(source) / "pretrain_heldout.jsonl"
 
     def side(name: str, tokens: int, seed: int) -> Cost:
-        settings = [*model, *(FIRST_RECIPE if name == "first" else []), f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
-        cost = train_common.stage("pretrain", directory, settings, keep=True)
+        changes, environment = (recipe, own) if name == "first" else ([], {})
+        settings = [*model, *changes, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
+        cost = train_common.stage("pretrain", directory, settings, keep=True, **environment)
         command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
         _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
