@@ -41,6 +41,7 @@ from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints as checkpoints_in
 from ttrain.train.checkpoint_format import step_of
 from ttrain.train.distributed import Ranks, full_tensor
+from ttrain.train.local_group import LocalGroup
 from ttrain.train.losses import NonFinite
 from ttrain.train.precision import Precision
 
@@ -227,7 +228,7 @@ def accumulation(learner: Learner, rows: Rows, device: torch.device) -> Check:
 
 
 def two_ranks(learner: Learner, rows: Rows, launch: Launch | None = None) -> Check:
-    """Whether two processes connected by gloo take the same step as one alone, in fp32 on the CPU, with uneven masks."""
+    """Whether two processes take the same step as one alone, in fp32 on the CPU, with uneven masks."""
     sample = unevenly_masked(select_rows(rows, ROWS))
     loss, gradients = first_step(learner, sample, Ranks(0, 1, CPU), rows_per_device=1)
     rank_steps = (launch or spawned)(learner, sample)
@@ -373,7 +374,7 @@ def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: In
     warnings.simplefilter("ignore")  # what is wrong with a rank is in its error
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    ranks = Ranks(rank, RANKS, CPU)
+    ranks = Ranks(rank, RANKS, CPU, local=LocalGroup(rank, RANKS))
     loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
     save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
     (directory / f"loss{rank}").write_text(json.dumps(loss))
