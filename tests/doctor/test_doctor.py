@@ -111,12 +111,11 @@ def forget_the_optimizer(trainer: Trainer) -> None:
 
 
 def average_over_ranks(trainer: Trainer) -> None:
-    trainer.parallel.loss_factor = 1.0
+    trainer.parallel.loss_factor /= trainer.ranks.world
 
 
 def never_synchronise(trainer: Trainer) -> None:
-    before: Any = trainer.parallel.before_backward
-    trainer.parallel.before_backward = lambda *, last: before(last=False)  # type: ignore[method-assign]
+    trainer.parallel.finish = lambda: None  # type: ignore[method-assign]
 
 
 def changed(change: Callable[[Trainer], None]) -> Callable[..., Trainer]:
