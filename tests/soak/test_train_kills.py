@@ -41,6 +41,7 @@ from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping
+from ttrain.train.local_group import LocalGroup
 from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Cadence, TrainerOptions
 
@@ -150,7 +151,8 @@ class Try:
             torch.set_num_threads(1)
             if self.world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=self.world)
-            train(self.root, Ranks(rank, self.world, CPU) if self.world > 1 else ALONE, pipe, self.how, self.number)
+            ranks = Ranks(rank, self.world, CPU, local=LocalGroup(rank, self.world)) if self.world > 1 else ALONE
+            train(self.root, ranks, pipe, self.how, self.number)
             status = 0
         except BaseException as error:
             lost = isinstance(error, RankLost) or "gloo" in str(error)

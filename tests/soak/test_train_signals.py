@@ -54,7 +54,7 @@ class Home:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts a command."""
-        command = self.cli.command(*(words or RUN[:2]), *RUN[2:], f"runtime.devices={self.ranks}")
+        command = self.cli.command(*(words or RUN[:3]), *RUN[3:], f"runtime.devices={self.ranks}")
         return subprocess.Popen(
             command, env=self.cli.environment, cwd=self.cli.data, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -107,7 +107,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     write_corpus(root / "data")
     cli = Cli(root / "home", root / "data")
     for stage in ("tokenizer", "shards-pretrain"):
-        cli("stage", "run", stage, *RUN[2:])
+        cli("stage", "run", stage, *RUN[3:])
     alone = Undisturbed(cli, {}, 0.0)
     home, began = alone.copy(root / "alone", 1), time.monotonic()
     process = home.start()
