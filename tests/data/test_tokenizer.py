@@ -24,6 +24,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import TextSample, sample
 from ttrain.errors import DataError
+from ttrain.stages import tokenizer as stage
 from ttrain.stages.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
@@ -230,7 +231,9 @@ def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
 # --- from files to a directory
 
 
-def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: Path) -> None:
+def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     chinese = ["日本語のテキスト" * 30 + str(number) for number in range(20)]
     write_rows(first, [*corpus(), "", " "])
@@ -254,6 +257,9 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: 
     assert all(entry["documents"] and entry["bytes_per_token"] >= 1 for entry in head["files"]), (
         "also what it does not reach"
     )
+    monkeypatch.setattr(stage, "MEASURED_BYTES_OF_ALL", 2 * 1500)  # of many files, fewer of each
+    few = train_directory(paths, tmp_path / "few", config(vocab_size=400, max_documents=10), reading)["files"]
+    assert few[1]["documents"] == 2 and few[0]["bytes"] <= 1500
 
 
 def test_a_few_bad_lines_are_counted_and_many_or_no_text_end_it_naming_the_field(tmp_path: Path) -> None:

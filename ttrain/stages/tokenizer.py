@@ -16,7 +16,8 @@ from ttrain.data.tokenizer import Reservoir, sample
 from ttrain.errors import DataError
 from ttrain.stages.job import StageContext
 
-MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
+MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file at most, to say how well the tokenizer fits it
+MEASURED_BYTES_OF_ALL = 200_000_000  # these samples are in memory until the tokenizer is trained
 MAX_READ_DOCUMENTS = 2000  # documents of each file that are read at all, where none is needed to learn from
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
@@ -53,7 +54,8 @@ def train_directory(
     many rows are bad (`setting` is named), and UsageError where an existing tokenizer cannot be used.
     """
     tally = Tally()
-    measured = {path: Reservoir(MEASURED_BYTES, MEASURED_DOCUMENTS, config.seed) for path in paths}
+    most = min(MEASURED_BYTES, MEASURED_BYTES_OF_ALL // max(1, len(paths)))
+    measured = {path: Reservoir(most, MEASURED_DOCUMENTS, config.seed) for path in paths}
     documents = _documents(paths, reading, tally, measured, MAX_READ_DOCUMENTS if config.existing else None)
     training = (record.text for heldout, record in records.split(documents, reading.heldout_fraction)
                 if not heldout and isinstance(record, records.TextDocument))  # fmt: skip
