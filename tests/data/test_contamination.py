@@ -81,12 +81,12 @@ def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
+def test_what_is_found_is_what_a_naive_search_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     source = bytes(rng.choice(b"abcdefgh") for _ in range(3000))
     wanted = [source[start : start + rng.randrange(20, 200)] for start in (0, 40, 40, 700, 2000)]
-    wanted += [bytes(rng.choice(b"abcdefgh") for _ in range(120))]
-    records = []
+    wanted += [bytes(rng.choice(b"abcdefgh") for _ in range(120)), b"hgfedcba" * 20]
+    records = [b"hgfedcba" * 30]
     for _ in range(6):
         start = rng.randrange(2500)
         record = bytearray(source[start : start + 500])
@@ -103,7 +103,9 @@ def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
         if len(one) >= overlap.SEED_BYTES and naive(records[record], one, ngram)[0]
     ]
     assert expected, "the records have parts of the texts"
-    assert TextIndex(wanted, ngram).find(np.frombuffer(data, np.uint8), begins) == expected
+    for most_hits in (overlap.MOST_HITS, 8):
+        monkeypatch.setattr(overlap, "MOST_HITS", most_hits)
+        assert TextIndex(wanted, ngram).find(np.frombuffer(data, np.uint8), begins) == expected
 
 
 def test_equal_numbers_of_different_bytes_are_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ MOST_ALIKE = 16
 
 MOST_PLACES = 256  # of the rarest seed of a text that has only such ones, as many questions of one pattern: it is kept
 
+MOST_HITS = 1 << 20  # of seeds in memory at once: a long text that repeats itself has MOST_PLACES of them at each byte
+
 FEWEST_LETTERS = 5  # different bytes of a seed: "hahaha" and "000000" stand everywhere
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -107,9 +109,8 @@ class TextIndex:
 
     def find(self, data: Bytes, begins: Places) -> list[TextMatch]:
         """Find the texts in the records that begin at these positions of plain text."""
-        data_places, text_places = self._hits(data)
         parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        for position, at, length in self._parts(data, data_places, text_places):
+        for position, at, length in self._parts(data):
             text = int(self._text_at(np.array([at]))[0])
             parts[int(np.searchsorted(begins, position, "right")) - 1, text].append((at, at + length))
         return [
@@ -121,8 +122,9 @@ class TextIndex:
         text_numbers: Places = np.searchsorted(self._starts, places, "right") - 1
         return text_numbers
 
-    def _hits(self, data: Bytes) -> tuple[Places, Places]:
-        """(positions of seeds in the data, positions of the same bytes in the texts); a position may occur several times."""
+    def _hits(self, data: Bytes) -> Iterator[tuple[Places, Places]]:
+        """(positions of seeds in the data, positions of the same bytes in the texts), some at a time, in the order of the
+        data; a position may occur several times."""
         place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
         for start in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, SLICE_BYTES):
             slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
@@ -133,29 +135,36 @@ class TextIndex:
         data_places, seed_hashes = np.concatenate(place_slices), np.concatenate(hashes)
         first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
         counts = last - first
-        data_places, text_places = np.repeat(data_places, counts), self._at[counted_up(first, counts)]
-        same = np.ones(len(data_places), np.bool_)
-        for byte in range(SEED_BYTES):
-            same &= data[data_places + byte] == self._data[text_places + byte]
-        return data_places[same], text_places[same]
+        total = np.cumsum(counts)
+        limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
+        for some in np.split(np.arange(len(counts)), limits):
+            positions = np.repeat(data_places[some], counts[some])
+            text_places = self._at[counted_up(first[some], counts[some])]
+            same = np.ones(len(positions), np.bool_)
+            for byte in range(SEED_BYTES):
+                same &= data[positions + byte] == self._data[text_places + byte]
+            yield positions[same], text_places[same]
 
-    def _parts(self, data: Bytes, data_places: Places, text_places: Places) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, data: Bytes) -> Iterator[tuple[int, int, int]]:
         """(position in the data, position in the texts, length) of each common part that is long enough."""
-        needed = self.needed[self._text_at(text_places)]
-        most = int(needed.max(initial=0)) - SEED_BYTES
-        bytes_before = _equal_bytes(data, self._data, data_places - 1, text_places - 1, -1, most)
-        bytes_after = _equal_bytes(data, self._data, data_places + SEED_BYTES, text_places + SEED_BYTES, 1, most)
-        enough = bytes_before + bytes_after + SEED_BYTES >= needed
-        data_places, text_places = data_places[enough], text_places[enough]
         reached: dict[int, int] = {}
-        for number in np.argsort(data_places, kind="stable").tolist():
-            position, at = int(data_places[number]), int(text_places[number])
-            if position < reached.get(position - at, 0):  # in a part that was found already
-                continue
-            before_it = _common_prefix(data[:position][::-1], self._data[:at][::-1])
-            length = before_it + _common_prefix(data[position:], self._data[at:])
-            reached[position - at] = position - before_it + length
-            yield position - before_it, at - before_it, length
+        for data_places, text_places in self._hits(data):
+            needed = self.needed[self._text_at(text_places)]
+            most = int(needed.max(initial=0)) - SEED_BYTES
+            bytes_before = _equal_bytes(data, self._data, data_places - 1, text_places - 1, -1, most)
+            bytes_after = _equal_bytes(data, self._data, data_places + SEED_BYTES, text_places + SEED_BYTES, 1, most)
+            enough = bytes_before + bytes_after + SEED_BYTES >= needed
+            offsets, positions = (data_places - text_places)[enough], data_places[enough]
+            order = np.argsort(offsets, kind="stable")
+            firsts = np.flatnonzero(np.diff(offsets[order], prepend=np.iinfo(np.int64).min))
+            for group in np.split(order, firsts[1:]) if len(order) else ():  # parts of one offset follow one another
+                offset, places = int(offsets[group[0]]), positions[group]
+                while len(places := places[np.searchsorted(places, reached.get(offset, 0)) :]):
+                    position, at = int(places[0]), int(places[0]) - offset
+                    before_it = _common_prefix(data[:position][::-1], self._data[:at][::-1])
+                    length = before_it + _common_prefix(data[position:], self._data[at:])
+                    reached[offset] = position - before_it + length
+                    yield position - before_it, at - before_it, length
 
 
 def _places(first: int, last: int, step: int) -> Places:
