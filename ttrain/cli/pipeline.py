@@ -61,16 +61,15 @@ def pipeline_run(
     settings_options: SettingsOptions,
     stages: SelectionOptions,
     options: RunOptions,
-    record: Annotated[bool, typer.Option("--record", help="make a tracked run even if everything is cached")] = False,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
     labels, loaded = options.labels(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse([*stages.flags(), *(["--record"] if record else [])])
+        nightly.refuse(stages.flags())
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(pipeline, loaded, engine=options.engine, record=record, labels=labels, **stages.to_plan())
+    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, **stages.to_plan())
 
 
 @pipeline_app.command(
@@ -221,14 +220,12 @@ def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
     return {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
 
 
-def plan_and_run(
-    pipeline: str, loaded: LoadedSettings, *, engine: str, record: bool = False, labels: Labels, **to_plan: Any
-) -> None:
+def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, **to_plan: Any) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
     from ttrain.flows import api
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
-    if not record and (run := api.record_cached(planned, labels)):
+    if run := api.record_cached(planned, labels):
         _print_cached(planned, run)
         return
     table(("stage", "state", "key", "why"), planned.rows())
