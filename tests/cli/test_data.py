@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
 import subprocess
@@ -15,8 +14,6 @@ import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
 from ttrain.data import inspect, validate
-from ttrain.data.chat import encode_chat
-from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.shards import ShardSet
 from ttrain.data.validate import script_of
@@ -218,9 +215,7 @@ def test_bad_documents_or_none_end_the_training_and_leave_nothing(run: Run, tmp_
     assert done.code == 2 and "--out is tok, which is not empty" in done.err
 
 
-def test_a_tokenizer_is_shown_with_a_text_or_a_chat(
-    run: Run, tmp_path: Path, tok: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_is_shown_with_a_text(run: Run, tok: Path) -> None:
     value = run("tokenizer", "inspect", tok, "--json").json
     encoder = Encoder(tok)
     assert (value["vocab_size"], value["digest"], value["template"]) == (340, encoder.digest, "ttrain")
@@ -229,16 +224,6 @@ def test_a_tokenizer_is_shown_with_a_text_or_a_chat(
     assert shown["ids"] == encoder.encode(["a fox<|end|>"])[0] and "".join(shown["pieces"]) == "a fox<|end|>"
     cut = run("tokenizer", "inspect", tok, "--text", "caf\udcc3", "--json").json["tokens"]  # a byte that is not UTF-8
     assert "".join(cut["pieces"]) == "caf\ufffd"
-    talk = chat("Hello", "fox\x1b[1m 東京")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(talk).encode())))
-    chatted = run("tokenizer", "inspect", tok, "--chat", "-", "--json").json["tokens"]
-    assert (chatted["ids"], chatted["live"]) == encode_chat(encoder, tuple(Message(**turn) for turn in talk["messages"]))
-    write(tmp_path / "chat.jsonl", [talk])
-    out = run("tokenizer", "inspect", tok, "--chat", "chat.jsonl").out
-    assert "\x1b" not in out and "\\x1b[1m 東京<|end|>" in out and "^^^" in out
-    write(tmp_path / "bad.jsonl", [{"messages": [{"role": "robot", "content": "a"}]}])
-    assert run("tokenizer", "inspect", tok, "--chat", "bad.jsonl").code == 1
-    assert run("tokenizer", "inspect", tok, "--chat", "gone.jsonl").code == 2
     assert run("tokenizer", "inspect", "nowhere").code == 2
 
 

@@ -234,32 +234,21 @@ def tokenizer_train(
 
 @tokenizer_app.command(
     "inspect",
-    epilog="Examples:  ttrain tokenizer inspect tokenizer --text 'Hello, world'\n\n"
-    "echo '{\"messages\": [...]}' | ttrain tokenizer inspect tokenizer --chat -",
+    epilog="Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'",
 )
 def tokenizer_inspect(
     directory: Annotated[Path, typer.Argument(help="directory of the tokenizer, or an artifact of its stage")],
     text: Annotated[str | None, typer.Option(help="show the tokens of this text")] = None,
-    chat: Annotated[
-        str | None, typer.Option(help="show the tokens and the loss mask of this JSON chat; -: standard input")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text or a chat."""
+    """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text."""
     from ttrain.cli import data_reports
     from ttrain.data import inspect
     from ttrain.data.encoder import Encoder
 
-    if text is not None and chat is not None:
-        raise UsageError("--text and --chat are both given; give one of them")
     encoder = Encoder(inspect.tokenizer_at(directory), fast=False)
     description = inspect.describe(encoder)
-    shown = None
-    if text is not None:
-        shown = inspect.show_text(encoder, encodable(text))
-    elif chat is not None:
-        data = sys.stdin.buffer.read() if chat == "-" else Path(chat).read_bytes()
-        shown = inspect.show_chat(encoder, inspect.chat_of(data, "standard input" if chat == "-" else chat))
+    shown = None if text is None else inspect.show_text(encoder, encodable(text))
     data_reports.show([{**description, **({"tokens": shown.to_json()} if shown and as_json else {})}], as_json=as_json)
     if as_json:
         return
@@ -268,11 +257,7 @@ def tokenizer_inspect(
         return
     print(f"\n{len(shown.ids)} tokens")
     data_reports.print_tokens(shown, encoder.special_ids())
-    pieces = [(number, repr(piece)) for number, piece in zip(shown.ids, shown.pieces, strict=True)]
-    if chat is None:
-        table(("id", "piece"), pieces)
-    else:
-        table(("id", "piece", "loss"), [(*piece, "^" * live) for piece, live in zip(pieces, shown.live, strict=True)])
+    table(("id", "piece"), [(number, repr(piece)) for number, piece in zip(shown.ids, shown.pieces, strict=True)])
 
 
 def _reading(text_field: str | None, **values: Any) -> Reading:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from ttrain.core.files import read_json, read_object
 from ttrain.core.terminal import escaped
-from ttrain.data import chat_shapes, records
 from ttrain.data.blocks import PARTS
-from ttrain.data.chat import encode_chat, header_length
-from ttrain.data.chat_templates import Messages
+from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
 from ttrain.data.tools import JsonObject
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 
@@ -314,23 +310,6 @@ def describe(encoder: Encoder) -> JsonObject:
     }
 
 
-def chat_of(data: bytes, name: str) -> Messages:
-    """The chat in a JSON object, or in the first of several JSON lines. Raises DataError if it is not a chat."""
-    try:
-        try:
-            value = orjson.loads(data)
-        except ValueError:
-            value = orjson.loads(next((line for line in data.split(b"\n") if line.strip()), b""))
-    except ValueError as error:
-        raise DataError(f"{name} is neither JSON nor lines of JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{name} holds {json.dumps(value)[:40]}, not a JSON object with {chat_shapes.CHAT_FIELDS}")
-    parsed = records.parse_conversation(value)
-    if isinstance(parsed, records.Conversation):
-        return parsed.messages
-    raise DataError(f"{name} holds no chat to learn from: {parsed.reason}")
-
-
 def show_text(encoder: Encoder, text: str) -> TokenView:
     """The tokens of a text, without those around a document. Raises UsageError if it is not valid Unicode."""
     try:
@@ -338,8 +317,3 @@ def show_text(encoder: Encoder, text: str) -> TokenView:
     except UnicodeEncodeError:
         raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
     return TokenView.of(ids, [False] * len(ids), TokenDecoder(encoder))
-
-
-def show_chat(encoder: Encoder, messages: Messages) -> TokenView:
-    """The tokens of a chat, with its loss mask."""
-    return TokenView.of(*encode_chat(encoder, messages), TokenDecoder(encoder))
