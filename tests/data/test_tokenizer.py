@@ -207,18 +207,6 @@ def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None
     assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
 
 
-def test_a_reservoir_is_spread_over_the_whole_input_and_exact() -> None:
-    rows = texts(5000, 10)
-    kept = sample(rows, config(max_documents=500))
-    assert (len(kept.texts), kept.documents_seen) == (500, 5000)
-    tenths = [0] * 10
-    for row in kept.texts:
-        tenths[int(row[:6]) // 500] += 1
-    assert all(abs(tenth - 50) < 4 * 50**0.5 for tenth in tenths)
-    again = sample(rows, config(max_documents=500, seed=2)).texts
-    assert len({*again} & {*kept.texts}) < 100, "another seed takes others"
-
-
 def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
     rows = iter(texts(1000))
     assert sample(rows, config(sample="head", max_documents=30)) == TextSample(texts(30), 3000, 30)
