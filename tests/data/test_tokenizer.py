@@ -23,7 +23,6 @@ from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import TextSample, sample
-from ttrain.errors import DataError
 from ttrain.stages.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
@@ -242,22 +241,3 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: 
     assert all(entry["documents"] and entry["bytes_per_token"] >= 1 for entry in head["files"]), (
         "also what it does not reach"
     )
-
-
-def test_a_few_bad_lines_are_counted_and_many_or_no_text_end_it_naming_the_field(tmp_path: Path) -> None:
-    rows, settings = tmp_path / "rows.jsonl", config(vocab_size=400)
-    write_rows(rows, corpus(400))
-    with rows.open("a") as file:
-        file.write('{broken\n{"text": 1}\n{"txt": "x"}\n')
-    result = train_directory([str(rows)], tmp_path / "out", settings, Reading())
-    assert (result["rows"]["rows"], sum(result["rows"]["rejected"].values())) == (403, 3)
-    assert result["rows"]["first_rejected"][0].startswith(f"{rows}:401:")
-    blank = tmp_path / "blank.jsonl"
-    write_rows(blank, [" "])
-    for path, reading, message in (
-        (rows, Reading(rejected_fraction=0.001), "text"), (rows, Reading(text_field="body"), "body"),
-        (blank, Reading(), r"data\.pretrain.*no rows are left of 1"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=message):
-            train_directory([str(path)], tmp_path / "no", settings, reading)
-    assert not (tmp_path / "no").exists()
