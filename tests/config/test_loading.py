@@ -74,13 +74,6 @@ def test_an_empty_section_in_a_file_changes_nothing(tmp_path: Path, profile: str
     assert loaded.sources == {KEY: "profile mine"}
 
 
-def test_the_environment_of_the_process_is_read_and_other_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTRAIN__MODEL__LAYERS", "3")
-    monkeypatch.setenv("TTRAIN_HOME", "somewhere")
-    assert load().settings.model.layers == 3
-    assert load().sources == {"model.layers": "TTRAIN__MODEL__LAYERS"}
-
-
 def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = settings_file(tmp_path, "sft: {epoch: 2}")
     (tmp_path / "profiles").mkdir()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.hostile_rows import READING
 from support.located_files import ROW
 from support.tiny_data import make_tokenizer
+from support.web import Site, served
 
+from ttrain.data import remote
 from ttrain.data.blocks import BlockRecipe
 from ttrain.stages.shards import recipe_of
 
@@ -42,3 +45,12 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(ROW)
     return tmp_path
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An empty server; what fails is tried again at once."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    with served(Site({})) as opened:
+        yield opened

@@ -34,7 +34,7 @@ from ttrain.data.jinja_templates import SPECIAL_TOKENS
 from ttrain.data.records import NOT_UTF8, NULS
 from ttrain.data.sharding import Here
 from ttrain.data.validate import validate
-from ttrain.errors import CannotRead, DataError, TTrainError
+from ttrain.errors import CannotRead, DataError
 from ttrain.stages import shards
 from ttrain.stages.job import StageContext
 
@@ -355,22 +355,3 @@ def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipe: Bl
     for (rows, peak, _), bytes_a_byte in zip(found, (24, 64), strict=True):
         assert rows["kept"] == rows["rows"] == 2
         assert peak < 200 + bytes_a_byte * 20
-
-
-# --- a collection beside the checkout, where TTRAIN_HOSTILE names one
-
-COLLECTION = sorted(Path(os.environ.get("TTRAIN_HOSTILE", os.devnull)).glob("*.jsonl*"))
-
-if COLLECTION:
-
-    @pytest.mark.parametrize("path", COLLECTION, ids=lambda path: path.name)
-    @pytest.mark.parametrize("kind", ["documents", "chats"])
-    def test_files_of_the_collection_add_up_or_are_refused_by_name(
-        tmp_path: Path, recipes: dict[str, BlockRecipe], path: Path, kind: str
-    ) -> None:
-        here = tmp_path / path.name
-        here.symlink_to(path)
-        try:
-            outcome(here, recipes[kind])
-        except TTrainError as error:
-            assert str(here) in str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.located_files import NEW, ROW, expand
 from support.paths import ROOT
-from support.web import Site, served
+from support.web import Site
 
 from ttrain.core.hashing import digest_of
 from ttrain.data import locations, remote
@@ -126,13 +125,11 @@ print([name for name in ("fsspec", "huggingface_hub", "aiohttp", "pyarrow", "tor
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A server with files at several depths; what fails is tried again at once."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+def site(site: Site) -> Site:
+    """A server with files at several depths."""
     names = ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "deep/er/d.parquet", "notes.txt", ".hidden.jsonl", "page.html")
-    with served(Site({f"/data/{name}": ROW for name in names})) as opened:
-        yield opened
+    site.files = {f"/data/{name}": ROW for name in names}
+    return site
 
 
 def test_a_url_is_a_file_a_glob_or_a_folder_as_a_path_is(site: Site) -> None:

@@ -16,7 +16,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from pyarrow import parquet as pq
 from support.packed_files import PACKS, PEAK, Pack, zstd
 from support.paths import ROOT
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
-from support.web import Site, served
+from support.web import Site
 
-from ttrain.data import decompress, remote, streams
+from ttrain.data import decompress, streams
 from ttrain.data.streams import CHUNK_BYTES
 from ttrain.errors import DataError
 
@@ -245,15 +245,6 @@ def test_what_is_not_a_regular_file_is_refused_by_name(tmp_path: Path, make: Cal
 
 
 # --- files behind URLs
-
-
-@pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty server; what fails is tried again at once."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
-    with served(Site({})) as opened:
-        yield opened
 
 
 def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> None:

@@ -23,7 +23,6 @@ from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import TextSample, sample
-from ttrain.errors import DataError
 from ttrain.stages import tokenizer as stage
 from ttrain.stages.tokenizer import train_directory
 
@@ -208,18 +207,6 @@ def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None
     assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
 
 
-def test_a_reservoir_is_spread_over_the_whole_input_and_exact() -> None:
-    rows = texts(5000, 10)
-    kept = sample(rows, config(max_documents=500))
-    assert (len(kept.texts), kept.documents_seen) == (500, 5000)
-    tenths = [0] * 10
-    for row in kept.texts:
-        tenths[int(row[:6]) // 500] += 1
-    assert all(abs(tenth - 50) < 4 * 50**0.5 for tenth in tenths)
-    again = sample(rows, config(max_documents=500, seed=2)).texts
-    assert len({*again} & {*kept.texts}) < 100, "another seed takes others"
-
-
 def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
     rows = iter(texts(1000))
     assert sample(rows, config(sample="head", max_documents=30)) == TextSample(texts(30), 3000, 30)
@@ -260,22 +247,3 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(
     monkeypatch.setattr(stage, "MEASURED_BYTES_OF_ALL", 2 * 1500)  # of many files, fewer of each
     few = train_directory(paths, tmp_path / "few", config(vocab_size=400, max_documents=10), reading)["files"]
     assert few[1]["documents"] == 2 and few[0]["bytes"] <= 1500
-
-
-def test_a_few_bad_lines_are_counted_and_many_or_no_text_end_it_naming_the_field(tmp_path: Path) -> None:
-    rows, settings = tmp_path / "rows.jsonl", config(vocab_size=400)
-    write_rows(rows, corpus(400))
-    with rows.open("a") as file:
-        file.write('{broken\n{"text": 1}\n{"txt": "x"}\n')
-    result = train_directory([str(rows)], tmp_path / "out", settings, Reading())
-    assert (result["rows"]["rows"], sum(result["rows"]["rejected"].values())) == (403, 3)
-    assert result["rows"]["first_rejected"][0].startswith(f"{rows}:401:")
-    blank = tmp_path / "blank.jsonl"
-    write_rows(blank, [" "])
-    for path, reading, message in (
-        (rows, Reading(rejected_fraction=0.001), "text"), (rows, Reading(text_field="body"), "body"),
-        (blank, Reading(), r"data\.pretrain.*no rows are left of 1"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=message):
-            train_directory([str(path)], tmp_path / "no", settings, reading)
-    assert not (tmp_path / "no").exists()

@@ -194,40 +194,9 @@ def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(st
 # --- what was made from it ----------------------------------------------------------------------------------------------
 
 
-def chain(store: ArtifactStore) -> list[Artifact]:
-    """A model, one made from it, and one made from that."""
-    artifacts: list[Artifact] = []
-    for stage in ("pretrain", "sft", "lora"):
-        output = store.work(stage, "k" * 64) / "output"
-        (output / "model").mkdir(parents=True)
-        (output / "model" / "weights.bin").write_bytes(stage.encode())
-        base = artifacts[-1] if artifacts else None
-        inputs = {"base": {"stage": base.stage, "key": base.key, "content": base.content}} if base else {}
-        manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": inputs}
-        artifacts.append(store.publish(stage, "k" * 64, output, manifest))
-    return artifacts
-
-
-def test_what_was_made_from_an_artifact_before_it_was_damaged_stays(store: ArtifactStore) -> None:
-    base, sft, lora = chain(store)
-    flip_bit(base.path / "model" / "weights.bin")
-    [removal] = artifact_commands.set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
-    assert removal.stage == "pretrain"
-    assert store.find("sft", sft.key) and store.find("lora", lora.key)
-
-
-def test_what_was_made_from_an_artifact_whose_manifest_alone_is_lost_stays(store: ArtifactStore) -> None:
-    base, *_ = chain(store)
-    (base.path / "manifest.json").write_bytes(b"[" * 100_000)
-    (problem,) = store.unreadable().values()
-    assert "nested too deeply" in problem
-    [removal] = artifact_commands.set_aside(store, [DamagedArtifact(base.path, problem)])
-    assert removal.stage == "pretrain"
-
-
 def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(store: ArtifactStore) -> None:
-    base, *_ = chain(store)
-    os.link(base.path / "model" / "weights.bin", store.root / "linked by MLflow")
+    base = publish_file(store, 10)
+    os.link(base.path / "weights", store.root / "linked by MLflow")
 
     class Copies:
         """Another place that has a copy of the model."""
@@ -239,7 +208,7 @@ def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_ane
             raise AssertionError
 
     elsewhere = ArtifactStore(store.root, Copies())
-    flip_bit(base.path / "model" / "weights.bin")
+    flip_bit(base.path / "weights")
     artifact_commands.set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
     assert elsewhere.find("pretrain", base.key) is None
     base = replace(base, manifest={**base.manifest, "published": base.manifest["published"] + 60})

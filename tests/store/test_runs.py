@@ -134,16 +134,6 @@ def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypa
     assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
 
 
-@pytest.mark.parametrize(("age", "outcome"), [(6, "running"), (8, "crashed")])
-def test_a_run_of_another_machine_is_believed_while_it_notes_something(tmp_path: Path, age: int, outcome: str) -> None:
-    """Its process cannot be asked for here: the same number may be anybody's."""
-    made = record(tmp_path, process={"pid": 1, "started": 1.0, "host": "another"})
-    when = made.path.stat().st_mtime - age * 86400
-    os.utime(made.path, (when, when))
-    assert history(tmp_path)[0]["outcome"] == outcome
-    assert runs.in_progress(tmp_path) == ([] if outcome == "crashed" else history(tmp_path))
-
-
 def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     assert runs.builder(store, "sft", "k") == "another run"

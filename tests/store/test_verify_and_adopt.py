@@ -22,22 +22,9 @@ from ttrain.pipeline import artifact_commands
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
-from ttrain.store.layout import Artifact, write_manifest
+from ttrain.store.layout import Artifact
 
 # --- verify -------------------------------------------------------------------------------------------------------------
-
-
-def test_verify_names_each_kind_of_damage(user_home: Home) -> None:
-    missing, short, other = (user_home.publish("sft", name) for name in ("missing", "short", "other"))
-    assert artifact_commands.verify(other) == []
-    (missing.path / "model/weights.bin").unlink()
-    (short.path / "model/weights.bin").write_bytes(b"x")
-    write_manifest(other.path, {**other.manifest, "ingredients": {"files": {}, "settings": {"name": "other"}}})
-    expected = {missing.key: "cannot be read", short.key: "has 1 bytes", other.key: "made of other things"}
-    for artifact in user_home.store.artifacts():
-        [problem] = artifact_commands.verify(artifact)
-        assert expected.pop(artifact.key) in problem
-    assert expected == {}
 
 
 def alter(manifest: Path, **values: Any) -> None:
@@ -79,30 +66,31 @@ def test_an_artifact_whose_manifest_is_damaged_is_not_found_and_is_named(user_ho
         shutil.rmtree(path)
 
 
-def test_a_damaged_manifest_is_listed_and_set_aside(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, harmed = user_home.publish("sft", "whole"), user_home.publish("sft", "harmed")
-    os.truncate(harmed.path / "manifest.json", 40)
-    said = "manifest.json cannot be read: "
+def test_verify_names_each_kind_of_damage_and_sets_it_aside(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was made from it stays."""
+    names = ("whole", "flipped", "missing", "short", "cut")
+    whole, *harmed = (user_home.publish("pretrain", name) for name in names)
+    flipped, missing, short, cut = harmed
+    sft = user_home.publish("sft", "sft", base=flipped)
+    assert "6 artifacts" in printed(capsys, "artifacts", "verify")
+    weights = "model/weights.bin"
+    flip_bit(flipped.path / weights)
+    assert user_home.store.find("pretrain", flipped.key), "a hit looks at sizes and times"
+    (missing.path / weights).unlink()
+    (short.path / weights).write_bytes(b"x")
+    os.truncate(cut.path / "manifest.json", 40)
+    problems = ("was altered after it was published", "cannot be read: No such file or directory", "has 1 bytes where")
+    said = {artifact.key: f"{weights} {problem}" for artifact, problem in zip(harmed, problems, strict=False)}
+    said[cut.key] = "manifest.json cannot be read: "
     states = {row["key"]: row["state"] for row in json.loads(printed(capsys, "artifacts", "list", "--json"))}
-    assert states.keys() == keys(whole, harmed) and states[harmed.key].startswith(f"damaged: {said}")
+    assert states.keys() == keys(whole, sft, *harmed) and states[cut.key].startswith(f"damaged: {said[cut.key]}")
     told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
-    (entry,) = told["damaged"]
-    assert (told["artifacts"], entry["key"]) == (2, harmed.key) and entry["problems"][0].startswith(said)
-    assert ": 1 damaged; moved to replaced" in printed(capsys, "artifacts", "verify", "--set-aside", code=1)
-    assert not harmed.path.exists() and "1 artifacts" in printed(capsys, "artifacts", "verify")
-
-
-def test_verify_notices_what_a_hit_cannot_and_sets_it_aside(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, base = user_home.publish("pretrain", "whole"), user_home.publish("pretrain", "base")
-    sft = user_home.publish("sft", "sft", base=base)
-    assert "3 artifacts" in printed(capsys, "artifacts", "verify")
-    flip_bit(base.path / "model" / "weights.bin")
-    assert user_home.store.find("pretrain", base.key), "a hit looks at sizes and times"
-    told = json.loads(printed(capsys, "artifacts", "verify", "--json", code=1))
-    damage = {entry["key"]: entry["problems"] for entry in told["damaged"]}
-    assert damage == {base.key: ["model/weights.bin was altered after it was published"]}
+    assert (told["artifacts"], {entry["key"] for entry in told["damaged"]}) == (6, {*said})
+    for entry in told["damaged"]:
+        [problem] = entry["problems"]
+        assert problem.startswith(said[entry["key"]])
     text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
-    assert base.key[:12] in text and "1 damaged; moved to replaced" in text
+    assert flipped.key[:12] in text and ": 4 damaged; moved to replaced" in text
     assert user_home.keys == keys(whole, sft) and "none damaged" in printed(capsys, "artifacts", "verify", "pretrain")
 
 

@@ -25,8 +25,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, write_manifest
 
 DAY = 86400
-
-
 LONG_AGO = 100 * DAY
 
 
@@ -43,13 +41,9 @@ class Home:
         output = self.store.work(stage, key) / "output"
         (output / "model").mkdir(parents=True)
         (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
-        manifest = {
-            "result": {"loss": 1.5},
-            "ingredients": ingredients,
-            "inputs": {of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()},
-            "seconds": 1.0,
-            "provenance": {"libraries": {"torch": "2.13"}},
-        }
+        read = {of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()}
+        made_by = {"seconds": 1.0, "provenance": {"libraries": {"torch": "2.13"}}}
+        manifest = {"result": {"loss": 1.5}, "ingredients": ingredients, "inputs": read, **made_by}
         made = self.store.publish(stage, key, output, manifest)
         shutil.rmtree(self.store.work(stage, key))
         write_manifest(made.path, {**made.manifest, "published": time.time() - age})
@@ -84,17 +78,9 @@ class Home:
             os.utime(path, (time.time() - age, time.time() - age))
         return work
 
-    def clean(
-        self, registered: Any = (), keep: int = 1, days: float = 14, *, dry_run: bool = False
-    ) -> garbage_collection.CleanupResult:
-        return garbage_collection.clean(
-            self.store,
-            registered,
-            keep_runs=keep,
-            older_than_days=days,
-            needed_by_nights=records.needed_keys,
-            dry_run=dry_run,
-        )
+    def clean(self, registered: Any = (), keep: int = 1, days: float = 14) -> garbage_collection.CleanupResult:
+        options: dict[str, Any] = {"keep_runs": keep, "older_than_days": days, "needed_by_nights": records.needed_keys}
+        return garbage_collection.clean(self.store, registered, **options)
 
     @property
     def keys(self) -> set[str]:

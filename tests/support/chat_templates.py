@@ -28,12 +28,7 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
     trained.train_from_iterator(["the quick brown fox jumps over the lazy dog; user assistant system tool"] * 5, trainer)
     directory.mkdir(parents=True, exist_ok=True)
     trained.save(str(directory / "tokenizer.json"))
-    settings = {
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "chat_template": template,
-        **config,
-    }
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+    settings = {**tokens, "chat_template": template, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return directory

@@ -137,14 +137,8 @@ class Cli:
         return self.here(*arguments, settings=settings, errors=False)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*arguments),
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.data,
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(self.command(*arguments), env=self.environment, text=True, cwd=self.data, **streams)
 
     def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:
         """Stages of the plan by name."""

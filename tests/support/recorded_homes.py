@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,40 +57,23 @@ def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]
 
 
 def make_run(
-    home: Path,
-    name: str,
-    stages: Sequence[Made],
-    *,
-    number: int = 0,
-    outcome: str = "completed",
-    settings: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    tracked: bool = False,
+    home: Path, name: str, stages: Sequence[Made], *, number: int = 0, outcome: str = "completed",
+    settings: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None, tracked: bool = False,
     **noted: Any,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Put a run on record, its artifacts into the store, and where `tracked` all of it into MLflow; MLflow's id of it."""
     began = BEGAN + 1000 * number
     for made in stages:
         if made.outcome == "completed":
             _artifact(home, name, made, began)
     tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
-    run_id = _track(home, name, stages, tree, metrics or {}, outcome, began) if tracked else None
+    run_id = _track(home, name, stages, metrics or {}, outcome, began) if tracked else None
+    told = [{"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages]
     record = {
-        "run": name,
-        "pipeline": name.split("-")[0],
-        "outcome": outcome,
-        "started": "",
-        "started_unix": began,
-        "seconds": 60.5,
-        "process": NONE_SUCH,
-        "stages": [
-            {"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages
-        ],
-        "metrics": dict(metrics or {}),
-        "settings": tree,
-        "tracking": {"run_id": run_id, "url": None},
-        **noted,
-    }
+        "run": name, "pipeline": name.split("-")[0], "outcome": outcome, "started": "", "started_unix": began,
+        "seconds": 60.5, "process": NONE_SUCH, "stages": told, "metrics": dict(metrics or {}), "settings": tree,
+        "tracking": {"run_id": run_id, "url": None}, **noted,
+    }  # fmt: skip
     (home / "runs").mkdir(parents=True, exist_ok=True)
     write_json(home / "runs" / f"{name}.json", record)
     return run_id
@@ -105,40 +89,19 @@ def _artifact(home: Path, run: str, made: Made, began: float) -> None:
         lines = (json.dumps(row) + "\n" for row in rows_of(made.losses, began))
         (directory / "run" / "metrics.jsonl").write_text("".join(lines))
     inputs = {name: {"stage": stage, "key": key, "content": content} for name, (stage, key, content) in made.inputs.items()}
+    files = [{"name": name, "sha256": digest} for name, digest in made.files.items()]
+    contents = {name: content for name, (_, _, content) in made.inputs.items()}
     manifest = {
-        "format": FORMAT,
-        "stage": made.stage,
-        "key": made.key,
-        "published": began + 30.0,
-        "seconds": 5.5,
-        "files": {},
-        "inputs": inputs,
-        "result": dict(made.result),
-        "continued": [],
-        "extends": None,
-        "ingredients": {
-            "stage": made.stage,
-            "settings": {},
-            "code": dict(made.code),
-            "inputs": {name: content for name, (_, _, content) in made.inputs.items()},
-            "files": {"train": [{"name": name, "sha256": digest} for name, digest in made.files.items()]}
-            if made.files
-            else {},
-        },
+        "format": FORMAT, "stage": made.stage, "key": made.key, "published": began + 30.0, "seconds": 5.5, "files": {},
+        "inputs": inputs, "result": dict(made.result), "continued": [], "extends": None,
+        "ingredients": {"stage": made.stage, "settings": {}, "code": dict(made.code), "inputs": contents,
+                        "files": {"train": files} if files else {}},
         "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}, "run": run},
-    }
+    }  # fmt: skip
     write_json(directory / "manifest.json", manifest)
 
 
-def _track(
-    home: Path,
-    name: str,
-    stages: Sequence[Made],
-    settings: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    outcome: str,
-    began: float,
-) -> str:
+def _track(home: Path, name: str, stages: Sequence[Made], metrics: Mapping[str, float], outcome: str, began: float) -> str:
     """By the client that the pipeline uses."""
     store = opened(home)
     parent = store.start_run(name, tags={"ttrain.pipeline": "full"}, params={})
@@ -160,8 +123,6 @@ def _track(
 
 def alive() -> dict[str, Any]:
     """The process of the test itself, for the record of a run that goes on."""
-    import os
-
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 

@@ -46,14 +46,9 @@ def make_or_die(*arguments: Any) -> tuple[str, str, bool]:
 
 
 def build(
-    output: Path,
-    files: Sequence[Path],
-    recipe: BlockRecipe,
-    reading: Reading = ALL,
-    *,
-    heldout: Sequence[Path] = (),
+    output: Path, files: Sequence[Path], recipe: BlockRecipe, reading: Reading = ALL, *, heldout: Sequence[Path] = (),
     **more: Any,
-) -> ShardSetResult:
+) -> ShardSetResult:  # fmt: skip
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
     roles = {"train": files, **({"heldout": heldout} if heldout else {})}
     given = {role: [DataFile(str(path), path.name) for path in paths] for role, paths in roles.items()}
@@ -61,11 +56,8 @@ def build(
 
 
 def digests(output: Path) -> dict[str, str]:
-    found = {}
-    for part in ("train", "heldout"):
-        for path in sorted((output / part).iterdir()):
-            found[f"{part}/{path.name}"] = sha256_file(path)
-    return found
+    paths = (path for part in ("train", "heldout") for path in sorted((output / part).iterdir()))
+    return {f"{path.parent.name}/{path.name}": sha256_file(path) for path in paths}
 
 
 opened = functools.cache(Encoder)

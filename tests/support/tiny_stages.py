@@ -72,14 +72,7 @@ class Home:
 
 def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
     """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
-    speed = {
-        "device": "cpu",
-        "threads": 1,
-        "rows_per_device": 4,
-        "log_every_steps": 1,
-        "checkpoint_every_steps": 4,
-        **runtime,
-    }
+    speed = {"device": "cpu", "threads": 1, "rows_per_device": 4, "log_every_steps": 1, "checkpoint_every_steps": 4}
     common = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
     return Settings.model_validate({
         "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -264,25 +261,12 @@ def test_a_kill_while_a_set_is_registered_leaves_no_second_one(sets_home: Path, 
     assert number >= 5
 
 
-@pytest.mark.soak
-def test_a_process_that_is_killed_releases_the_lock_and_its_half_is_mended(sets_home: Path) -> None:
-    """The same with a real SIGKILL, after the history and before the alias."""
+def test_what_never_became_champion_is_no_step_of_the_way_back(sets_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its promotion was killed after the history and before the alias."""
     prepared(sets_home)
-    program = (
-        "import os, signal, sys; from pathlib import Path; from ttrain import tracking\n"
-        "from ttrain.tracking.champions import Champions\n"
-        "write_history = Champions.write_history\n"
-        "def write(self, *args):\n"
-        "    write_history(self, *args)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Champions.write_history = write\n"
-        "tracking.Champions(Path(sys.argv[1])).promote('mine', '3')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(sets_home)], timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert history(sets_home) == "1 2 3"
-    assert champion(sets_home).version == "2"
-    assert tracking.Champions(sets_home).rollback("mine").version == "1", (
-        "what never became champion is no step of the way back"
-    )
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        dying_at(patch, 1)
+        tracking.Champions(sets_home).promote("mine", "3")
+    assert (history(sets_home), champion(sets_home).version) == ("1 2 3", "2")
+    assert tracking.Champions(sets_home).rollback("mine").version == "1"
     assert history(sets_home) == "1"

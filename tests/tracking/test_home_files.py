@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -33,12 +32,6 @@ def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: 
 
 def started(store: MlflowStore, run_id: str | None = None) -> TrackedRun:
     return store.start_run("stage", run_id=run_id, tags={}, params={})
-
-
-def fingerprint(root: Path) -> dict[str, tuple[str, int]]:
-    """Digest and mtime of every file."""
-    files = (path for path in sorted(root.rglob("*")) if path.is_file())
-    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
@@ -136,44 +129,6 @@ def test_a_link_that_cannot_be_is_a_copy(odd_home: Path, monkeypatch: pytest.Mon
     run.log_file(odd_home / "weights", "model")
     copy = odd_home / "mlflow" / "artifacts" / run.id / "artifacts" / "model" / "weights"
     assert (copy.stat().st_size, copy.stat().st_nlink) == (LINK_FROM_BYTES, 1)
-
-
-def register(store: MlflowStore, run: TrackedRun, **tags: str) -> str:
-    tags = {"ttrain.key": "k1", "ttrain.content": "c1", **tags}
-    version = store.register_model("quickstart-sft", run=run, artifact_path="model", tags=tags)
-    assert version is not None
-    return version
-
-
-def test_a_copied_home_leaves_the_original_alone(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow.artifacts import download_artifacts
-
-    store = opened(odd_home)
-    run = started(store)
-    run.log_text("{}", "model/config.json")
-    register(store, run)
-    copy = odd_home.parent / "b copy" / "home"
-    shutil.copytree(odd_home, copy)
-    before = fingerprint(odd_home)
-
-    store = opened(copy)
-    again, new = started(store, run_id=run.id), started(store)
-    for either in (again, new):
-        either.log_text("later", "model/later.txt")
-        either.log_metrics([{"step": 1, "tokens": 1, "time": 1.7e9, "metrics": {"loss": 1.0}}])
-        assert either.artifact_uri.startswith(copy.as_uri())
-    assert register(store, new) == "1", "the same model"
-    assert register(store, new, **{"ttrain.content": "c2"}) == "2"
-    assert fingerprint(odd_home) == before
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
-    for version in "12":
-        directory = Path(download_artifacts(f"models:/quickstart-sft/{version}"))
-        assert (directory / "later.txt").is_file()
-        assert directory.is_relative_to(copy)
-    with closing(sqlite3.connect(copy / "mlflow" / "mlflow.db")) as db:
-        dump = "\n".join(db.iterdump())
-    assert str(odd_home) not in dump
-    assert odd_home.as_uri() not in dump
 
 
 def test_mending_rewrites_each_form_once_even_into_a_nested_home(odd_home: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
-from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, alive, falling, make_run
+from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, falling, make_run
 from support.tracked_stores import opened
 from support.waiting import stopwatch
 
@@ -91,13 +91,6 @@ def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(read_home: Pa
         read_run(read_home, FIRST.replace("full", "fill"))
 
 
-def test_an_empty_home_says_how_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for text in ("latest", "something"):
-        with pytest.raises(UsageError, match="begin with `ttrain pipeline run full`"):
-            read_run(tmp_path, text)
-
-
 def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(read_home: Path) -> None:
     view = read_run(read_home, FIRST)
     assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
@@ -140,13 +133,6 @@ def test_a_stage_that_two_runs_built_is_to_each_its_own(read_home: Path, tmp_pat
     first, second = read_runs(tmp_path / "home", [FIRST, again])
     assert [view.stages["pretrain"].made_by for view in (first, second)] == [FIRST, again]
     assert second.curve("pretrain", "loss")[0].time - first.curve("pretrain", "loss")[0].time == 5000.0
-
-
-def test_a_run_whose_process_is_gone_has_crashed_and_one_that_goes_on_runs(read_home: Path, tmp_path: Path) -> None:
-    view = read_run(read_home, KILLED)
-    assert (view.status, view.stages["pretrain"].status, view.stages["sft"].status) == ("crashed", "crashed", "pending")
-    make_run(tmp_path, FIRST, [Made("pretrain", outcome="running")], outcome="running", process=alive())
-    assert read_run(tmp_path, "latest").status == "running"
 
 
 def test_mlflow_has_the_runs_their_curves_and_their_files(read_home: Path) -> None:

@@ -43,15 +43,9 @@ def files(tracked: Any) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def recorded(stage_home: Home) -> tuple[Any, Any, Path]:
-    """A stage that came to its end by day."""
+def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:
     settings = stage_settings(6, sample_every_steps=3, eval_every_steps=3, eval_limit=2, system_metrics_seconds=1)
-    return run(stage_home, settings)
-
-
-def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home, recorded: tuple[Any, Any, Path]) -> None:
-    parent, child, log = recorded
+    parent, child, log = run(stage_home, settings)
     assert "night" not in {**parent.data.tags, **child.data.tags}
     assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
     texts = sorted(name for name in files(child) if "/samples/" in name)
@@ -76,13 +70,6 @@ def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> 
     assert "step 1/40" in files(child)["log.txt"].read_text()
     told = files(parent)[log.name].read_text().splitlines()
     assert " pretrain: failed: " in told[-1] and "loss" in told[-1]
-
-
-def test_the_figures_of_a_result_are_parameters_and_no_charts_of_one_point(recorded: tuple[Any, Any, Path]) -> None:
-    _, child, _ = recorded
-    assert (child.data.params["result.steps"], child.data.params["result.compiled"]) == ("6", "False")
-    assert float(child.data.params["result.validation_loss"]) == pytest.approx(child.data.metrics["validation_loss"])
-    assert {name.partition("/")[0] for name in child.data.metrics if "/" in name} == {"system", "eval"}
 
 
 def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_no_key(

@@ -63,23 +63,6 @@ def test_without_mlflow_everything_is_there_and_does_nothing(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_child_is_nested_and_both_are_continued_not_doubled(tracked_home: Path) -> None:
-    store = opened(tracked_home)
-    parent = started(store, "full", lr=0.02)
-    child = started(store, "pretrain", parent=parent.id)
-    child.finish("FAILED")
-
-    store = opened(tracked_home)
-    again = started(store, "full", run_id=parent.id, lr=0.02)
-    child_again = started(store, "pretrain", run_id=child.id, parent=again.id)
-    assert (again.id, child_again.id) == (parent.id, child.id)
-    assert store.client.get_run(child.id).info.status == "RUNNING"
-    assert store.client.get_run(child.id).data.tags["mlflow.parentRunId"] == parent.id
-    child_again.finish("FINISHED")
-    assert store.client.get_run(child.id).info.status == "FINISHED"
-    assert len(store.client.search_runs([store.experiment_id()])) == 2
-
-
 def test_a_run_that_is_gone_is_made_anew(tracked_home: Path) -> None:
     store = opened(tracked_home)
     deleted = started(store)
