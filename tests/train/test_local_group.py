@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from ttrain.errors import RankLost
 from ttrain.train import local_group
 from ttrain.train.distributed import Ranks
-from ttrain.train.local_group import PeerLost
+from ttrain.train.local_group import LocalGroup, PeerLost
 from ttrain.train.parallel import parallelize
 
 
@@ -120,6 +122,25 @@ def test_a_rank_that_ends_is_named_whatever_the_others_wait_for(tmp_path: Path) 
         return reasons
 
     assert in_ranks(2, tmp_path, lost)[1] == ["rank 0 has closed its connection"] * 3
+
+
+def test_a_rank_that_ends_before_all_are_connected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = LocalGroup._connect
+
+    def end_or_connect(group: LocalGroup, server: socket.socket, name: str) -> None:
+        if group.rank == 0:
+            server.close()
+            raise PeerLost("it ends")
+        time.sleep(0.2)
+        connect(group, server, name)
+
+    def lost(ranks: Ranks) -> str:
+        monkeypatch.setattr(LocalGroup, "_connect", end_or_connect)
+        with pytest.raises(PeerLost) as error:
+            LocalGroup(ranks.rank, ranks.world)
+        return str(error.value)
+
+    assert in_ranks(2, tmp_path, lost) == ["it ends", "rank 0 has closed its connection"]
 
 
 def test_an_error_of_the_network_in_a_task_is_not_taken_for_a_lost_rank() -> None:

@@ -31,8 +31,8 @@ class PeerLost(ConnectionError):
 class LocalGroup:
     """All ranks of a training, if they are on one machine. Its methods are collectives, which all ranks must call alike.
 
-    Each of them raises PeerLost. They need Linux: its sockets whose names are no files, so that neither the length of a
-    path nor the kind of a file system matters and a killed rank leaves nothing behind, and its files without a name.
+    Each of them raises PeerLost. They need Linux, for abstract sockets and files in memory: neither has a path, which could
+    be too long for a socket or on a file system without sockets, and a killed rank leaves nothing behind.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -60,7 +60,10 @@ class LocalGroup:
         for peer in range(self.rank):
             self._peers[peer] = socket.socket(socket.AF_UNIX)
             self._peers[peer].settimeout(WAIT_SECONDS)
-            self._peers[peer].connect(f"{name}-{peer}")
+            try:
+                self._peers[peer].connect(f"{name}-{peer}")
+            except OSError as error:
+                raise _lost(peer, error) from None
             self._send(peer, self.rank.to_bytes(4, "little"))
         while len(self._peers) < self.world - 1:
             try:

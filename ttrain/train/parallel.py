@@ -1,4 +1,4 @@
-"""Data parallelism over ranks: replicated (DDP), tree-reduced or sharded models, and how gradients are summed."""
+"""Data parallelism over ranks: replicated, tree-reduced or sharded models, and how gradients are summed."""
 
 from __future__ import annotations
 
