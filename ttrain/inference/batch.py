@@ -114,9 +114,7 @@ def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable
             done = _write_answers(path, partial, canonical_json(header) + b"\n", make)
             lock.unlink(missing_ok=True)
     except Taken:
-        raise UsageError(
-            f"--out is {path}, to which another process is writing answers; wait, or name another"
-        ) from None
+        raise UsageError(f"--out is {path}, to which another process is writing answers; wait, or name another") from None
     return done
 
 
