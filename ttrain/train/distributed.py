@@ -62,8 +62,8 @@ class Ranks:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether no network lies between the ranks."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
+        """Whether no network lies between the ranks; False where nothing says how many run on this machine."""
+        return os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
