@@ -17,7 +17,7 @@ from ttrain.errors import RankLost
 from ttrain.train import local_group
 from ttrain.train.distributed import Ranks
 from ttrain.train.local_group import LocalGroup, PeerLost
-from ttrain.train.parallel import parallelize
+from ttrain.train.parallel import broadcast, parallelize
 
 
 def exchange(ranks: Ranks) -> dict[str, Any]:
@@ -141,6 +141,22 @@ def test_a_rank_that_ends_before_all_are_connected_is_named(tmp_path: Path, monk
         return str(error.value)
 
     assert in_ranks(2, tmp_path, lost) == ["it ends", "rank 0 has closed its connection"]
+
+
+def test_a_rank_that_ends_before_the_model_is_placed_is_lost(tmp_path: Path) -> None:
+    def lost(ranks: Ranks) -> str:
+        module = nn.Linear(2, 2)
+        if ranks.first:
+            assert ranks.local is not None
+            broadcast(module.parameters())
+            ranks.local.close()
+            return ""
+        with pytest.raises(RankLost) as error:
+            parallelize(module, ranks, parallel="ddp", reduction="fast")
+        return str(error.value)
+
+    told = in_ranks(2, tmp_path, lost)[1]
+    assert told == "another rank ended while rank 1 was exchanging gradients: rank 0 has closed its connection"
 
 
 def test_an_error_of_the_network_in_a_task_is_not_taken_for_a_lost_rank() -> None:

@@ -155,7 +155,8 @@ def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: st
     if parallel == "fsdp" and ranks.world > 1:
         return Sharded(module, ranks)
     if ranks.local is not None:
-        return InSharedMemory(module, ranks.local)
+        with ranks.exchanging():
+            return InSharedMemory(module, ranks.local)
     return Replicated(module, ranks)
 
 
