@@ -78,7 +78,7 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     assert batch.write_answers(whole, {"model": 1}, make) == 0
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
-    assert not cut.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"p.jsonl", "whole.jsonl", "cut.jsonl.partial"}
     with exclusive(cut.with_name(".cut.jsonl.lock")), pytest.raises(UsageError, match="another process is writing answers"):
         batch.write_answers(cut, {"model": 1}, make)
     partial = cut.with_name("cut.jsonl.partial")

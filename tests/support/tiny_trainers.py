@@ -228,6 +228,7 @@ def in_ranks(
         status = 1
         try:
             torch.set_num_threads(1)
+            os.environ["LOCAL_WORLD_SIZE"] = str(world)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
             found = work(Ranks(rank, world, CPU, local=LocalGroup(rank, world) if local else None))
             store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))

@@ -203,6 +203,9 @@ def test_ranks_of_several_machines_share_no_matrices(monkeypatch: pytest.MonkeyP
     assert muon.ranks is None
     optimizers.prepare(torch.float32, Ranks(0, 2, CPU))
     assert muon.ranks is not None
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    optimizers.prepare(torch.float32, Ranks(0, 2, CPU))
+    assert muon.ranks is None, "where each rank runs is unknown"
 
 
 def test_the_state_names_the_parameters() -> None:

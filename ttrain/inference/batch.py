@@ -107,15 +107,15 @@ def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable
     continues after the last complete row of an interrupted one, any other starts over. Raises UsageError where another
     process is writing them.
     """
-    partial = partial_of(path)
     lock = path.with_name(f".{path.name}.lock")
     try:
         with exclusive(lock, refuse):
-            done = _write_answers(path, partial, canonical_json(header) + b"\n", make)
-            lock.unlink(missing_ok=True)
+            try:
+                return _write_answers(path, partial_of(path), canonical_json(header) + b"\n", make)
+            finally:
+                lock.unlink(missing_ok=True)
     except Taken:
         raise UsageError(f"--out is {path}, to which another process is writing answers; wait, or name another") from None
-    return done
 
 
 def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int], Iterable[list[JsonObject]]]) -> int:

@@ -32,7 +32,7 @@ WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 BLOCK = 128  # queries; rows of 256 in blocks of 128: 7.1 ms, of 192: 7.7, of 256: 7.9
 LENGTH_STEP = 16  # lengths of groups are multiples of it, of which there are few
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
-KEPT_BYTES = 4 << 20  # of a layer's attention weights: kept for the gradients up to that, else computed again
+KEPT_BYTES = 8 << 20  # of the weights and the states by group of a layer: up to that kept for the gradients
 
 # Queries [N*G, R, L, K], keys and values [N*G, L, K] of a group, and the weights of each of its blocks where they are kept
 Group = tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -288,7 +288,7 @@ def record_attention(
 
 
 class RecordAttention(torch.autograd.Function):
-    """Products and weights in `dtype`. Where `mixed` keeps none, they are computed again for the gradients
+    """Products and weights in `dtype`. Weights that `mixed` does not keep are computed again for the gradients
     (arXiv:2205.14135)."""
 
     @staticmethod
@@ -298,18 +298,15 @@ class RecordAttention(torch.autograd.Function):
         query, key, value = (tensor.to(dtype) for tensor in (query_BTHK, key_BTGK, value_BTGK))
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
         out, kept = mixed(query, key, value, groups, scale)
+        ctx.is_kept = bool(kept)
         ctx.save_for_backward(out, *(kept or (query, key, value)))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
         out, *states = ctx.saved_tensors
-        if len(states) == 3:
-            query, key, value = states
-            made = grouped(query, key, value, ctx.groups)
-        else:
-            made = kept_groups(states, ctx.groups)
-        slopes = mixed_slopes(grad_BTHK, out, made, ctx.groups, ctx.scale)
+        by_group = kept_groups(states, ctx.groups) if ctx.is_kept else grouped(states, ctx.groups)
+        slopes = mixed_slopes(grad_BTHK, out, by_group, ctx.groups, ctx.scale)
         return *(slope.to(dtype) for slope, dtype in zip(slopes, ctx.types, strict=True)), None, None, None
 
 
@@ -319,9 +316,11 @@ def mixed(
     """Values [B, T, H, K], mixed by the attention within records; and what the gradients need besides, for `kept_groups`,
     or [] where that is more than KEPT_BYTES."""
     outs, kept = [], list[Tensor]()
-    keeps = query_BTHK.shape[2] * groups.scores * query_BTHK.element_size() <= KEPT_BYTES
+    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
+    numbers = H * groups.scores + (H + 2 * G) * K * sum(places_NL.numel() for places_NL in groups.places)
+    keeps = numbers * query_BTHK.element_size() <= KEPT_BYTES
     with torch.autocast(query_BTHK.device.type, enabled=False):
-        for q_XRLK, k_XLK, v_XLK, _ in grouped(query_BTHK, key_BTGK, value_BTGK, groups):
+        for q_XRLK, k_XLK, v_XLK, _ in grouped((query_BTHK, key_BTGK, value_BTGK), groups):
             X, R, L, K = q_XRLK.shape
             parts, all_weights = [], []
             for rows, end in _blocks(L):
@@ -335,7 +334,7 @@ def mixed(
 
 
 def mixed_slopes(
-    grad_BTHK: Tensor, out_BTHK: Tensor, made: Iterable[Group], groups: RecordGroups, scale: float
+    grad_BTHK: Tensor, out_BTHK: Tensor, by_group: Iterable[Group], groups: RecordGroups, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, in their type, from that of what `mixed` made of them."""
     B, T, H, K = out_BTHK.shape
@@ -345,7 +344,7 @@ def mixed_slopes(
     grad = grad_BTHK.to(dtype).reshape(-1, K)
     grads_of_groups: tuple[list[Tensor], ...] = ([], [], [])
     delta_M = (grad * out_BTHK.view(-1, K)).sum(-1)
-    for number, (q_XRLK, k_XLK, v_XLK, all_weights) in enumerate(made):
+    for number, (q_XRLK, k_XLK, v_XLK, all_weights) in enumerate(by_group):
         X, R, L, _ = q_XRLK.shape
         G = H // R
         do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
@@ -373,13 +372,13 @@ def mixed_slopes(
     return dq.mul_(scale).view(B, T, H, K), dk.mul_(scale).view(B, T, G, K), dv.view(B, T, G, K)
 
 
-def grouped(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups) -> Iterator[Group]:
-    """Copies of the states by group, without weights."""
-    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
-    q, k, v = (states.reshape(-1, K) for states in (query_BTHK, key_BTGK, value_BTGK))
+def grouped(states: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
+    """Copies of queries, keys and values by group, without weights."""
+    (H, K), G = states[0].shape[2:], states[1].shape[2]
+    q, k, v = (tensor.reshape(-1, K) for tensor in states)
     for places_NL, of_queries, of_keys in zip(groups.places, groups.indices(H)[0], groups.indices(G)[0], strict=True):
         X, L = places_NL.shape[0] * G, places_NL.shape[1]
-        keys, values = (states.index_select(0, of_keys).view(X, L, K) for states in (k, v))
+        keys, values = (tensor.index_select(0, of_keys).view(X, L, K) for tensor in (k, v))
         yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values, []
 
 

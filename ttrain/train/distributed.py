@@ -17,7 +17,7 @@ from torch import Tensor
 from ttrain.core.signals import RENDEZVOUS
 from ttrain.errors import RankLost
 from ttrain.train import watchdog
-from ttrain.train.local_group import LocalGroup
+from ttrain.train.local_group import LocalGroup, PeerLost
 from ttrain.train.watchdog import Watchdog
 
 # Fallback below the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
@@ -38,8 +38,8 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA; on the CPU
-        of one machine also that of its own."""
+        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA. Ranks that
+        are all on the CPU of one machine join a `LocalGroup` besides."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
         ranks = cls(rank, world, device, watchdog.current())
@@ -51,7 +51,7 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
-                if device.type == "cpu" and ranks.on_one_machine:
+                if device.type == "cpu" and ranks.on_one_machine and LocalGroup.is_available():
                     ranks = replace(ranks, local=LocalGroup(rank, world))
         return ranks
 
@@ -62,8 +62,8 @@ class Ranks:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether no network lies between the ranks."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
+        """Whether no network lies between the ranks; False where nothing says how many run on this machine."""
+        return os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
@@ -121,7 +121,7 @@ class Ranks:
         """Turn the network error that a lost rank causes into RankLost."""
         try:
             yield
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, PeerLost) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RankLost(f"another rank ended while rank {self.rank} was {activity}: {reason}") from error
 
@@ -130,8 +130,8 @@ class Ranks:
         """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
         try:
             yield
-        except (RuntimeError, ConnectionError, TimeoutError) as error:
-            by_network = not isinstance(error, RuntimeError) or any(word in str(error).lower() for word in NETWORK_WORDS)
+        except (RuntimeError, PeerLost) as error:
+            by_network = isinstance(error, PeerLost) or any(word in str(error).lower() for word in NETWORK_WORDS)
             if self.world > 1 and by_network:
                 with self._naming_lost_ranks("exchanging gradients"):
                     raise

@@ -256,20 +256,20 @@ class _RotaryAttention(torch.autograd.Function):
         turned_key = _rotated(key, key_weight, key_scale, key_turn)
         out, kept = mixed(turned_query, turned_key, value, groups, scale)
         ctx.save_for_backward(query, query_weight, query_scale, key, key_weight, key_scale, out, *(kept or (value,)))
-        ctx.turns, ctx.groups, ctx.scale = (query_turn, key_turn), groups, scale
+        ctx.turns, ctx.groups, ctx.scale, ctx.is_kept = (query_turn, key_turn), groups, scale, bool(kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, query_weight, query_scale, key, key_weight, key_scale, out, *kept = ctx.saved_tensors
+        query, query_weight, query_scale, key, key_weight, key_scale, out, *states = ctx.saved_tensors
         query_turn, key_turn = ctx.turns
-        if len(kept) > 1:
-            made = kept_groups(kept, ctx.groups)
+        if ctx.is_kept:
+            by_group = kept_groups(states, ctx.groups)
         else:
             turned_query = _rotated(query, query_weight, query_scale, query_turn)
             turned_key = _rotated(key, key_weight, key_scale, key_turn)
-            made = grouped(turned_query, turned_key, kept[0], ctx.groups)
-        of_query, of_key, of_value = mixed_slopes(grad, out, made, ctx.groups, ctx.scale)
+            by_group = grouped((turned_query, turned_key, *states), ctx.groups)
+        of_query, of_key, of_value = mixed_slopes(grad, out, by_group, ctx.groups, ctx.scale)
         of_query, of_query_weight = _rotation_slopes(of_query, query, query_weight, query_scale, query_turn)
         of_key, of_key_weight = _rotation_slopes(of_key, key, key_weight, key_scale, key_turn)
         return of_query, of_key, of_value, of_query_weight, None, None, of_key_weight, None, None, None, None

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
+import secrets
 import socket
-import tempfile
-from pathlib import Path
+import struct
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LARGEST_MESSAGE = 32 * 1024  # bytes: all send before any receives, and a socket holds 200 kB that nobody has read
+# Bytes: all ranks send before any receives, so a socket must hold a message that nobody has read.
+LARGEST_MESSAGE = 4 * 1024
 WAIT_SECONDS = 600.0  # for another rank, as gloo does; the watchdog ends hanging ranks earlier
+
+
+class PeerLost(ConnectionError):
+    """A rank has closed its connection, or does not answer."""
 
 
 class LocalGroup:
     """All ranks of a training, if they are on one machine. Its methods are collectives, which all ranks must call alike.
 
-    Raises ConnectionError from each of them where another rank has ended, and TimeoutError where it does not answer.
+    Each of them raises PeerLost. They need Linux, for abstract sockets and files in memory: neither has a path, which could
+    be too long for a socket or on a file system without sockets, and a killed rank leaves nothing behind.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -33,36 +40,46 @@ class LocalGroup:
         self.rank, self.world = rank, world
         self._peers: dict[int, socket.socket] = {}
         self._gathered: dict[tuple[int, torch.dtype], Tensor] = {}  # what `gather` writes to, by length and kind of number
-        paths = [tempfile.mkdtemp(prefix="ttrain-ranks-") if rank == 0 else None]
-        dist.broadcast_object_list(paths)
-        directory = Path(str(paths[0]))
-        try:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.settimeout(WAIT_SECONDS)
-                server.bind(str(directory / str(rank)))
-                server.listen(world)
-                dist.barrier()
-                self._connect(server, directory)
-            self.meet()
-        finally:
-            if rank == 0:
-                shutil.rmtree(directory)
+        names = [f"\0ttrain-ranks-{secrets.token_hex(16)}"]
+        dist.broadcast_object_list(names)  # that of rank 0
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(WAIT_SECONDS)
+            server.bind(f"{names[0]}-{rank}")
+            server.listen(world)
+            dist.barrier()
+            self._connect(server, names[0])
+        self.barrier()
 
-    def _connect(self, server: socket.socket, directory: Path) -> None:
+    @staticmethod
+    def is_available() -> bool:
+        """Whether this system has what it needs."""
+        return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+    def _connect(self, server: socket.socket, name: str) -> None:
         """Connect to the ranks below, which listen already, and accept those above."""
         for peer in range(self.rank):
             self._peers[peer] = socket.socket(socket.AF_UNIX)
-            self._peers[peer].connect(str(directory / str(peer)))
-            self._peers[peer].sendall(self.rank.to_bytes(4, "little"))
-        for _ in range(self.rank + 1, self.world):
-            connection, _ = server.accept()
-            self._peers[int.from_bytes(_receive(connection, 4), "little")] = connection
-        for connection in self._peers.values():
-            connection.settimeout(WAIT_SECONDS)
+            self._peers[peer].settimeout(WAIT_SECONDS)
+            try:
+                self._peers[peer].connect(f"{name}-{peer}")
+            except OSError as error:
+                raise _lost(peer, error) from None
+            self._send(peer, self.rank.to_bytes(4, "little"))
+        while len(self._peers) < self.world - 1:
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(WAIT_SECONDS)
+                number = connection.recv(4) if _is_of_same_user(connection) else b""
+            except TimeoutError:
+                raise PeerLost(f"a rank has not connected for {WAIT_SECONDS:.0f} s") from None
+            if number:
+                self._peers[int.from_bytes(number, "little")] = connection
+            else:
+                connection.close()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks; afterwards each sees what the others have written before."""
-        self._swap(b".")
+        self._exchange(b".")
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks in fp64, which are the same bits on all of them."""
@@ -70,26 +87,26 @@ class LocalGroup:
         total = np.zeros_like(own)
         step = LARGEST_MESSAGE // own.itemsize
         for start in range(0, len(own), step):
-            for message in self._swap(own[start : start + step].tobytes()):
+            for message in self._exchange(own[start : start + step].tobytes()):
                 total[start : start + step] += np.frombuffer(message)
         return [float(value) for value in total]
 
-    def shared(self, numbers: int, dtype: torch.dtype) -> Tensor:
+    def shared_tensor(self, numbers: int, dtype: torch.dtype) -> Tensor:
         """A tensor [W, N] of zeros that all ranks see, a row for each to write. It lives as long as a rank refers to it."""
         size = self.world * numbers * dtype.itemsize
         if self.rank == 0:
-            file = _unnamed_file()
+            file = os.memfd_create("ttrain-ranks")  # nobody else can open it, and it is gone with its last process
             os.ftruncate(file, size)
-            for connection in self._peers.values():
-                socket.send_fds(connection, [b"."], [file])
+            for peer in self._peers:
+                self._send(peer, b".", [file])
         else:
-            _, (file,), _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            file = self._receive_file(0)
         try:
             return torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(self.world, numbers)
         finally:
             os.close(file)
 
-    def sum_up(self, tensors: list[Tensor], rows_WN: Tensor) -> None:
+    def all_reduce(self, tensors: list[Tensor], rows_WN: Tensor) -> None:
         """Sum tensors of one kind of number over all ranks in place, through a shared tensor for all their numbers.
 
         Each rank sums a part of the columns into the first row, so that all ranks have the same bits.
@@ -101,22 +118,22 @@ class LocalGroup:
         )
         numbers = sum(sizes)
         columns = slice(numbers * self.rank // self.world, numbers * (self.rank + 1) // self.world)
-        self.meet()  # nobody reads the sums of before any more
+        self.barrier()  # nobody reads the sums of before any more
         torch._foreach_copy_(own, tensors)
-        self.meet()
+        self.barrier()
         for row_N in rows_WN[1:]:
             rows_WN[0, columns] += row_N[columns]
-        self.meet()
+        self.barrier()
         torch._foreach_copy_(tensors, total)
 
     def gather(self, numbers_N: Tensor) -> Tensor:
         """The numbers of all ranks, [W, N], to be read before the next `gather` of as many."""
         rows_WN = self._gathered.get((len(numbers_N), numbers_N.dtype))
         if rows_WN is None:
-            rows_WN = self._gathered[len(numbers_N), numbers_N.dtype] = self.shared(len(numbers_N), numbers_N.dtype)
-        self.meet()
+            rows_WN = self._gathered[len(numbers_N), numbers_N.dtype] = self.shared_tensor(len(numbers_N), numbers_N.dtype)
+        self.barrier()
         rows_WN[self.rank] = numbers_N
-        self.meet()
+        self.barrier()
         return rows_WN
 
     def close(self) -> None:
@@ -124,29 +141,53 @@ class LocalGroup:
         for connection in self._peers.values():
             connection.close()
 
-    def _swap(self, message: bytes) -> list[bytes]:
+    def _exchange(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in their order; all are as long as this one."""
-        for connection in self._peers.values():
-            connection.sendall(message)
-        received = {peer: _receive(connection, len(message)) for peer, connection in self._peers.items()}
+        for peer in self._peers:
+            self._send(peer, message)
+        received = {peer: self._receive(peer, len(message)) for peer in self._peers}
         return [received.get(rank, message) for rank in range(self.world)]
 
+    def _send(self, peer: int, message: bytes, files: Sequence[int] = ()) -> None:
+        try:
+            if files:
+                socket.send_fds(self._peers[peer], [message], files)
+            else:
+                self._peers[peer].sendall(message)
+        except OSError as error:
+            raise _lost(peer, error) from None
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    """Exactly so many bytes."""
-    message = bytearray()
-    while len(message) < length:
-        part = connection.recv(length - len(message))
-        if not part:
-            raise ConnectionResetError("it has closed its connection")
-        message += part
-    return bytes(message)
+    def _receive(self, peer: int, length: int) -> bytes:
+        """Exactly so many bytes."""
+        message = b""
+        while len(message) < length:
+            try:
+                part = self._peers[peer].recv(length - len(message))
+            except OSError as error:
+                raise _lost(peer, error) from None
+            if not part:
+                raise _lost(peer)
+            message += part
+        return message
+
+    def _receive_file(self, peer: int) -> int:
+        """The descriptor of a file that the other rank has sent."""
+        try:
+            _, files, _, _ = socket.recv_fds(self._peers[peer], 1, 1)
+        except OSError as error:
+            raise _lost(peer, error) from None
+        if not files:
+            raise _lost(peer)
+        return files[0]
 
 
-def _unnamed_file() -> int:
-    """A descriptor of a file in memory, or in the system's temporary directory, that has no name: nobody else opens it, and
-    it is gone with its last process."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("ttrain-ranks")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def _lost(peer: int, error: OSError | None = None) -> PeerLost:
+    did = f"has not answered for {WAIT_SECONDS:.0f} s" if isinstance(error, TimeoutError) else "has closed its connection"
+    return PeerLost(f"rank {peer} {did}")
+
+
+def _is_of_same_user(connection: socket.socket) -> bool:
+    """Whether the process that has connected is this user's: a name that is no file has no permissions."""
+    credentials = struct.Struct("iII")  # process, user, group
+    _, user, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(user == os.geteuid())

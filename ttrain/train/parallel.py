@@ -1,8 +1,8 @@
-"""Data parallelism over ranks: replicated (DDP), tree-reduced or sharded models, and how gradients are summed."""
+"""Data parallelism over ranks: replicated, tree-reduced or sharded models, and how gradients are summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast, final
 
@@ -74,25 +74,28 @@ class InSharedMemory(Parallel):
 
     def __init__(self, module: nn.Module, group: LocalGroup) -> None:
         self.module, self._group = module, group
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), 0)
-        names = {name for name, _ in module.named_buffers()} & {*module.state_dict()}
-        self._saved_buffers = [module.get_buffer(name) for name in sorted(names)]
+        broadcast((*module.parameters(), *module.buffers()))
+        self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
         self._trained: dict[torch.dtype, list[Tensor]] = {}
         for parameter in module.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.numel():
                 self._trained.setdefault(parameter.dtype, []).append(parameter)
         self._rows_WN = {
-            dtype: group.shared(sum(p.numel() for p in parameters), dtype) for dtype, parameters in self._trained.items()
+            dtype: group.shared_tensor(sum(p.numel() for p in parameters), dtype)
+            for dtype, parameters in self._trained.items()
         }
 
     def finish(self) -> None:
         for dtype, parameters in self._trained.items():
+            counts = self._group.sum([float(parameter.grad is not None) for parameter in parameters])
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._group.sum_up([cast(Tensor, parameter.grad) for parameter in parameters], self._rows_WN[dtype])
-        for buffer in self._saved_buffers:
-            dist.broadcast(buffer, 0)  # running statistics are those of rank 0, which are saved in checkpoints
+            self._group.all_reduce([cast(Tensor, parameter.grad) for parameter in parameters], self._rows_WN[dtype])
+            for parameter, count in zip(parameters, counts, strict=True):
+                if not count:  # no rank has used it, so the optimizer must not touch it
+                    parameter.grad = None
+        # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
+        broadcast([self.module.get_buffer(name) for name in self._saved_buffers])
 
 
 @final
@@ -108,8 +111,7 @@ class Tree(Parallel):
         self.module, self._ranks = module, ranks
         self._sum: TreeSum | None = None
         if ranks.world > 1:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), 0)
+            broadcast((*module.parameters(), *module.buffers()))
 
     def begin(self, micro_batches: Sequence[MicroBatch], parts: int) -> Sequence[MicroBatch]:
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -153,7 +155,8 @@ def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: st
     if parallel == "fsdp" and ranks.world > 1:
         return Sharded(module, ranks)
     if ranks.local is not None:
-        return InSharedMemory(module, ranks.local)
+        with ranks.exchanging():
+            return InSharedMemory(module, ranks.local)
     return Replicated(module, ranks)
 
 
@@ -207,6 +210,16 @@ class TreeSum:
             gradients, leaves = first, leaves * 2
         self._waiting.append((leaves, gradients))
         self._turn += 1
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks the numbers that rank 0 has. gloo takes a tensor with gaps in memory for one without."""
+    for tensor in tensors:
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, 0)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.copy_(contiguous)
 
 
 def swap_and_add(tensors: list[Tensor], partner: int) -> None:
