@@ -201,7 +201,7 @@ def save_into_a_quota(directory: Path, said: Any) -> None:
 
 
 def test_half_of_a_checkpoint_that_is_too_large_fills_no_disk(tmp_path: Path) -> None:
-    """A limit of the size of files, as of a quota; a full disk: test_train_kills.py."""
+    """A limit of the size of files, as of a quota; a full disk: test_store_faults.py."""
     directory, (heard, said) = tmp_path / "checkpoints", multiprocessing.Pipe()
     limited = multiprocessing.get_context("fork").Process(target=save_into_a_quota, args=(directory, said))
     limited.start()

@@ -1,4 +1,4 @@
-"""A training that is killed at random points, also while it saves, also on two ranks, and that runs out of disk.
+"""A training that is killed at random points, also while it saves, and on two ranks.
 
 `make soak` runs it; TTRAIN_SOAK_KILLS says how many kills. Each try is a fork of this process, which has torch loaded.
 """
@@ -12,12 +12,10 @@ import multiprocessing
 import os
 import random
 import select
-import shutil
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -29,7 +27,6 @@ import torch
 import torch.distributed as dist
 from support.comparing import curve
 from support.tiny_data import NumberedRows
-from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import ALONE, CPU, WatchedTask, make_trainer, settings_of_training, tiny_model
 from torch import nn
 
@@ -357,68 +354,3 @@ def test_kills_of_one_rank_or_of_all_leave_the_same_bits_on_any_number_of_ranks(
     kills = -(-int(os.environ.get("TTRAIN_SOAK_KILLS", "5")) // 4)
     tally = soak(tmp_path, kills, random.Random(23), [1, 2, 2, 2], TREE)
     print(f"training on one and two ranks: {tally}")
-
-
-# --- a disk that fills up -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Story:
-    """A pretraining stage whose output may lie anywhere, and what it leaves where nothing goes wrong."""
-
-    home: Home
-    alone: Path
-
-    def run(self, output: Path) -> Any:
-        return self.home.pretrain(stage_settings(24), output)
-
-    def continues(self, output: Path, step: int) -> None:
-        """The same again, where there is room: from this step, to what an undisturbed stage leaves."""
-        assert [checkpoint.read(path).step for path in list_checkpoints(output / "checkpoints")][-1:] == (
-            [step] if step else []
-        )
-        assert self.run(output)["resumed_from_step"] == step
-        for name in ("model/model.safetensors", "checkpoints/step-00000024/optimizer.safetensors"):
-            assert sha256_file(output / name) == sha256_file(self.alone / name)
-        assert curve(output / "run" / "metrics.jsonl") == curve(self.alone / "run" / "metrics.jsonl")
-        ours, theirs = ({path.name for path in (place / "checkpoints").iterdir()} for place in (output, self.alone))
-        assert ours == theirs
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    root = tmp_path_factory.mktemp("disk")
-    made = Story(Home.make(root / "home"), root / "alone")
-    made.run(made.alone)
-    return made
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
-@pytest.mark.parametrize(("room", "step"), [(0.5, 0), (1.5, 4), (2.5, 8), (3.6, 20)])
-def test_a_full_disk_fails_the_stage_and_the_same_command_continues_where_there_is_room(
-    story: Story, disk: Path, room: float, step: int
-) -> None:
-    """`room` is in checkpoints, of which two are kept, and in the end the one where the rate begins to fall."""
-    one = sum(path.stat().st_size for path in list_checkpoints(story.alone / "checkpoints")[-1].iterdir())
-    filler = disk / "of someone else"
-    filler.write_bytes(bytes(shutil.disk_usage(disk).free - int(room * one)))
-    with pytest.raises(ArtifactError, match="No space left on device") as failed:
-        story.run(disk / "output")
-    said = str(failed.value)
-    assert (f"the checkpoint of step {step} is intact" if step else "starts from the beginning") in said
-    assert "make room" in said and "TTRAIN_HOME" in said
-    filler.unlink()
-    story.continues(disk / "output", step)
