@@ -1,9 +1,8 @@
-"""The store under attack, from the command line: two runs at once, a full disk, a disk that cannot be written, damage."""
+"""The store from the command line on a full disk, and on one that cannot be written."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -11,10 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
-from support.planned_homes import remember_modules
-from support.waiting import wait_until
-
-from ttrain.store.runs import history
 
 # A stage of a second; the others are made in the same way.
 TOKENIZER = ("pipeline", "run", "full", "--engine", "none", "--until", "tokenizer", "tracking.enabled=false")
@@ -56,30 +51,6 @@ def own_mounts() -> list[str]:
     return []
 
 
-def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(cli: Cli) -> None:
-    first = cli.start(*TOKENIZER)
-    wait_until(lambda: list(cli.home.glob("work/tokenizer/*.holder")), 60)
-    first.send_signal(signal.SIGSTOP)  # so that it holds the key for as long as the test wants
-    try:
-        second = cli.start(*TOKENIZER)
-        assert second.stdout is not None
-        said: list[str] = []
-        while not said or "waiting for it to finish" not in said[-1]:
-            said.append(second.stdout.readline())
-            assert said[-1], f"it ended without waiting: {said}"
-    finally:
-        first.send_signal(signal.SIGCONT)
-    (builder,) = [run for run in history(cli.home) if run["process"]["pid"] == first.pid]
-    assert f"tokenizer: the run {builder['run']} (process {first.pid}) is building it" in said[-1]
-    for process in (first, second):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-    outcomes = {run["process"]["pid"]: run["stages"][0]["outcome"] for run in history(cli.home)}
-    assert outcomes == {first.pid: "completed", second.pid: "cached"}
-    assert len(list(cli.home.glob("store/tokenizer/*/manifest.json"))) == 1
-    assert not list(cli.home.glob("replaced/*/*"))
-
-
 @pytest.mark.parametrize("kilobytes", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (24, 48, 64))])
 def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
     cli: Cli, kilobytes: int
@@ -101,17 +72,3 @@ def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_o
     assert codes["refused"] == "2" and "set TTRAIN_HOME to a directory of yours" in texts["refused"], texts["refused"]
     assert codes["verify"] == "0", texts["verify"]
     assert Counter(row["state"] for row in json.loads(texts["list"])) == {"finished": 1}
-
-
-def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
-    remember_modules(cli.home)
-    cli.here(*TOKENIZER)
-    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
-    told = manifest.read_bytes()
-    work = cli.home / "work" / "tokenizer" / manifest.parent.name
-    work.mkdir()
-    manifest.parent.rename(work / "output")  # as it is before the last step of publishing
-    cli.here(*TOKENIZER)
-    assert manifest.read_bytes() == told, "it says when it was made: that was the first time"
-    assert not work.exists()
-    assert [run["stages"][0]["outcome"] for run in cli.runs()] == ["cached", "completed"]
