@@ -42,19 +42,6 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
         assert result["heldout"]["rows"] >= 1
 
 
-def test_the_runs_page_lies_among_its_files_and_the_commands_make_it_again(finished: Any, tmp_path: Path) -> None:
-    run = finished.runs()[-1]
-    [page] = finished.home.glob(f"mlflow/artifacts/{run['tracking']['run_id']}/artifacts/report.html")
-    text = page.read_text(encoding="utf-8")
-    assert f"{run['run']}: report" in text and "<svg></svg>" in text, (
-        "drawn by the run, where tests have no engine that draws"
-    )
-    told = json.loads(
-        finished.in_process("report", run["run"], "--out", str(tmp_path / "again.html"), "--json", settings=False)
-    )
-    assert told == {"run": run["run"], "page": str(tmp_path / "again.html"), "notes": []}
-
-
 def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     runs = dict(finished.rows("mlflow", "select run_uuid, name from runs where lifecycle_stage = 'active'"))
     parents = dict(finished.rows("mlflow", "select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
@@ -94,16 +81,6 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     assert sources.pop("tiny-test") == "models:/tiny-test-lora/1"  # the set opens as the last of its models
     for source in sources.values():
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
-
-
-def test_the_second_run_is_cached_and_starts_nothing(finished: Any) -> None:
-    """What it loads: tests/cli/test_cached."""
-    before = finished.rows("mlflow", "select count(*) from runs")
-    first = next(run for run in finished.runs() if run["outcome"] == "completed")
-    said = finished.here("pipeline", "run", "full")
-    assert "everything is cached" in said and first["run"] in said
-    assert finished.rows("mlflow", "select count(*) from runs") == before
-    assert finished.runs()[0]["outcome"] == "cached" and finished.runs()[0]["metrics"] == first["metrics"]
 
 
 def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(finished: Any, copy_of: CliFactory) -> None:

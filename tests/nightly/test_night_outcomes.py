@@ -15,7 +15,6 @@ from support.night_files import inbox, list_of
 from support.recorded_homes import NONE_SUCH
 
 from ttrain.config import Settings
-from ttrain.config.loading import load
 from ttrain.data import streams
 from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.flows import night_plan, nightly
@@ -268,24 +267,6 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     for night in nights.all():
         assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
     assert "was refused, which does not count as a failed attempt; the next night takes these files" in out.getvalue()
-
-
-@pytest.mark.soak
-def test_a_night_with_too_few_rows_trains_nothing_and_the_next_one_reads_what_came_meanwhile(tmp_path: Path) -> None:
-    from support.pipeline_home import Cli, write_corpus
-
-    cli = Cli(tmp_path / "home", tmp_path / "data")
-    write_corpus(cli.data)
-    comes_later = (cli.data / "docs-2.jsonl").rename(tmp_path / "later.jsonl")
-    large = load([*cli.settings[2:], "pretrain.tokens_per_step=64000"], files=[cli.data / "tiny.yaml"]).settings
-    for names in ("docs-1.jsonl", "docs-1.jsonl, docs-2.jsonl"):
-        with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 64000, 1000 rows of 64 tokens, but"):
-            run_night(large, ArtifactStore(cli.home))
-        night = Nights(cli.home, "tiny-test").all()[0]
-        assert (night.outcome, night.is_open, night.failures) == ("refused", False, 0)
-        assert records.shortened_names(file["location"] for file in night.frozen.files["pretrain"]) == names
-        comes_later = comes_later.rename(cli.data / "docs-2.jsonl")
-    assert not (cli.home / "work" / "pretrain").exists(), "nothing began to train"
 
 
 def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: ArtifactStore, known: Nights) -> None:
