@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from support.pipeline_home import Cli, load_stages
+from transformers import AutoTokenizer
 
 from ttrain.reports import facts
 
 CliFactory = Callable[..., Any]
+ADAPTER = "adapter/adapter_model.safetensors"
 STAGES = ["tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain", "sft", "lora", "evaluate"]
 EVALUATED = [
     "eval/bits_per_byte", "eval/bits_per_byte_zlib", "eval/bits_per_byte_xz", "eval/bits_per_byte_order0",
@@ -40,6 +42,19 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
         result = finished.manifest(stage)["result"]
         assert result["train"]["rows"] + result["heldout"]["rows"] == lines, "each row is learnt or held out"
         assert result["heldout"]["rows"] >= 1
+
+
+def test_what_a_stage_leaves_is_its_last_checkpoint_with_the_tokenizer(finished: Any) -> None:
+    plan = {name: Path(stage["path"]) for name, stage in finished.plan().items()}
+    tokenizer = (plan["tokenizer"] / "tokenizer.json").read_bytes()
+    for name, file in (*((stage, "model/model.safetensors") for stage in ("pretrain", "sft")), ("lora", ADAPTER)):
+        last, left = max((plan[name] / "checkpoints").glob("step-*")), plan[name] / file
+        assert (
+            left.read_bytes() == (last / left.name).read_bytes()
+            and (left.parent / "tokenizer.json").read_bytes() == tokenizer
+        )
+        opened = AutoTokenizer.from_pretrained(last)
+        assert opened.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|bos|><|user|>x<|end|>"
 
 
 def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.tiny_adapters import disturb, save_adapter
+from support.tiny_adapters import CPU, disturb, save_adapter
 from support.tiny_data import make_tokenizer
 
 from ttrain.config import Lora, Model
+from ttrain.data.encoder import Encoder
+from ttrain.evaluate.baselines import greedy
 from ttrain.model import adapters, factory
 from ttrain.stages import new_model
+from ttrain.store.model_files import weights_digest
 from ttrain.tracking.model_description import ADAPTER, MODEL
 
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
@@ -37,6 +40,16 @@ def adapted(directory: Path, base: Path, **settings: Any) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(base / name, directory / ADAPTER / name)
     return directory / ADAPTER
+
+
+def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | None = None) -> list[int]:
+    """The likeliest answer of a model, or of an adapter on it."""
+    network: Any = factory.load(model)
+    if adapter:
+        network = adapters.load(network, adapter, weights_digest(model))
+    encoder = Encoder(adapter or model)
+    ids, stops = [encoder.bos_id, *encoder.encode([prompt])[0]], [encoder.eos_id, encoder.end_id]
+    return greedy(network, ids, new_tokens=new_tokens, stop_ids=stops, device=CPU)
 
 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:
