@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,25 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
 
 
 @pytest.mark.soak
+def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_date(copy_of: Any) -> None:
+    cli = copy_of()
+    before = cli("models", "list", "--json", settings=False)
+    for name, place in (("prefect", 65_536), ("mlflow", 0)):
+        with (cli.home / name / f"{name}.db").open("r+b") as file:
+            file.seek(place)
+            file.write(random.randbytes(65_536))
+    said = " ".join(cli("pipeline", "run", "full", "lora.rank=2").split())
+    assert "it is kept as prefect-damaged-" in said and "`ttrain track repair`" in said
+    assert cli.rows("prefect", "select state_name from flow_run") == [("Completed",)]
+    assert "logged again: 2 runs" in cli("track", "repair", settings=False)
+    newest, old = json.loads(cli("models", "list", "--json", settings=False))
+    [known] = json.loads(before)
+    assert (old["keys"], old["metrics"], old["run"]) == (known["keys"], known["metrics"], known["run"])
+    assert newest["run"] == cli.runs()[0]["run"]
+    assert "has every run" in cli("track", "repair", settings=False)
+
+
+@pytest.mark.soak
 def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
     fresh = copy_of()
     said = fresh("up", settings=False)
@@ -50,6 +70,17 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
         fresh("down", settings=False)
     wait_until(lambda: not processes_of(fresh.home), 20)
     assert fresh("down", settings=False) == "no servers were running\n"
+
+
+@pytest.mark.soak
+def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
+    process = fresh.start(*PRETRAIN_ONLY)
+    wait_until(lambda: (fresh.home / "servers").exists(), 600)  # the run has begun; its server and MLflow are starting
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in said, said
+    wait_until(lambda: not processes_of(fresh.home), 20)
 
 
 @pytest.mark.soak

@@ -147,7 +147,9 @@ def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(t
         finally:
             for one in nodes:
                 one.kill()
-    assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
+    first_said, second_said = ((tmp_path / f"said{node}").read_text() for node in (0, 1))
+    assert codes == [0, 0], first_said + second_said
+    assert "tokenizer: node 0 is building it" in second_said
     alone(*arguments, "--engine", "none")
     ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()} for cli in (both, alone))
     assert ours == theirs, "with sums in one order, nothing tells how many nodes there were"
