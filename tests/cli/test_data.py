@@ -85,14 +85,6 @@ def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: 
     assert run("data", "validate", "more.jsonl", "--max-rejected", "0.02").code == 0
 
 
-def test_a_text_field_that_no_row_has_is_named_with_the_keys_that_they_have(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [{"poem": one, "by": "x"} for one in texts(5)])
-    assert "'text'" in run("data", "validate", "a.jsonl", "--json").json["error"]
-    done = run("data", "validate", "a.jsonl", "--text-field", "peom")
-    assert done.code == 1 and "'peom'" in done.err and "poem" in done.err and "by" in done.err
-    assert run("data", "validate", "a.jsonl", "--text-field", "poem", "--json").json["kept"] == 5
-
-
 def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

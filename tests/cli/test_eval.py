@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
+from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 
@@ -34,11 +34,6 @@ CHOICES: list[dict[str, Any]] = [
     for number, word in enumerate(WORDS)
 ]
 BAD = [{"question": "of", "choices": ["a"], "answer": 0}, {"question": "of", "choices": ["a", "b"], "answer": 2}]
-
-
-def write_lines(path: Path, rows: Sequence[object]) -> Path:
-    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -93,20 +93,6 @@ def test_a_default_that_changed_since_does_not_change_an_older_run_and_a_setting
 # --- which run
 
 
-def test_a_run_is_found_by_its_name_or_by_a_part_that_only_it_has(tmp_path: Path) -> None:
-    one, two = record(tmp_path, Settings()), record(tmp_path, Settings(), pipeline="stage-sft")
-    for name in (one, one[:-1], one.rpartition("-")[2]):
-        assert need_run(tmp_path, name)["run"] == one
-    assert need_run(tmp_path, "stage")["run"] == two
-    with pytest.raises(UsageError, match="there is no run 'nope'; there are "):
-        need_run(tmp_path, "nope")
-    record(tmp_path, Settings())
-    with pytest.raises(UsageError, match="'full' is the beginning or end of 2 runs: full-"):
-        need_run(tmp_path, "full")
-    with pytest.raises(UsageError, match="none yet"):
-        need_run(tmp_path / "elsewhere", "full")
-
-
 def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
     record(tmp_path, Settings())
     newest = record(tmp_path, Settings(), ["sft", "lora"])

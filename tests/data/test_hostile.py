@@ -339,12 +339,6 @@ def test_a_line_without_end_costs_the_memory_of_the_longest_that_is_allowed(tmp_
     check_zeros(tmp_path, recipe, 60, 2)
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_line_of_four_gibibytes_costs_no_more(tmp_path: Path, recipe: BlockRecipe) -> None:
-    check_zeros(tmp_path, recipe, 4096, 32)
-
-
 @pytest.mark.soak
 def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipe: BlockRecipe) -> None:
     """Of words 24 bytes a byte, of letters without a boundary, which the encoder merges as one word, at most 64."""

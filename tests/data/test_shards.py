@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from support.shard_sets import ALL, BLOCK, build, digests, make_or_die, rows_of, write_lines
 from support.tiny_data import write_shards
+from support.waiting import wait_until
 
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
@@ -264,6 +267,22 @@ def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_
     assert build(tmp_path / "out", [path], recipe).parts["train"]["rows"] == 60
     assert multiprocessing.active_children() == []
     assert dict(os.environ) == environment, "what the workers need is not left behind"
+
+
+def test_workers_end_with_a_process_that_is_killed() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def begin() -> None:
+        Processes(3).begin()
+        sender.send([child.pid for child in psutil.Process().children()])
+        time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
+    process.start()
+    workers = receiver.recv()
+    process.kill()
+    process.join()
+    wait_until(lambda: workers and not any(map(psutil.pid_exists, workers)), 20)
 
 
 def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import fresh
-from support.tiny_trainers import CPU
+from support.loadable_models import fresh, said_with_ttrain
 
-from ttrain.data.encoder import Encoder
 from ttrain.errors import TTrainError, UsageError
-from ttrain.evaluate.baselines import greedy
 from ttrain.export import export as exporting
 from ttrain.export.export import Request, export
-from ttrain.model import adapters, factory
 from ttrain.pipeline.names import resolve
-from ttrain.store.model_files import Reference
 
 pytestmark = pytest.mark.usefixtures("use_trained_home")
 NEW_TOKENS = 12
@@ -46,15 +41,6 @@ for code in json.loads(sys.argv[2]):
 print("SAID", json.dumps([say(*asked) for asked in json.loads(sys.argv[1])]))
 assert not [name for name in sys.modules if name.split(".")[0] == "ttrain"]
 """
-
-
-def said_by_us(reference: Reference, prompt: str) -> list[int]:
-    model: Any = factory.load(reference.model)
-    if reference.adapter:
-        model = adapters.load(model, reference.adapter, reference.base_digest)
-    encoder = Encoder(reference.tokenizer)
-    stops = [encoder.eos_id, encoder.end_id]
-    return greedy(model, [encoder.bos_id, *encoder.encode([prompt])[0]], new_tokens=NEW_TOKENS, stop_ids=stops, device=CPU)
 
 
 def code_of(directory: Path, base: Path) -> str:
@@ -97,7 +83,7 @@ def test_an_export_says_the_same_tokens_in_a_process_without_ttrain(tmp_path: Pa
     for name, reference in references.items():
         place = (tmp_path / "full", tmp_path / name) if name == "adapter" else (tmp_path / name, None)
         asked += [(*place, prompt, name == "own shape") for prompt in prompts]
-        ours += [said_by_us(reference, prompt) for prompt in prompts]
+        ours += [said_with_ttrain(prompt, NEW_TOKENS, reference.model, reference.adapter) for prompt in prompts]
     assert said_elsewhere(asked) == ours
     assert len({tuple(said) for said in ours}) > 7, "models that all say the same prove little"
     assert len({token for said in ours for token in said}) > 20, "nor do those that repeat a word"

@@ -154,24 +154,6 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_night_of_near_duplicates_is_a_skip_in_status_prefect_and_mlflow_and_said_once(copy: Callable[[], Cli]) -> None:
-    cli = copy()
-    lines = (cli.data / "docs-3.jsonl").read_bytes().splitlines(keepends=True)
-    (cli.data / "docs-4.jsonl").write_bytes(b"".join(lines[:100]))
-    said = cli("pipeline", "run", "nightly")
-    assert said.count("near-duplicates, most of documents") == 1 and "= shards-pretrain: nothing new" in said
-    assert "failed" not in said and "x shards" not in said and "night-000003: nothing-new" in said
-    [run, *_] = cli.runs()
-    assert (run["outcome"], "error" in run) == ("nothing-new", False) and nights(cli)[0].outcome == "nothing-new"
-    assert "failed" not in cli.in_process("pipeline", "status", "--limit", "1", settings=False)
-    states = dict(cli.rows("prefect", "select name, state_type || ' ' || state_name from flow_run"))
-    assert states["night-000003"] == "COMPLETED NothingNew"
-    assert not any(name.startswith("nightly-") for name in states), "a flow run has the name of its night"
-    assert dict(cli.rows("mlflow", "select name, status from runs"))["night-000003"] == "FINISHED"
-
-
 RECORDS = 6  # begun, its run, decided, held-out set, closed, told
 POINTS = [
     *[("record", number, when) for number in range(1, RECORDS + 1) for when in ("before", "after")],

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from support.chat_models import SHORT, chat_with
 from support.comparing import flip_bit
 from support.data_commands import Result, Run
+from support.tiny_adapters import disturb, save_adapter
 from support.tiny_models import reference, speaker, write_model
 
 from ttrain.cli import chat_screen
@@ -36,7 +37,6 @@ from ttrain.inference.sampling import Sampling
 from ttrain.model import adapters, factory
 from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.model_files import weights_digest
 
 QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京")
 
@@ -256,15 +256,7 @@ def test_two_models_answer_side_by_side_and_speculation_tells_its_share(director
 def write_adapter(directory: Path, base: Path, seed: int) -> Path:
     """An adapter that moves the answers of the base."""
     model = adapters.attach(factory.load(base), Lora(rank=2, seed=seed))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in adapters.state(model).values():
-            tensor.add_(0.5 * torch.randn(tensor.shape, generator=generator))
-    directory.mkdir(parents=True)
-    for name, content in adapters.files(model, base="a-base", base_digest=weights_digest(base)).items():
-        (directory / name).write_bytes(content)
-    save_file({name: tensor.clone() for name, tensor in adapters.state(model).items()}, directory / adapters.WEIGHTS)
-    return directory
+    return save_adapter(disturb(model, seed, by=0.5), directory, base)
 
 
 def test_a_chat_switches_between_adapters_on_one_base_and_each_answers_as_when_it_is_alone(

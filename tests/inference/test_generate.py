@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.tiny_adapters import disturb, save_adapter
 from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, write_model
 from torch import nn
 
@@ -20,7 +21,7 @@ from ttrain.inference.generate import KVCache, TextStream, generate, logits_proc
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
+from ttrain.store.model_files import SECOND_HEAD, Reference
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -268,14 +269,9 @@ def test_an_answer_that_was_interrupted_leaves_nothing_behind(directory: Path) -
 @pytest.mark.parametrize("kind", ["lora", "prefix"])
 def test_an_adapter_answers_as_peft_does(kind: str, directory: Path, tmp_path: Path) -> None:
     config = Lora(kind=kind, rank=2, targets=("q_proj", "v_proj"), virtual_tokens=3, row_length=32)
-    adapted: Any = adapters.attach(factory.load(directory), config)
-    with torch.no_grad():
-        for tensor in adapters.state(adapted).values():
-            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
-    for name, content in adapters.files(adapted, base="b", base_digest=weights_digest(directory)).items():
-        (tmp_path / name).write_bytes(content)
-    save_file({name: tensor.detach().clone() for name, tensor in adapters.state(adapted).items()}, tmp_path / ADAPTER)
-    one = ending_with(load(Reference("mine", directory, tmp_path), device="cpu"))
+    adapted = disturb(adapters.attach(factory.load(directory), config), seed=3, by=1.0)
+    place = save_adapter(adapted, tmp_path / "adapter", directory)
+    one = ending_with(load(Reference("mine", directory, place), device="cpu"))
     expected = [greedy(adapted.eval(), prompt, 8) for prompt in PROMPTS[:2]]
     assert [said.ids for said in generate(one, PROMPTS[:2], Sampling(max_tokens=8))] == expected
     assert expected[0] != greedy(factory.load(directory), PROMPTS[0], 8)

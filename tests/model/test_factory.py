@@ -1,11 +1,10 @@
-"""Models and adapters: strict when loaded, and what their stages leave. What a position sees: tests/doctor."""
+"""Models and adapters: strict when loaded. What a position sees: tests/doctor."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,12 @@ from safetensors.torch import load_file, save_file
 from support.comparing import copies, same
 from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
-from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import tiny_model
-from transformers import AutoTokenizer
 
-from ttrain.config import LoraConfig, PretrainConfig, SftConfig
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
-from ttrain.stages import lora, pretrain, sft
 
 # --- loading ------------------------------------------------------------------------------------------------------------
 
@@ -86,40 +82,10 @@ def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
 # --- what stages leave ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A pretraining, an SFT on it and an adapter on that, by their stages; {"pretrain": directory, ...}."""
-    root = tmp_path_factory.mktemp("stages")
-    home, settings = Home.make(root / "home"), stage_settings(steps=3)
-    outputs = {name: root / name for name in ("pretrain", "sft", "lora")}
-    results = {}
-    chats = home.chats.path
-    short = {"epochs": None, "tokens": 3 * 256}
-    for name, module, config, inputs in (
-        ("pretrain", pretrain, PretrainConfig(model=settings.model, pretrain=settings.pretrain), home.paths),
-        ("sft", sft, SftConfig(sft=settings.sft.replaced(short)), {"base": outputs["pretrain"], "shards": chats}),
-        ("lora", lora, LoraConfig(lora=settings.lora.replaced(short)), {"base": outputs["sft"], "shards": chats}),
-    ):
-        results[name] = run_here(module, config, outputs[name], inputs, settings.runtime)
-    return {"outputs": outputs, "results": results, "home": home, "settings": settings}
-
-
-@pytest.mark.parametrize("name", ["pretrain", "sft", "lora"])
-def test_what_a_stage_leaves_is_its_last_checkpoint(stages: Any, name: str) -> None:
-    output, result = stages["outputs"][name], stages["results"][name]
-    folder, file = ("adapter", "adapter_model.safetensors") if name == "lora" else ("model", "model.safetensors")
-    last = output / "checkpoints" / f"step-{result['steps']:08d}"
-    assert (output / folder / file).read_bytes() == (last / file).read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(last)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|bos|><|user|>x<|end|>"
-    assert result["loss"] is not None and result["validation_loss"] is not None
-    assert (output / folder / "tokenizer.json").read_bytes() == (
-        stages["home"].tokenizer.path / "tokenizer.json"
-    ).read_bytes()
-
-
-def test_another_seed_gives_other_bytes(stages: Any, tmp_path: Path) -> None:
+def test_another_seed_gives_other_bytes(stage_home: Home, tmp_path: Path) -> None:
     """The same one gives the same: tests/train/test_kill."""
-    stages["home"].pretrain(stages["settings"].replaced({"pretrain": {"seed": 2}}), tmp_path)
-    first, second = (place / "model" / "model.safetensors" for place in (stages["outputs"]["pretrain"], tmp_path))
-    assert sha256_file(first) != sha256_file(second)
+    places = [tmp_path / str(seed) for seed in (1, 2)]
+    for place in places:
+        stage_home.pretrain(stage_settings(2, {"seed": int(place.name)}), place)
+    first, second = (sha256_file(place / "model" / "model.safetensors") for place in places)
+    assert first != second

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
-from support.comparing import same
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
 from ttrain.config import Model
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
@@ -377,16 +373,3 @@ def test_init_std_is_that_of_the_weights() -> None:
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_in_several_files_of_weights_loads_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="8KB")
-    files = sorted((tmp_path / "sharded").glob("model-*.safetensors"))
-    assert len(files) > 2
-    assert same(model.state_dict(), factory.load(tmp_path / "sharded").state_dict())
-    weights = load_file(files[-1])
-    gone = weights.popitem()[0]
-    save_file(weights, files[-1], metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=f"missing: {re.escape(gone)} "):
-        factory.load(tmp_path / "sharded")

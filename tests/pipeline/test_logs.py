@@ -12,7 +12,10 @@ import pytest
 from rich.console import Console
 
 from ttrain.pipeline import progress_display
-from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.progress_display import Display, DisplayObserver
+from ttrain.pipeline.stop_request import StopRequest
+from ttrain.reports import summary
+from ttrain.stages import TOKENIZER
 from ttrain.store.runs import RunLog
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
@@ -62,6 +65,14 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     assert [record.message for record in caplog.records] == [
         f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
     ]
+
+
+def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
+    output = io.StringIO()
+    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waiting(TOKENIZER, "the run full-1")
+    assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
+    result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
+    assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

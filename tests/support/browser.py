@@ -101,11 +101,6 @@ class Browser:
             shown = self.evaluate("document.location + ' ' + document.body.innerText")
             raise AssertionError(f"{error}; the page shows {shown[:2000]}; errors: {self.errors[-3:]}") from None
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """The window, or the whole page, as PNG."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-
     def settle(self, seconds: float = 1.0) -> None:
         """Wait until the window has looked the same for so long."""
         seen = [b"", b"x"]

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from support.tiny_adapters import CPU, disturb, save_adapter
 from support.tiny_data import make_tokenizer
 
 from ttrain.config import Lora, Model
+from ttrain.data.encoder import Encoder
+from ttrain.evaluate.baselines import greedy
 from ttrain.model import adapters, factory
 from ttrain.stages import new_model
 from ttrain.store.model_files import weights_digest
@@ -32,21 +34,22 @@ def fresh(directory: Path, **settings: Any) -> Path:
 
 def adapted(directory: Path, base: Path, **settings: Any) -> Path:
     """An adapter with random weights onto it."""
-    (directory / ADAPTER).mkdir(parents=True)
     config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
-    model = adapters.attach(factory.load(base), config)
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
-    for name, data in adapters.files(model, base="ttrain-sft", base_digest=weights_digest(base)).items():
-        (directory / ADAPTER / name).write_bytes(data)
-    from safetensors.torch import save_file
-
-    save_file(adapters.state(model), directory / ADAPTER / adapters.WEIGHTS, metadata={"format": "pt"})
+    model = disturb(adapters.attach(factory.load(base), config), seed=5, by=0.2)
+    save_adapter(model, directory / ADAPTER, base)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(base / name, directory / ADAPTER / name)
     return directory / ADAPTER
+
+
+def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | None = None) -> list[int]:
+    """The likeliest answer of a model, or of an adapter on it."""
+    network: Any = factory.load(model)
+    if adapter:
+        network = adapters.load(network, adapter, weights_digest(model))
+    encoder = Encoder(adapter or model)
+    ids, stops = [encoder.bos_id, *encoder.encode([prompt])[0]], [encoder.eos_id, encoder.end_id]
+    return greedy(network, ids, new_tokens=new_tokens, stop_ids=stops, device=CPU)
 
 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:

@@ -15,6 +15,7 @@ from ttrain.store.references import Registered
 from ttrain.tracking import Member
 from ttrain.tracking import database as databases
 from ttrain.tracking.champions import recorded_keys
+from ttrain.tracking.model_description import LOADS
 
 WRITES = (
     "create_registered_model", "create_model_version", "set_registered_model_alias", "delete_registered_model_alias",
@@ -64,6 +65,16 @@ def test_a_name_that_models_of_another_pipeline_bear_is_not_taken(sets_home: Pat
     assert register(sets_home, 9, name="mine-base") is None
     assert "holds models of another pipeline" in caplog.text
     assert {one.name for one in tracking.list_sets(sets_home)} == {"mine"}
+
+
+def test_a_set_opens_as_the_last_of_its_models_that_mlflow_can_load(sets_home: Path) -> None:
+    client = client_of(sets_home)
+    tags = client.get_model_version("mine", "1").tags
+    assert tracking.model_sets._source(client, tags) is None
+    for model in ("mine-base", "mine-lora"):  # an adapter on a server brings no base along, and is not loaded
+        client.set_model_version_tag(model, "1", LOADS, "mlflow.transformers")
+        source, _ = tracking.model_sets._source(client, tags) or ("", "")
+        assert source == f"models:/{model}/1"
 
 
 # --- promoting and going back --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +13,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.loadable_models import adapted, fresh, said_without_ttrain
-from support.tiny_trainers import CPU
+from support.loadable_models import adapted, fresh, said_with_ttrain, said_without_ttrain
 
-from ttrain.data.encoder import Encoder
-from ttrain.evaluate.baselines import greedy
 from ttrain.export import export
-from ttrain.model import adapters, factory
 from ttrain.pipeline.registration import evaluation_tables
 from ttrain.pipeline.run_models import Registered
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.model_files import weights_digest
 from ttrain.tracking.model_description import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
 NEW_TOKENS, PROMPT = 10, "The man"
@@ -83,22 +79,13 @@ def laid_out(place: Path, found: LoadableModel, target: Path) -> Path:
     return target
 
 
-def said_by_us(model: Path, adapter: Path | None = None) -> list[int]:
-    network: Any = factory.load(model)
-    if adapter:
-        network = adapters.load(network, adapter, weights_digest(model))
-    encoder = Encoder(adapter or model)
-    stops = [encoder.eos_id, encoder.end_id]
-    return greedy(network, [encoder.bos_id, *encoder.encode([PROMPT])[0]], new_tokens=NEW_TOKENS, stop_ids=stops, device=CPU)
-
-
 @pytest.mark.soak
 def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_here(tmp_path: Path) -> None:
-    places, ours = {}, {}
+    places, ours, said_here = {}, {}, partial(said_with_ttrain, PROMPT, NEW_TOKENS)
     for name, settings in KINDS.items():
         model = fresh(tmp_path / name, **settings)
         found = loadable(artifact(tmp_path / name, "sft"), MODEL, base=None, card="# card", examples=EXAMPLES)
-        places[name], ours[name] = laid_out(model, found, tmp_path / "out" / name), said_by_us(model)
+        places[name], ours[name] = laid_out(model, found, tmp_path / "out" / name), said_here(model)
     base = fresh(tmp_path / "base")
     for name in DTYPES:
         (tmp_path / name).mkdir()
@@ -111,7 +98,7 @@ def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_he
     for name, settings in ADAPTERS.items():
         adapter = adapted(tmp_path / name, base, **settings)
         found = loadable(artifact(tmp_path / name, "lora"), ADAPTER, base=base, card="# card", examples=EXAMPLES)
-        places[name], ours[name] = laid_out(adapter, found, tmp_path / "out" / name), said_by_us(base, adapter)
+        places[name], ours[name] = laid_out(adapter, found, tmp_path / "out" / name), said_here(base, adapter)
     words = [json.dumps({name: str(place) for name, place in places.items()}), PROMPT]
     uri = f"sqlite:///{tmp_path}/unused.db"
     modules = str(tmp_path / "modules")
