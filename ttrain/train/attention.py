@@ -297,15 +297,15 @@ class RecordAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (tensor.to(dtype) for tensor in (query_BTHK, key_BTGK, value_BTGK))
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
-        out, kept = mixed(query, key, value, groups, scale)
-        ctx.is_kept = bool(kept)
-        ctx.save_for_backward(out, *(kept or (query, key, value)))
+        out, saved = mixed(query, key, value, groups, scale)
+        ctx.is_kept = bool(saved)
+        ctx.save_for_backward(out, *(saved or (query, key, value)))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
         out, *states = ctx.saved_tensors
-        by_group = kept_groups(states, ctx.groups) if ctx.is_kept else grouped(states, ctx.groups)
+        by_group = saved_groups(states, ctx.groups) if ctx.is_kept else grouped(states, ctx.groups)
         slopes = mixed_slopes(grad_BTHK, out, by_group, ctx.groups, ctx.scale)
         return *(slope.to(dtype) for slope, dtype in zip(slopes, ctx.types, strict=True)), None, None, None
 
@@ -313,9 +313,9 @@ class RecordAttention(torch.autograd.Function):
 def mixed(
     query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Values [B, T, H, K], mixed by the attention within records; and what the gradients need besides, for `kept_groups`,
+    """Values [B, T, H, K], mixed by the attention within records; and what the gradients need besides, for `saved_groups`,
     or [] where that is more than KEPT_BYTES."""
-    outs, kept = [], list[Tensor]()
+    outs, saved = [], list[Tensor]()
     H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
     numbers = H * groups.scores + (H + 2 * G) * K * sum(places_NL.numel() for places_NL in groups.places)
     keeps = numbers * query_BTHK.element_size() <= KEPT_BYTES
@@ -328,9 +328,9 @@ def mixed(
                 parts.append(torch.bmm(weights, v_XLK[:, :end]).view(X, R, -1, K))
                 all_weights += [weights] if keeps else []
             outs.append(_joined(parts).view(-1, K))
-            kept += [q_XRLK, k_XLK, v_XLK, *all_weights] if keeps else []
+            saved += [q_XRLK, k_XLK, v_XLK, *all_weights] if keeps else []
     _, _, back, _ = groups.indices(query_BTHK.shape[2])
-    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape), kept
+    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape), saved
 
 
 def mixed_slopes(
@@ -382,9 +382,9 @@ def grouped(states: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
         yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values, []
 
 
-def kept_groups(kept: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
+def saved_groups(saved: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
     """The states and weights by group that `mixed` kept."""
-    tensors = iter(kept)
+    tensors = iter(saved)
     for places_NL in groups.places:
         query, key, value = (next(tensors) for _ in range(3))
         yield query, key, value, [next(tensors) for _ in _blocks(places_NL.shape[1])]

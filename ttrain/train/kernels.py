@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ttrain.train.attention import RecordGroups, grouped, kept_groups, mixed, mixed_slopes
+from ttrain.train.attention import RecordGroups, grouped, mixed, mixed_slopes, saved_groups
 from ttrain.train.precision import autocast_dtype
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
@@ -264,7 +264,7 @@ class _RotaryAttention(torch.autograd.Function):
         query, query_weight, query_scale, key, key_weight, key_scale, out, *states = ctx.saved_tensors
         query_turn, key_turn = ctx.turns
         if ctx.is_kept:
-            by_group = kept_groups(states, ctx.groups)
+            by_group = saved_groups(states, ctx.groups)
         else:
             turned_query = _rotated(query, query_weight, query_scale, query_turn)
             turned_key = _rotated(key, key_weight, key_scale, key_turn)

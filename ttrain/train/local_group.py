@@ -83,11 +83,11 @@ class LocalGroup:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks in fp64, which are the same bits on all of them."""
-        own = np.asarray(values, dtype=np.float64)
-        total = np.zeros_like(own)
-        step = LARGEST_MESSAGE // own.itemsize
-        for start in range(0, len(own), step):
-            for message in self._exchange(own[start : start + step].tobytes()):
+        array = np.asarray(values, dtype=np.float64)
+        total = np.zeros_like(array)
+        step = LARGEST_MESSAGE // array.itemsize
+        for start in range(0, len(array), step):
+            for message in self._exchange(array[start : start + step].tobytes()):
                 total[start : start + step] += np.frombuffer(message)
         return [float(value) for value in total]
 
@@ -112,14 +112,14 @@ class LocalGroup:
         Each rank sums a part of the columns into the first row, so that all ranks have the same bits.
         """
         sizes = [tensor.numel() for tensor in tensors]
-        own, total = (
-            [part.view_as(tensor) for part, tensor in zip(torch.split(row_N, sizes), tensors, strict=True)]
+        views, total = (
+            [numbers_N.view_as(tensor) for numbers_N, tensor in zip(torch.split(row_N, sizes), tensors, strict=True)]
             for row_N in (rows_WN[self.rank], rows_WN[0])
         )
         numbers = sum(sizes)
         columns = slice(numbers * self.rank // self.world, numbers * (self.rank + 1) // self.world)
         self.barrier()  # nobody reads the sums of before any more
-        torch._foreach_copy_(own, tensors)
+        torch._foreach_copy_(views, tensors)
         self.barrier()
         for row_N in rows_WN[1:]:
             rows_WN[0, columns] += row_N[columns]
@@ -162,12 +162,12 @@ class LocalGroup:
         message = b""
         while len(message) < length:
             try:
-                part = self._peers[peer].recv(length - len(message))
+                received = self._peers[peer].recv(length - len(message))
             except OSError as error:
                 raise _lost(peer, error) from None
-            if not part:
+            if not received:
                 raise _lost(peer)
-            message += part
+            message += received
         return message
 
     def _receive_file(self, peer: int) -> int:
