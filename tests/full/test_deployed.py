@@ -253,7 +253,7 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     assert "Traceback" not in served.said
     logs = call(cli.home, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
     said = [line["message"] for line in logs]
-    assert any("step 120/120" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
+    assert any("step 480/480" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
 
 
 @pytest.mark.long
