@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support import tracked_stores
 from support.outage_proxy import FOREIGN, Proxy, mlflow_server
+from support.tracked_writer import runs_of, steps
 from support.waiting import stopwatch, wait_until
 from typer.testing import CliRunner
 
@@ -56,16 +57,6 @@ def empty_home(tmp_path: Path) -> Path:
 
 def opened(home: Path) -> MlflowStore:
     return tracked_stores.opened(home, "outages")
-
-
-def steps(client: Any, run_id: str, key: str = "loss") -> list[int]:
-    return sorted(metric.step for metric in client.get_metric_history(run_id, key))
-
-
-def runs_of(client: Any, identity: str) -> list[Any]:
-    experiment = client.get_experiment_by_name("outages").experiment_id
-    found: list[Any] = client.search_runs([experiment], f"tags.`ttrain.id` = '{identity}'")
-    return found
 
 
 def started(store: MlflowStore, name: str = "stage", **options: Any) -> TrackedRun:
