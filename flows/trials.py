@@ -158,12 +158,7 @@ class TrialRunner:
     def _update_curve(self, running: RunningTrial) -> None:
         """Record the new points of a trial's curve; end a trial that is behind the others."""
         number = running.trial.number
-        if not running.execution:
-            return
-        if running.trial.run != running.execution.record.run:
-            running.trial = replace(running.trial, run=running.execution.record.run)
-            self.study.note(number, run=running.trial.run)
-        if not (new := running.new_points()):
+        if not running.execution or not (new := running.new_points()):
             return
         self.study.report(number, new)
         if self.request.prune and running.is_training and self.study.is_hopeless(number):
@@ -363,6 +358,8 @@ class RunningTrial:
             **runner.tracking_options(self.trial),
         )
         execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
+        runner.study.note(self.trial.number, run=execution.record.run)  # before its stages: killed in one, it continues this run
+        self.trial = replace(self.trial, run=execution.record.run)
         self.execution = execution
         with execution.recorded():
             execution.raise_if_signalled()

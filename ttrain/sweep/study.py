@@ -64,7 +64,7 @@ class Trial:
 
 
 class Study:
-    """The trials of one sweep. Not for several threads."""
+    """The trials of one sweep. Several threads may `note`, as Optuna's journal has a lock; the rest is for one."""
 
     def __init__(
         self, path: Path | None, space: Space, *, sampler: str, seed: int, maximize: bool, writes: bool = True
