@@ -267,6 +267,20 @@ def test_the_libraries_of_stages_start_no_thread() -> None:
         process.wait()
 
 
+def test_a_library_that_no_stage_needs_is_left_out_while_it_loads_and_can_be_imported_later(place: Path) -> None:
+    (place / "wanting.py").write_text(
+        "import importlib.util, sys\nfound = importlib.util.find_spec('scipy')\n"
+        "def main():\n    before = 'scipy' in sys.modules\n    import scipy\n"
+        "    print(found, before, scipy.__name__, 'end')\n"
+    )
+    server = ForkServer(os.environ, ["wanting"])
+    with tempfile.TemporaryFile() as output:
+        process = server.start("wanting", [], os.environ, output.fileno())
+        assert process is not None
+        said(output, "None False scipy end")
+    server.close()
+
+
 def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
     (place / "slow.py").write_text("import time; time.sleep(30)\n")
     server = ForkServer(os.environ, ["slow"])

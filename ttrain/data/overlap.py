@@ -7,6 +7,7 @@ false matches.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import unicodedata
@@ -229,7 +230,7 @@ BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool|m
 
 CODE_POINTS = 0x110000
 
-LETTERS = (*range(0x40000), *range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
+LETTERS = (range(0x40000), range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
 
 CHUNK_TOKENS = 500_000
 
@@ -333,7 +334,7 @@ def _decoded(data: bytes) -> str:
 def _table() -> npt.NDArray[np.uint32]:
     """Table from each code point to its reduced one, or to 0 if it is left out. Takes 0.3 s."""
     table = np.zeros(CODE_POINTS, np.uint32)
-    for point in LETTERS:
+    for point in itertools.chain(*LETTERS):
         if 0xD800 <= point < 0xE000:
             continue
         letter = chr(point)
