@@ -93,6 +93,14 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins anew
 
+    def refuse() -> None:
+        raise UsageError("it exists")
+
+    answers = cut.read_bytes()
+    with pytest.raises(UsageError, match="it exists"):  # another process has written it since the command looked
+        batch.write_answers(cut, {"model": 1}, make, refuse)
+    assert cut.read_bytes() == answers and not partial.exists()
+
 
 def test_every_shape_of_a_prompt_is_read(one: LoadedModel, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"

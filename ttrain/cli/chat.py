@@ -192,12 +192,17 @@ def generate(
     settings = sampling.settings()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
-    if out is not None:
+
+    def check_out() -> None:
+        if out is None:
+            return
         check_output_file(out)
         if out.exists() and not force:
             raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
         if out.exists() and prompts.exists() and out.samefile(prompts):
             raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
+
+    check_out()
     [reference] = resolved_models([model], [loading_options.base], loading_options.run)
 
     before_torch()
@@ -221,7 +226,7 @@ def generate(
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
                       "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
             try:
-                done = batch.write_answers(out, header, make)
+                done = batch.write_answers(out, header, make, check_out)
             except KeyboardInterrupt:
                 partial = batch.partial_of(out)
                 raise Interrupted(f"stopped; the answers so far are in {partial}; the same command continues") from None

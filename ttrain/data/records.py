@@ -323,7 +323,8 @@ class Tally:
         self.check_bad(setting, limit, expected_fields, prefix)
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}. {self._looked_for(expected_fields)}")
+            looked_for = "" if self.rows and not self.rejected else f". {self._looked_for(expected_fields)}"  # all were read
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{looked_for}")
 
     def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
         """Raise DataError if more than the share `limit` of the rows is bad.

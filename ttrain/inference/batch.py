@@ -100,17 +100,23 @@ def identity(reference: Reference) -> list[str]:
     return [reference.base_digest, *adapter, *map(sha256_file, existing.files_in(reference.tokenizer))]
 
 
-def write_answers(path: Path, header: JsonObject, make: Callable[[int], Iterable[list[JsonObject]]]) -> int:
+def write_answers(
+    path: Path,
+    header: JsonObject,
+    make: Callable[[int], Iterable[list[JsonObject]]],
+    check: Callable[[], None] = lambda: None,
+) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
     continues after the last complete row of an interrupted one, any other starts over. Raises UsageError where another
-    process is writing them.
+    process is writing them, and what `check` raises once none is, as where one has just written the file.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:
         with exclusive(lock, refuse):
             try:
+                check()
                 return _write_answers(path, partial_of(path), canonical_json(header) + b"\n", make)
             finally:
                 lock.unlink(missing_ok=True)
