@@ -14,8 +14,8 @@ of these two are the first round. Seconds count from the first step on, without 
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
 
 recipe: bits per byte of the quickstart's held-out documents. The first version's settings, with `--first` by its own code,
-train on a million tokens; the defaults on as many as take the same seconds, by a run between two of it, and on 0.55 of these,
-which must reach the first version's bits. With `--preset` the model has another size, and both sides train on as many
+train on a million tokens; the defaults on as many as take the same seconds, by a run between two of it, and on 0.55 of
+these, which must reach the first version's bits. With `--preset` the model has another size, and both sides train on as many
 tokens. The sides take turns, one seed after the other.
 """
 
