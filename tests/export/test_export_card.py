@@ -120,6 +120,13 @@ def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() 
     assert "(`hf://owner/name`)" in text
 
 
+def test_the_card_of_many_nights_tells_the_newest_of_their_artifacts() -> None:
+    nights = [replace(artifact("pretrain"), key=f"{number:012x}" + "0" * 52) for number in range(2000)]
+    text = card(EXPORTED, History(tuple(nights), None, {}))
+    assert len(text) < 10_000 and "| pretrain | `0000000007a8` |" in text and "`0000000007a7`" not in text
+    assert "Left out here and above: 1,960 earlier ones; `ttrain lineage` has all." in text
+
+
 def test_the_card_scores_the_model_itself_and_not_what_was_trained_on_top_of_it() -> None:
     metrics = {"bits_per_byte": 1.5, "chat_loss_base": 3.0, "chat_loss_sft": 2.0, "chat_loss_lora": 2.5}
     said = {"sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}], "lora": [{"prompt": "x", "answer": "never shown"}]}

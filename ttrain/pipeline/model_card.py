@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from ttrain.store.model_files import ADAPTER, MODEL, weight_files
 from ttrain.store.runs import read_rows
 
 CURVE_ROWS = 8
+
+SHOWN_ARTIFACTS = 40  # the newest; a year of nights has some 2,000 behind its model
 
 SAMPLES = 3
 
@@ -99,10 +101,11 @@ class Exported:
 def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     last = history.artifacts[-1] if history.artifacts else None
+    recent = replace(history, artifacts=history.artifacts[-SHOWN_ARTIFACTS:])
     sections = {
         "Use": _use(exported, last),
         "Model": _shape(exported),
-        "Training": _training(history),
+        "Training": _training(recent),
         "Started from": _starting_model(history),
         "Data": _data(history),
         "Evaluation": _evaluation(history),
@@ -276,11 +279,13 @@ def _lineage(history: History) -> list[Block]:
             f"`{artifact.content[:SHOWN_DIGEST]}`",
             ", ".join(f"{name} `{used['key'][:SHOWN_DIGEST]}`" for name, used in artifact.manifest["inputs"].items()),
         )
-        for artifact in history.artifacts
+        for artifact in history.artifacts[-SHOWN_ARTIFACTS:]
     ]
+    earlier = len(history.artifacts) - len(rows)
+    left_out = [Text(f"Left out here and above: {earlier:,} earlier ones; `ttrain lineage` has all.")] if earlier else []
     versions = {"ttrain": ["?"], "python": ["?"], **facts.versions_of([history.artifacts[-1].manifest])}
     version_list = ", ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if name != "platform")
-    return [Table(("stage", "key", "content", "made from"), rows), Text(f"Made with {version_list}.")]
+    return [Table(("stage", "key", "content", "made from"), rows), *left_out, Text(f"Made with {version_list}.")]
 
 
 def _settings(history: History) -> list[Block]:
