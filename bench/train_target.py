@@ -14,7 +14,7 @@ of these two are the first round. Seconds count from the first step on, without 
 whole command, from its start to the validation that shows the target, or to the last step of the other side.
 
 recipe: bits per byte of the quickstart's held-out documents. The first version's settings, with `--first` by its own code,
-train on a million tokens; the defaults on as many as take the same seconds, by a run between two of it, and on 0.55 of
+train on a million tokens; the defaults on as many as take the same seconds, by the runs before each seed, and on 0.55 of
 these, which must reach the first version's bits. With `--preset` the model has another size, and both sides train on as many
 tokens. The sides take turns, one seed after the other.
 """
@@ -25,6 +25,7 @@ import argparse
 import json
 import shutil
 import statistics
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,24 +69,23 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         changes, environment = (recipe, own) if name == "first" else ([], {})
         settings = [*model, *changes, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
         cost = train_common.stage("pretrain", directory, settings, keep=True, **environment)
+        rates[name == "first"].append(tokens / seconds(cost))
         command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
         _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
         return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
 
+    rates, costs = defaultdict[bool, list[float]](list), defaultdict[str, list[Cost]](list)
     tokens = dict.fromkeys(("first", "ours"), options.tokens)
-    if not options.preset:
-        first, ours, again = (side(name, options.tokens, 1000) for name in ("first", "ours", "first"))
-        tokens["ours"] = round(options.tokens * (seconds(first) + seconds(again)) / 2 / seconds(ours))
-        tokens["fewer"] = round(SHARE * tokens["ours"])
-        print(f"  at {options.tokens:,} tokens each: {first.result['bits']:.3f} and {ours.result['bits']:.3f} bits per "
-              f"byte; {tokens['ours']:,} tokens take the same seconds")  # fmt: skip
-    costs: dict[str, list[Cost]] = {name: [] for name in tokens}
+    for name, count in () if options.preset else tokens.items():
+        side(name, count, 1000)
     for seed in range(1, options.seeds + 1):
+        if not options.preset:  # by all runs so far, since the speed of a machine varies
+            tokens["ours"] = round(options.tokens * statistics.median(rates[False]) / statistics.median(rates[True]))
+            tokens["fewer"] = round(SHARE * tokens["ours"])
         for name, count in tokens.items():
-            costs[name].append(side(name, count, seed))
-            bits, taken = costs[name][-1].result["bits"], seconds(costs[name][-1])
-            print(f"  seed {seed}, {name}: {bits:.3f} in {taken:.0f} s", flush=True)
+            costs[name].append(cost := side(name, count, seed))
+            print(f"  seed {seed}, {name}, {count:,} tokens: {cost.result['bits']:.3f} in {seconds(cost):.0f} s", flush=True)
     medians = {name: statistics.median(map(seconds, runs)) for name, runs in costs.items()}
     table.ratio("s of training", medians["ours"], medians["first"], most=0 if options.preset else 1.03)
     means = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
