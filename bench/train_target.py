@@ -64,6 +64,7 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
     train_common.artifacts(directory, model, *inputs, **own)
     source, *_ = train_common.artifacts(directory, model, *inputs)
     heldout = Path(source) / "pretrain_heldout.jsonl"
+    rates, costs = defaultdict[bool, list[float]](list), defaultdict[str, list[Cost]](list)
 
     def side(name: str, tokens: int, seed: int) -> Cost:
         changes, environment = (recipe, own) if name == "first" else ([], {})
@@ -75,7 +76,6 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
         return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
 
-    rates, costs = defaultdict[bool, list[float]](list), defaultdict[str, list[Cost]](list)
     tokens = dict.fromkeys(("first", "ours"), options.tokens)
     for name, count in () if options.preset else tokens.items():
         side(name, count, 1000)

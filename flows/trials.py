@@ -358,9 +358,8 @@ class RunningTrial:
             **runner.tracking_options(self.trial),
         )
         execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
-        runner.study.note(
-            self.trial.number, run=execution.record.run
-        )  # before its stages: killed in one, it continues this run
+        # Before its stages begin, so that a trial which is killed in one continues this run.
+        runner.study.note(self.trial.number, run=execution.record.run)
         self.trial = replace(self.trial, run=execution.record.run)
         self.execution = execution
         with execution.recorded():

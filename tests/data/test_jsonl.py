@@ -136,6 +136,10 @@ def test_too_many_bad_rows_or_none_kept_name_the_first_the_field_and_the_keys_th
     assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
     with pytest.raises(DataError, match=r"no rows are left of 2; 1 skipped: empty text.*keys seen: txet, text"):
         tally.check("data.pretrain", 1.0, "the key 'text'")
+    path, tally = written(tmp_path, b'{"text": ""}\n'), Tally()
+    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
+    with pytest.raises(DataError, match=r"no rows are left of 1; 1 skipped: empty text$"):  # no advice: it was read
+        tally.check("data.pretrain", 1.0, "the key 'text'")
 
 
 def test_a_tally_adds_up_over_parts_and_stays_small() -> None:

@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import signal
-import time
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -275,14 +275,15 @@ def test_workers_end_with_a_process_that_is_killed() -> None:
     def begin() -> None:
         Processes(3).begin()
         sender.send([child.pid for child in psutil.Process().children()])
-        time.sleep(60)
+        threading.Event().wait()  # until it is killed
 
     process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
     workers = receiver.recv()
+    assert len(workers) >= 2
     process.kill()
     process.join()
-    wait_until(lambda: workers and not any(map(psutil.pid_exists, workers)), 20)
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), 20)
 
 
 def test_files_of_others_in_the_output_are_left_alone(tmp_path: Path, recipe: BlockRecipe) -> None:

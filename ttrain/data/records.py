@@ -323,8 +323,9 @@ class Tally:
         self.check_bad(setting, limit, expected_fields, prefix)
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            looked_for = "" if self.rows and not self.rejected else f". {self._looked_for(expected_fields)}"  # all were read
-            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{looked_for}")
+            all_read = self.rows and not self.rejected
+            advice = "" if all_read else f". {self._looked_for(expected_fields)}"
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
         """Raise DataError if more than the share `limit` of the rows is bad.
