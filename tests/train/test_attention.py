@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ttrain.model import factory
 from ttrain.train import attention, kernels
-from ttrain.train.attention import RecordGroups, group_lengths, segment_mask
+from ttrain.train.attention import RecordGroups, Records, group_lengths, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
@@ -74,9 +74,9 @@ def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
 
 
 def in_groups(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:
-    groups = RecordGroups(SEGMENTS, branches)
-    assert len(groups.places) > 2
-    return attention.record_attention(None, *leaves, None, groups=groups, **options)[0]
+    records = Records(SEGMENTS, branches)
+    assert len(records.groups.places) > 2
+    return attention.record_attention(None, *leaves, None, records=records, **options)[0]
 
 
 def of_torch(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:

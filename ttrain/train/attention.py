@@ -14,7 +14,7 @@ L positions of its longest record, Q queries of a block, S the keys that they ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
 from ttrain.train.varlen import Spans, span_attention
 
@@ -94,6 +95,36 @@ def _scores(mask: Tensor) -> Tensor:
     """The mask as a term added to the scores: 0 where it is True, else the smallest number."""
     zeros = torch.zeros(mask.shape, device=mask.device)
     return zeros.masked_fill_(~mask, torch.finfo(zeros.dtype).min)
+
+
+@final
+class Records:
+    """The records of a batch: as the compiled loops take them, in groups, or as a mask; each made when it is asked for."""
+
+    def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
+        self._segments, self._branches = segments_BT, branches_BT
+
+    @cached_property
+    def groups(self) -> RecordGroups:
+        return RecordGroups(self._segments, self._branches)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """For torch's attention, with dropout or in fp16."""
+        return segment_mask(self._segments, self._branches)
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The number of each record's first token among the B * T, and how many it has, longest first."""
+        runs = _Runs(self._segments.numpy(), None)
+        order = np.argsort(-runs.lengths, kind="stable")
+        return torch.from_numpy(runs.starts[order]), torch.from_numpy(runs.lengths[order])
+
+    def suit_loops(self, states: Sequence[Tensor]) -> bool:
+        """Whether the compiled loops take these queries, keys and values: heads of one width, a multiple of 32, and records
+        without branches."""
+        widths = {state.shape[-1] for state in states}
+        return self._branches is None and len(widths) == 1 and native.takes(*states, lanes=2 * native.LANES)
 
 
 @final
@@ -185,7 +216,7 @@ class _Runs:
             starts, lengths = starts[alone], lengths[alone]
             self._prefixes, self._prefix_lengths = self._prefixes[alone], self._prefix_lengths[alone]
             self._copied = self._copied[alone]
-        self._starts = starts - self._prefix_lengths
+        self.starts = starts - self._prefix_lengths
         self.lengths = lengths + self._prefix_lengths
 
     def places(self, numbers: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], ...]:
@@ -193,7 +224,7 @@ class _Runs:
         offsets = np.arange(length)
         at = np.minimum(offsets, self.lengths[numbers, None] - 1)
         in_prefix = at < self._prefix_lengths[numbers, None]
-        places = at + np.where(in_prefix, self._prefixes[numbers, None], self._starts[numbers, None])
+        places = at + np.where(in_prefix, self._prefixes[numbers, None], self.starts[numbers, None])
         return places, offsets < self.lengths[numbers, None], in_prefix & self._copied[numbers, None] & (at == offsets)
 
 
@@ -237,7 +268,7 @@ def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None
     """
     if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
-    return {"groups": RecordGroups(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
+    return {"records": Records(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
 
 
 def is_compiled(model: Any) -> bool:
@@ -267,23 +298,28 @@ def record_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    groups: RecordGroups | None = None,
+    records: Records | None = None,
     spans: Spans | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, K]. `spans`: on CUDA."""
     dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
-    if spans is None and (groups is None or dropout or dtype == torch.float16):
+    if spans is None and (records is None or dropout or dtype == torch.float16):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        states = (query_BHTK, key_BGTK, value_BGTK)
-        output, _ = sdpa_attention_forward(module, *states, attention_mask, dropout=dropout, scaling=scaling, **others)
+        arguments = query_BHTK, key_BGTK, value_BGTK, attention_mask if records is None else records.mask
+        output, _ = sdpa_attention_forward(module, *arguments, dropout=dropout, scaling=scaling, **others)
         return output, None
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (states.transpose(1, 2) for states in (query_BHTK, key_BGTK, value_BGTK))
+    query, key, value = (state.transpose(1, 2) for state in (query_BHTK, key_BGTK, value_BGTK))
     if spans is not None:
         return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
-    output = RecordAttention.apply(query, key, value, groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's
+    assert records is not None
+    states = [state.to(dtype).contiguous() for state in (query, key, value)]
+    if records.suit_loops(states):
+        output = native.Attention.apply(*states, None, 0.0, None, 0.0, None, records.places, scale)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        output = RecordAttention.apply(query, key, value, records.groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's
     return output, None
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ttrain.train.attention import RecordGroups, grouped, mixed, mixed_slopes, saved_groups
+from ttrain.train import native
+from ttrain.train.attention import RecordGroups, Records, grouped, mixed, mixed_slopes, saved_groups
 from ttrain.train.precision import autocast_dtype
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
@@ -82,6 +83,8 @@ def source_of(x: Tensor) -> Source | None:
 
 
 def _scaled(x: Tensor, scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bfloat16 and native.takes(x, weight, dtype=torch.float32):
+        return native.norm(x, weight, 0.0, scale)[0]
     return (x * scale).mul_(weight).to(dtype)
 
 
@@ -101,21 +104,39 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scale = _inverse_rms(x, epsilon)
+        if dtype == torch.bfloat16 and native.takes(x, weight, dtype=torch.float32):
+            output, scale = native.norm(x, weight, epsilon)
+        else:
+            scale = _inverse_rms(x, epsilon)
+            output = _scaled(x, scale, weight, dtype)
         ctx.save_for_backward(x, weight, scale)
         ctx.mark_non_differentiable(scale)
-        return _scaled(x, scale, weight, dtype), scale
+        return output, scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_rms_slopes(grad, *ctx.saved_tensors), None, None
+        x, weight, scale = ctx.saved_tensors
+        is_native = native.takes(grad) and native.takes(x, weight, dtype=torch.float32)
+        return *(native.norm_slopes if is_native else _rms_slopes)(grad, x, weight, scale), None, None
+
+
+def _activated(gate: Tensor, up: Tensor) -> Tensor:
+    return native.gated(gate, up) if native.takes(gate, up) else F.silu(gate).mul_(up)
+
+
+def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`_activated` again, and the gradients of gate and up from that of it."""
+    if native.takes(grad, gate, up):
+        return native.gated_slopes(grad, gate, up)
+    activated = F.silu(gate)
+    return activated * up, torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad)
 
 
 class _GatedLayer(torch.autograd.Function):
     """y = (silu(x G) (x U)) D (arXiv:2002.05202), in the type of x.
 
-    What D multiplies is computed again for its gradient, from silu(x G), which is needed there anyway, weights are cast
-    again, and x is made again of what the norm before it keeps.
+    What D multiplies is computed again for its gradient, weights are cast again, and x is made again of what the norm before
+    it keeps.
     """
 
     @staticmethod
@@ -124,16 +145,14 @@ class _GatedLayer(torch.autograd.Function):
     ) -> Tensor:
         gate, up = F.linear(x, gate_weight.to(x.dtype)), F.linear(x, up_weight.to(x.dtype))
         ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *_kept(x, source))
-        return F.linear(F.silu(gate).mul_(up), down_weight.to(x.dtype))
+        return F.linear(_activated(gate, up), down_weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, gate_weight, up_weight, down_weight, *kept = ctx.saved_tensors
-        activated = F.silu(gate)
         inner = grad.flatten(0, -2).mm(down_weight.to(gate.dtype)).view_as(gate)
-        of_down = _weight_slopes(grad, activated * up, down_weight) if ctx.needs_input_grad[3] else None
-        of_up = activated.mul_(inner)
-        of_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        activated, of_gate, of_up = _activated_slopes(inner, gate, up)
+        of_down = _weight_slopes(grad, activated, down_weight) if ctx.needs_input_grad[3] else None
         slopes, weights = (of_gate, of_up), (gate_weight, up_weight)
         return *_product_slopes(slopes, weights, tuple(kept), ctx.needs_input_grad), of_down, None
 
@@ -181,14 +200,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        activated: Tensor = F.silu(gate).mul_(up)
-        return activated
+        return _activated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate: Tensor = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
+        _, of_gate, of_up = _activated_slopes(grad, *ctx.saved_tensors)
+        return of_gate, of_up
 
 
 def _rotary_attention(
@@ -199,21 +216,29 @@ def _rotary_attention(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    groups, dtype = others.get("groups"), autocast_dtype(hidden_states.device, hidden_states.dtype)
+    records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
     dropout = self.attention_dropout if self.training else 0.0
-    if groups is None or past_key_values is not None or dropout or dtype == torch.float16:
+    if records is None or past_key_values is not None or dropout or dtype == torch.float16:
         output: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
         )
         return output
     B, T, _ = hidden_states.shape
     states = [state.to(dtype).view(B, T, -1, self.head_dim) for state in _projected(self, hidden_states)]
-    rotations = []
-    for name, heads in (("q_norm", states[0].shape[2]), ("k_norm", states[1].shape[2])):
-        norm = getattr(self, name, None)
-        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        rotations += [weight, epsilon, _turn(heads, position_embeddings, groups)]
-    mixed_BTHK = _RotaryAttention.apply(*states, *rotations, groups, self.scaling)  # type: ignore[no-untyped-call]  # torch's
+    norms = [
+        (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        for norm in (getattr(self, name, None) for name in ("q_norm", "k_norm"))
+    ]
+    angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
+    weights = [weight for weight, _ in norms if weight is not None]
+    if records.suit_loops(states) and native.takes(*angles, *weights, dtype=torch.float32):
+        arguments = *norms[0], *norms[1], angles, records.places, self.scaling
+        mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        groups = records.groups
+        turns = [_turn(state.shape[2], position_embeddings, groups) for state in states[:2]]
+        rotations = [*norms[0], turns[0], *norms[1], turns[1]]
+        mixed_BTHK = _RotaryAttention.apply(*states, *rotations, groups, self.scaling)  # type: ignore[no-untyped-call]  # torch's
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None
 
 

@@ -244,15 +244,16 @@ class NextTokenLoss(nn.Module):
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
-        if spans is None:
+        arguments: dict[str, Any] = {} if spans is None else {"spans": spans}
+        if self._chunked and spans is None and self._by_records and not count(self.model):
+            arguments = attention.record_arguments(model, segments_BT, branches_BT)  # do not cover the keys of a prefix
+        if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
+            inputs |= {"attention_mask": segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), **arguments}
+        else:
             mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
             inputs = prepend(self.model, {**inputs, "attention_mask": mask_B1TT})
             inputs = attention.with_attention_mask(model, inputs)
-        else:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
-            inputs |= {"attention_mask": segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), "spans": spans}
         if self._chunked:
-            if spans is None and self._by_records and not count(self.model):  # records do not cover the keys of a prefix
-                inputs |= attention.record_arguments(model, segments_BT, branches_BT)
             hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
             weight_VD = model.get_output_embeddings().weight
             if branches_BT is not None:

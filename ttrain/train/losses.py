@@ -21,6 +21,7 @@ from ttrain.config import Loop
 from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE
 from ttrain.errors import TTrainError
+from ttrain.train import native
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import autocast_dtype
 
@@ -196,6 +197,11 @@ def _score(
     The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
     max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
     """
+    if wide == torch.float32 and native.takes(logits_CV, lanes=1):
+        losses = native.score(logits_CV, labels_C, scale)
+        if losses_C is not None:
+            losses_C.copy_(losses)
+        return losses.sum()
     total = torch.zeros((), dtype=wide, device=logits_CV.device)
     dead_C1 = labels_C[:, None] == IGNORE
     targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)

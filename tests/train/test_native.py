@@ -1,0 +1,281 @@
+"""The compiled loops: what torch's operations give, up to the rounding of bf16, by any number of threads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import copies, distance, same
+from support.tiny_data import VOCAB
+from support.tiny_trainers import CPU, tiny_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from ttrain.data.packing import IGNORE
+from ttrain.train import native
+from ttrain.train.attention import Records, record_attention
+from ttrain.train.kernels import fuse
+from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
+
+BF16 = torch.bfloat16
+HAS_THEM = "avx512_bf16" in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
+needs_them = pytest.mark.skipif(not HAS_THEM, reason="this CPU has no AVX512-BF16")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; afterwards it is what it was."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
+    """The result where nothing was compiled."""
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        return run()
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_them
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
+def test_where_there_is_a_compiler_they_are_there() -> None:
+    assert native.library() is not None, "install again: pip install -e ."
+
+
+# --- each loop ----------------------------------------------------------------------------------------------------------
+
+
+@needs_them
+@pytest.mark.parametrize("entries", [3, 16, 2050])
+def test_losses_and_their_gradients_are_those_of_torch(entries: int) -> None:
+    logits, labels = 3 * random(40, entries, seed=1), torch.arange(40) % entries
+    labels[[0, 7]] = IGNORE
+    logits[1] *= 100  # the others' probabilities vanish
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="none")
+    expected.sum().backward()  # type: ignore[no-untyped-call]
+    untouched = logits.clone()
+    assert torch.allclose(native.score(untouched, labels, None).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(untouched, logits)
+    assert torch.allclose(native.score(logits, labels, 64.0).double(), expected, rtol=1e-5, atol=1e-5)
+    assert exact.grad is not None
+    assert torch.allclose(logits.double(), 64 * exact.grad, rtol=2**-8, atol=1e-6)
+
+
+@needs_them
+@pytest.mark.parametrize("label", [50, -1])
+def test_a_label_outside_the_vocabulary_is_an_error_and_changes_nothing(label: int) -> None:
+    logits = random(3, 50, seed=1)
+    before = logits.clone()
+    with pytest.raises(IndexError, match=f"label {label} is out of bounds for a vocabulary of 50 entries"):
+        native.score(logits, torch.tensor([1, label, 2]), 1.0)
+    assert torch.equal(logits, before)
+
+
+@needs_them
+def test_what_is_not_a_number_stays_so() -> None:
+    """A step with it is then left out; see NonFinite."""
+    logits, x, weight = random(2, 64, seed=1), torch.randn(2, 64), torch.ones(64)
+    logits[0, 5] = x[0, 5] = torch.nan
+    losses = native.score(logits, torch.tensor([1, 1]), 1.0)
+    assert losses.isnan().tolist() == [True, False]
+    assert logits[0].isnan().all()
+    assert native.norm(x, weight, 1e-6)[0].isnan().any(1).tolist() == [True, False]
+    assert native.gated(logits, logits).isnan().any(1).tolist() == [True, False]
+
+
+@needs_them
+def test_gated_layers_are_those_of_torch() -> None:
+    gate, up, grad = (random(7, 48, seed=seed) for seed in (1, 2, 3))
+    gate[0, :3] = torch.tensor([90.0, -90.0, 0.0])
+    exact = gate.double().requires_grad_(), up.double().requires_grad_()
+    expected = F.silu(exact[0]) * exact[1]
+    expected.backward(grad.double())  # type: ignore[no-untyped-call]
+    again, of_gate, of_up = native.gated_slopes(grad, gate, up)
+    assert torch.equal(again, native.gated(gate, up))
+    for found, right in ((again, expected), (of_gate, exact[0].grad), (of_up, exact[1].grad)):
+        assert torch.allclose(found.double(), right, rtol=2**-8, atol=1e-6)
+
+
+@needs_them
+def test_norms_are_those_of_torch() -> None:
+    x, weight, grad = random(3, 50, 48, seed=1, dtype=torch.float32), torch.rand(48), random(3, 50, 48, seed=2)
+    exact = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = F.rms_norm(exact[0], (48,), exact[1], 1e-5)
+    expected.backward(grad.double())  # type: ignore[no-untyped-call]
+    out, scale = native.norm(x, weight, 1e-5)
+    assert torch.allclose(out.double(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(native.norm(x, weight, 0.0, scale)[0], out)
+    of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
+    assert torch.allclose(of_x.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(of_weight.double(), exact[1].grad, rtol=1e-4, atol=1e-4)
+
+
+SHAPES = {  # heads, of keys, their width, with norms, with rotation, rows of records by their lengths
+    "records": (2, 2, 64, True, True, [[1, 2, 3, 150], [97, 59], [156]]),
+    "groups of heads": (6, 2, 32, True, True, [[33, 31, 64], [128]]),
+    "wide, one key head, no norm": (2, 1, 128, False, True, [[70, 65]]),
+    "three halves of a block": (2, 2, 96, True, False, [[31, 32, 33]]),
+    "neither norm nor rotation": (2, 2, 64, False, False, [[17], [17]]),
+}
+
+
+def attention(shape: str) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
+    """What computes attention and its gradients, and what torch gives in fp64."""
+    H, G, K, has_norm, has_rotation, rows = SHAPES[shape]
+    T = sum(rows[0])
+    segments = torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in rows])
+    states = [random(len(rows), T, heads, K, seed=seed).requires_grad_() for seed, heads in enumerate((H, G, G))]
+    weights = [(torch.rand(K) + 0.5).requires_grad_() if has_norm else None for _ in range(2)]
+    places = torch.tensor([[place for length in row for place in range(length)] for row in rows])
+    angle = places[..., None] * 100.0 ** -(torch.arange(K) % (K // 2) / K)
+    angles = (angle.cos(), angle.sin()) if has_rotation else None
+    grad, scale = random(len(rows), T, H, K, seed=5), K**-0.5
+    leaves = {name: leaf for name, leaf in zip("qkvab", [*states, *weights], strict=True) if leaf is not None}
+
+    def ours() -> dict[str, Tensor]:
+        query, key, value = states
+        arguments = weights[0], 1e-6, weights[1], 1e-6, angles, Records(segments).places, scale
+        out = native.Attention.apply(query, key, value, *arguments)  # type: ignore[no-untyped-call]
+        out.backward(grad)
+        found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
+        for leaf in leaves.values():
+            leaf.grad = None
+        return found
+
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x if weight is None else F.rms_norm(x, (K,), weight, 1e-6)
+        if angles is None:
+            return x
+        cos, sin = (one[:, :, None].double() for one in angles)
+        return x * cos + torch.cat([-x[..., K // 2 :], x[..., : K // 2]], -1) * sin
+
+    query, key = turned(exact["q"], exact.get("a")), turned(exact["k"], exact.get("b"))
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
+    flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
+    out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    out.backward(grad.double())  # type: ignore[no-untyped-call]
+    expected = {"out": out.detach(), **{name: leaf.grad for name, leaf in exact.items() if leaf.grad is not None}}
+    return ours, expected
+
+
+@needs_them
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_and_its_gradients_are_those_of_torch(shape: str) -> None:
+    ours, expected = attention(shape)
+    found = ours()
+    for name in expected:
+        assert distance({name: expected[name]}, {name: found[name]}) < 0.008, name
+
+
+@needs_them
+def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) -> None:
+    ours, _ = attention("records")
+    x, weight, grad = random(300, 64, seed=1, dtype=torch.float32), torch.rand(64), random(300, 64, seed=2)
+
+    def results() -> dict[str, Tensor]:
+        out, scale = native.norm(x, weight, 1e-6)
+        of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
+        losses = native.score(grad.clone(), torch.arange(300) % 64, 1.0)
+        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, "losses": losses}
+
+    threads(1)
+    alone = results()
+    threads(3)
+    assert same(alone, results())
+
+
+# --- where they are called ----------------------------------------------------------------------------------------------
+
+
+@needs_them
+def test_tensors_that_do_not_suit_are_left_to_torch() -> None:
+    x = random(4, 32, seed=1)
+    assert native.takes(x, x.clone())
+    for other in (x.float(), x[:, :16], random(4, 24, seed=1), x.to("meta"), torch.nn.Buffer(x).expand(4, 32).t()):
+        assert not native.takes(x, other)
+    assert not Records(torch.zeros(1, 4)).suit_loops([random(1, 4, 2, 16, seed=1)] * 3)
+    assert not Records(torch.zeros(1, 4), torch.zeros(1, 4)).suit_loops([random(1, 4, 2, 32, seed=1)] * 3)
+
+
+SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])
+
+
+@needs_them
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    call = native._call
+    monkeypatch.setattr(native, "_call", lambda name, *arguments: (calls.append(name), call(name, *arguments))[1])
+
+    def results(precision: torch.dtype) -> dict[str, Tensor]:
+        model = tiny_model(kind=kind, hidden_size=64, kv_heads=1, layers=2).train()
+        ids = torch.randint(9, VOCAB, SEGMENTS.shape, generator=torch.Generator().manual_seed(2))
+        positions = torch.arange(SEGMENTS.shape[1]).expand_as(ids).contiguous()
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            loss = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids)[0]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+    exact, found = results(torch.float32), results(BF16)
+    assert {*calls} == {*native.ARGUMENTS}, "each loop is in use"
+    calls.clear()
+    rounded = without(monkeypatch, lambda: results(BF16))
+    assert not calls
+    for name in exact:
+        limit = 1.3 * distance({name: exact[name]}, {name: rounded[name]}) + 1e-3
+        assert distance({name: exact[name]}, {name: found[name]}) < limit, name
+
+
+@needs_them
+def test_attention_of_other_architectures_takes_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [random(2, 80, heads, 32, seed=heads).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+
+    def result() -> dict[str, Tensor]:
+        out = record_attention(None, *leaves, None, records=Records(SEGMENTS))[0]
+        out.backward(random(2, 80, 4, 32, seed=7))
+        found = {"out": out.detach(), **{str(number): leaf.grad for number, leaf in enumerate(leaves)}}
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    assert 0 < distance(without(monkeypatch, result), result()) < 0.01
+
+
+@needs_them
+def test_a_loss_of_a_frozen_head_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = random(2, 20, 32, seed=1), random(50, 32, seed=2), torch.arange(40).view(2, 20)
+
+    def losses() -> list[Tensor]:
+        trained = hidden.clone().requires_grad_()
+        loss = linear_token_loss_sum(trained, weight, labels, 16)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert trained.grad is not None
+        return [linear_token_loss_sum(hidden, weight, labels, 16), loss.detach(), trained.grad]
+
+    for found, expected in zip(losses(), without(monkeypatch, losses), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_fuse_and_train_work_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> bool:
+        model = tiny_model(hidden_size=64)
+        fuse(model)
+        ids = torch.arange(9, 9 + 40).view(1, 40) % VOCAB
+        with torch.autocast(CPU.type, BF16):
+            model(ids).logits.sum().backward()
+        return all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+    assert without(monkeypatch, run)
