@@ -26,6 +26,7 @@ from ttrain.data.packing import IGNORE, Batch
 from ttrain.doctor import machine, model
 from ttrain.doctor.parts import Check, InMemoryRows, Learner, run_check, select_rows, unevenly_masked
 from ttrain.errors import TTrainError, UsageError
+from ttrain.train import native
 from ttrain.train.checkpoint import WEIGHTS
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling, segment_mask
@@ -307,6 +308,17 @@ def test_a_number_format_that_is_emulated_is_found() -> None:
     assert machine.matmul_seconds(torch.float32, CPU) > 0
 
 
+def test_native_kernels_that_are_missing_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def figure(word: str, *, suits: bool, compiled: bool) -> str:
+        monkeypatch.setattr(native, "suits_machine", lambda: suits)
+        monkeypatch.setattr(native, "library", lambda: object() if compiled else None)
+        return str(machine.native_kernels(Precision(word, CPU)).figure)
+
+    assert figure("bf16", suits=True, compiled=True) == "used"
+    assert "install gcc" in figure("bf16", suits=True, compiled=False)
+    assert "AVX512-BF16" in figure("fp32", suits=True, compiled=True) == figure("bf16", suits=False, compiled=False)
+
+
 def test_more_threads_than_cores_are_found() -> None:
     assert ok(machine.threads(Runtime(), 2)) and ok(machine.threads(Runtime(devices=2), 2))
     assert not ok(machine.threads(Runtime(devices=2, threads=2), 2)) and not ok(machine.threads(Runtime(devices=4), 2))
@@ -371,7 +383,8 @@ def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, cap
     done = in_process(capsys)("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
     checks = done.json["checks"]
     assert [check["name"] for check in checks] == [
-        "versions", "precision", "threads", "tuning", "data", "tokenizer round trip", "labels and mask", "memory", "disk",
+        "versions", "precision", "native kernels", "threads", "tuning", "data",
+        "tokenizer round trip", "labels and mask", "memory", "disk",
         "no future leak", "records apart", "loss at the start", "accumulation", "two ranks equal one", "save and resume",
         "one batch is learnt",
     ]  # fmt: skip

@@ -1,10 +1,9 @@
-"""The compiled loops: what torch's operations give, up to the rounding of bf16, by any number of threads."""
+"""The native kernels: what torch's operations give, up to the rounding of bf16, by any number of threads."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,7 @@ from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
 
 BF16 = torch.bfloat16
-HAS_THEM = "avx512_bf16" in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
-needs_them = pytest.mark.skipif(not HAS_THEM, reason="this CPU has no AVX512-BF16")
+needs_them = pytest.mark.skipif(not native.suits_machine(), reason="this CPU has no AVX512-BF16")
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def test_where_there_is_a_compiler_they_are_there() -> None:
     assert native.library() is not None, "install again: pip install -e ."
 
 
-# --- each loop ----------------------------------------------------------------------------------------------------------
+# --- each kernel --------------------------------------------------------------------------------------------------------
 
 
 @needs_them
@@ -206,8 +204,8 @@ def test_tensors_that_do_not_suit_are_left_to_torch() -> None:
     assert native.takes(x, x.clone())
     for other in (x.float(), x[:, :16], random(4, 24, seed=1), x.to("meta"), torch.nn.Buffer(x).expand(4, 32).t()):
         assert not native.takes(x, other)
-    assert not Records(torch.zeros(1, 4)).suit_loops([random(1, 4, 2, 16, seed=1)] * 3)
-    assert not Records(torch.zeros(1, 4), torch.zeros(1, 4)).suit_loops([random(1, 4, 2, 32, seed=1)] * 3)
+    assert not Records(torch.zeros(1, 4)).suit_native([random(1, 4, 2, 16, seed=1)] * 3)
+    assert not Records(torch.zeros(1, 4), torch.zeros(1, 4)).suit_native([random(1, 4, 2, 32, seed=1)] * 3)
 
 
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])
@@ -230,7 +228,7 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
     exact, found = results(torch.float32), results(BF16)
-    assert {*calls} == {*native.ARGUMENTS}, "each loop is in use"
+    assert {*calls} == {*native.ARGUMENTS}, "each kernel is in use"
     calls.clear()
     rounded = without(monkeypatch, lambda: results(BF16))
     assert not calls

@@ -79,6 +79,7 @@ class Doctor:
         pins = machine.pins_of(CONSTRAINTS)
         yield run_check("versions", lambda: machine.versions(metadata.requires("ttrain") or [], pins))
         yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
+        yield run_check("native kernels", lambda: machine.native_kernels(computed_in))
         yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
         yield run_check("tuning", lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())))
         with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:

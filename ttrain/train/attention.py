@@ -99,7 +99,7 @@ def _scores(mask: Tensor) -> Tensor:
 
 @final
 class Records:
-    """The records of a batch: as the compiled loops take them, in groups, or as a mask; each made when it is asked for."""
+    """The records of a batch: as the native kernels take them, in groups, or as a mask; each made when it is asked for."""
 
     def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
         self._segments, self._branches = segments_BT, branches_BT
@@ -120,8 +120,8 @@ class Records:
         order = np.argsort(-runs.lengths, kind="stable")
         return torch.from_numpy(runs.starts[order]), torch.from_numpy(runs.lengths[order])
 
-    def suit_loops(self, states: Sequence[Tensor]) -> bool:
-        """Whether the compiled loops take these queries, keys and values: heads of one width, a multiple of 32, and records
+    def suit_native(self, states: Sequence[Tensor]) -> bool:
+        """Whether the native kernels take these queries, keys and values: heads of one width, a multiple of 32, and records
         without branches."""
         widths = {state.shape[-1] for state in states}
         return self._branches is None and len(widths) == 1 and native.takes(*states, lanes=2 * native.LANES)
@@ -316,7 +316,7 @@ def record_attention(
         return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
     assert records is not None
     states = [state.to(dtype).contiguous() for state in (query, key, value)]
-    if records.suit_loops(states):
+    if records.suit_native(states):
         output = native.Attention.apply(*states, None, 0.0, None, 0.0, None, records.places, scale)  # type: ignore[no-untyped-call]  # torch's
     else:
         output = RecordAttention.apply(query, key, value, records.groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's

@@ -231,7 +231,7 @@ def _rotary_attention(
     ]
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
     weights = [weight for weight, _ in norms if weight is not None]
-    if records.suit_loops(states) and native.takes(*angles, *weights, dtype=torch.float32):
+    if records.suit_native(states) and native.takes(*angles, *weights, dtype=torch.float32):
         arguments = *norms[0], *norms[1], angles, records.places, self.scaling
         mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
     else:

@@ -1,4 +1,4 @@
-"""The compiled loops of `native.c`: layers of a training step in bf16, on CPUs that multiply it.
+"""The native kernels of `native.c`: layers of a training step in bf16, on CPUs that multiply it.
 
 Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D width of a token, C
 positions of a chunk, V entries of the vocabulary.
@@ -42,22 +42,34 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
+def suits_machine() -> bool:
+    """Whether the CPU has their instructions. Without the compiled file only Linux says so."""
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and "avx512_bf16" in flags.read_text().split()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loops; None where installation found no compiler, or on a CPU without AVX512-BF16."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_native{suffix}")
-        if path.exists():
-            loaded = ctypes.CDLL(str(path))  # after torch, whose threads it shares
-            for name, types in ARGUMENTS.items() if loaded.native_supported() else ():
-                function = getattr(loaded, f"native_{name}")
-                function.argtypes, function.restype = types, c_long if name == "score" else None
-            return loaded if loaded.native_supported() else None
-    return None
+    """The compiled kernels; None where installation found no compiler, or on a CPU without AVX512-BF16."""
+    files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
+    packages = Path(torch.__file__).parents[1]
+    try:
+        # Before the system's OpenMP, which is another one beside torch's where that has a name of its own.
+        for path in (*packages.glob("torch/lib/libgomp*"), *packages.glob("torch.libs/libgomp*")):
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(next(path for path in files if path.exists())))
+    except (OSError, StopIteration):
+        return None
+    if not loaded.native_supported():
+        return None
+    for name, types in ARGUMENTS.items():
+        function = getattr(loaded, f"native_{name}")
+        function.argtypes, function.restype = types, c_long if name == "score" else None
+    return loaded
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, lanes: int = LANES) -> bool:
-    """Whether the loops take these tensors: plain, contiguous, of this type and a width of whole registers, on a CPU that
+    """Whether the kernels take these tensors: plain, contiguous, of this type and a width of whole registers, on a CPU that
     has them."""
     return library() is not None and all(
         type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype and tensor.device.type == "cpu"
