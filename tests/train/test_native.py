@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
-from ttrain.train import native
+from ttrain.train import native, optim
 from ttrain.train.attention import Records, record_attention
 from ttrain.train.kernels import fuse
 from ttrain.train.language_modeling import NextTokenLoss
@@ -182,17 +182,34 @@ def test_attention_and_its_gradients_are_those_of_torch(shape: str) -> None:
 def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) -> None:
     ours, _ = attention("records")
     x, weight, grad = random(300, 64, seed=1, dtype=torch.float32), torch.rand(64), random(300, 64, seed=2)
+    matrices = random(5, 32, 48, seed=3, dtype=torch.float32)
 
     def results() -> dict[str, Tensor]:
         out, scale = native.norm(x, weight, 1e-6)
         of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
-        losses = native.score(grad.clone(), torch.arange(300) % 64, 1.0)
-        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, "losses": losses}
+        others = {
+            "losses": native.score(grad.clone(), torch.arange(300) % 64, 1.0),
+            "muon": optim.orthogonal(matrices, BF16),
+        }
+        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, **others}
 
     threads(1)
     alone = results()
     threads(3)
     assert same(alone, results())
+
+
+@needs_them
+@pytest.mark.parametrize("shape", [(5, 32, 64), (3, 96, 16), (1, 48, 48)], ids=str)
+def test_matrices_become_as_orthogonal_as_by_torch(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = random(*shape, seed=1, dtype=torch.float32)
+    matrices[-1] *= 1e-3
+    exact = without(monkeypatch, lambda: optim.orthogonal(matrices, torch.float64))
+    rounded = without(monkeypatch, lambda: optim.orthogonal(matrices, BF16))
+    found = optim.orthogonal(matrices, BF16)
+    assert found.dtype == torch.float32
+    assert distance({"": exact}, {"": found}) < 1.2 * distance({"": exact}, {"": rounded})
+    assert torch.equal(optim.orthogonal(torch.zeros(1, *shape[1:]), BF16), torch.zeros(1, *shape[1:]))
 
 
 # --- where they are called ----------------------------------------------------------------------------------------------
@@ -228,7 +245,7 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
     exact, found = results(torch.float32), results(BF16)
-    assert {*calls} == {*native.ARGUMENTS}, "each kernel is in use"
+    assert {*calls} == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
     calls.clear()
     rounded = without(monkeypatch, lambda: results(BF16))
     assert not calls

@@ -250,12 +250,16 @@ static void interleave(const bf16 *rows, pair *out, long L, long K) {
         }
 }
 
+/* the first 16 multiples of a number */
+INLINE __m512i multiples(long number) {
+    return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)number));
+}
+
 /* rows of pairs [L, K/2] as [K/2, L] */
 static void transpose(const bf16 *rows, pair *out, long L, long K) {
     const pair *from = (const pair *)rows;
     const long P = K / 2;
-    const __m512i steps = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                             _mm512_set1_epi32((int)P));
+    const __m512i steps = multiples(P);
     for (long i = 0; i < L; i += LANES)
         for (long p = 0; p < P; p++) _mm512_storeu_si512(out + p * L + i, _mm512_i32gather_epi32(steps, (const int *)(from + i * P + p), 4));
 }
@@ -413,7 +417,7 @@ void native_attention(const States *q, const States *k, const States *v, const R
 INLINE void block_slopes(const float *scores, const float *of_weights, const float *logs, const float *deltas, float factor,
                          long first_query, long first_key, bf16 *weights, bf16 *slopes, pair *slopes_below) {
     const __m512 factors = _mm512_set1_ps(factor);
-    const __m512i queries = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i queries = multiples(1);
     for (long j = 0; j < BLOCK_KEYS; j += 2)
         for (long i = 0; i < BLOCK_QUERIES; i += LANES) {
             __m512 both[2];
@@ -502,6 +506,60 @@ void native_attention_slopes(const States *q, const States *k, const States *v, 
             for (long i = 0; i < L; i++)
                 for (long j = 0; j < K; j += LANES)
                     store(of_v + ((start + i) * G + group) * K + j, _mm512_loadu_ps(sums_v + i * K + j));
+        }
+        free(memory);
+    }
+}
+
+/* ---- Muon ---- */
+
+/* Of each matrix [A, B] `steps` Newton-Schulz steps in bf16, from x / norm(x): x <- a x + (b G + c G G) x with G = x x^T, or
+   where A > B with the smaller G = x^T x on the other side. */
+void native_orthogonal(const float *matrices, float *out, long count, long A, long B, float a, float b, float c, int steps,
+                       float epsilon, int threads) {
+    const int tall = A > B;
+    const long M = tall ? B : A;
+#pragma omp parallel num_threads(threads)
+    {
+        char *memory = aligned_alloc(64, 3 * up_to(A * B * 2, 64) + 2 * up_to(M * M * 2, 64) + up_to(M * M * 4, 64)),
+             *next = memory;
+        bf16 *x = take(&next, A * B * 2), *gram = take(&next, M * M * 2);
+        pair *x_turned = take(&next, A * B * 2), *x_below = take(&next, A * B * 2), *gram_below = take(&next, M * M * 2);
+        float *squares = take(&next, M * M * 4);
+#pragma omp for schedule(dynamic, 1)
+        for (long number = 0; number < count; number++) {
+            const float *from = matrices + number * A * B;
+            float *sums = out + number * A * B;
+            __m512 total = _mm512_setzero_ps();
+            for (long i = 0; i < A * B; i += LANES) total = _mm512_fmadd_ps(_mm512_loadu_ps(from + i), _mm512_loadu_ps(from + i), total);
+            const float norm = sqrtf(_mm512_reduce_add_ps(total)), inverse = 1.0f / (norm < epsilon ? epsilon : norm);
+            for (long i = 0; i < A * B; i += LANES) store(x + i, _mm512_mul_ps(_mm512_loadu_ps(from + i), _mm512_set1_ps(inverse)));
+            for (int step = 0; step < steps; step++) {
+                interleave(x, x_below, A, B);
+                if (tall) {
+                    product(x_below, 1, B, x_below, B, squares, M, M, M, A / 2, 0);
+                } else {
+                    transpose(x, x_turned, A, B);
+                    product((pair *)x, B / 2, 1, x_turned, M, squares, M, M, M, B / 2, 0);
+                }
+                for (long i = 0; i < M * M; i += LANES) store(gram + i, _mm512_loadu_ps(squares + i));
+                interleave(gram, gram_below, M, M);
+                product((pair *)gram, M / 2, 1, gram_below, M, squares, M, M, M, M / 2, 0);
+                for (long i = 0; i < M * M; i += LANES)
+                    store(gram + i, _mm512_fmadd_ps(_mm512_set1_ps(c), _mm512_loadu_ps(squares + i),
+                                                    _mm512_mul_ps(_mm512_set1_ps(b), load(gram + i))));
+                if (tall) {
+                    interleave(gram, gram_below, M, M);
+                    product((pair *)x, B / 2, 1, gram_below, M, sums, B, A, B, M / 2, 0);
+                } else {
+                    product((pair *)gram, M / 2, 1, x_below, B, sums, B, A, B, M / 2, 0);
+                }
+                for (long i = 0; i < A * B; i += LANES) {
+                    const __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(a), load(x + i), _mm512_loadu_ps(sums + i));
+                    store(x + i, y);
+                    _mm512_storeu_ps(sums + i, y);
+                }
+            }
         }
         free(memory);
     }

@@ -1,7 +1,7 @@
 """The native kernels of `native.c`: layers of a training step in bf16, on CPUs that multiply it.
 
 Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D width of a token, C
-positions of a chunk, V entries of the vocabulary.
+positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
+MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
 
 
 class _States(ctypes.Structure):
@@ -37,6 +38,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gated_slopes": [*[c_void_p] * 6, c_long, c_int],
     "norm": [c_void_p, c_void_p, c_float, c_void_p, c_int, c_void_p, c_long, c_long, c_int],
     "norm_slopes": [*[c_void_p] * 6, c_long, c_long, c_int],
+    "orthogonal": [c_void_p, c_void_p, c_long, c_long, c_long, c_float, c_float, c_float, c_int, c_float, c_int],
     "attention": [c_void_p] * 6,
     "attention_slopes": [c_void_p] * 11,
 }
@@ -122,6 +124,19 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
     of_weight = x.new_empty(-(-rows // NORM_ROWS), D)
     _call("norm_slopes", grad, x, weight, scale, of_x, of_weight, rows, D, torch.get_num_threads())
     return of_x, of_weight.sum(0)
+
+
+def takes_matrices(matrices_EAB: Tensor) -> bool:
+    """Whether `orthogonal` takes them: of a size that a core works on in its own cache."""
+    A, B = matrices_EAB.shape[1:]
+    return A % LANES == 0 and A * B <= MOST_NUMBERS and takes(matrices_EAB, dtype=torch.float32)
+
+
+def orthogonal(matrices_EAB: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float) -> Tensor:
+    """Newton-Schulz steps of each matrix, in bf16, in one core for each; see `optim.orthogonal`."""
+    out = torch.empty_like(matrices_EAB)
+    _call("orthogonal", matrices_EAB, out, *matrices_EAB.shape, *coefficients, steps, epsilon, torch.get_num_threads())
+    return out
 
 
 class Attention(torch.autograd.Function):
