@@ -272,6 +272,12 @@ def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
         assert {name for name in modules if modules[name] != after[stage][name]} == names & modules.keys()
 
 
+def test_a_source_in_c_counts_with_the_module_of_its_name(tmp_path: Path) -> None:
+    digests = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    assert digests["ttrain.train.native.c"] == sha256_file(ROOT / "ttrain" / "train" / "native.c")
+    assert [name for name in digests if name.endswith(".c")] == ["ttrain.train.native.c"]
+
+
 def test_threads_may_look_at_the_same_time(tmp_path: Path) -> None:
     """CPython before 3.11.8 counts the depth of all syntax trees in one variable: without a lock some threads fail."""
     threshold = gc.get_threshold()

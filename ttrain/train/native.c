@@ -2,7 +2,7 @@
 
    bf16 in memory, fp32 in registers, each number read and written once where torch needs a pass for each operation. Called
    by native.py, which checks shapes and types. Results do not depend on the number of threads. Compiled at installation, for
-   all x86-64 machines: which instructions a machine has is asked by `native_supported`.
+   all x86-64 machines: which instructions a machine has is asked by `native_version`.
 
    Letters: B*T tokens, H heads of queries, G of keys and values, K width of a head, L tokens of a record, D width of a token,
    V entries of the vocabulary. "Pairs" are two bf16 numbers in 32 bits, which one instruction multiplies and adds. */
@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define VERSION 1 /* of the functions' arguments, as in native.py: a file that was compiled from other source is not used */
+
 #if defined(__x86_64__) && (defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 10))
 #define SUPPORTED 1
 #else
@@ -20,10 +22,12 @@
 
 #if SUPPORTED
 
-int native_supported(void) {
+/* VERSION where this CPU has what it takes, else 0 */
+int native_version(void) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq");
+    const int suits = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    return suits ? VERSION : 0;
 }
 
 #include <immintrin.h>
@@ -573,6 +577,6 @@ void native_orthogonal(const float *matrices, float *out, long count, long A, lo
 
 #else
 
-int native_supported(void) { return 0; }
+int native_version(void) { return 0; }
 
 #endif

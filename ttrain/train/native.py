@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+VERSION = 1  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
 MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
@@ -52,7 +53,8 @@ def suits_machine() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where installation found no compiler, or on a CPU without AVX512-BF16."""
+    """The compiled kernels; None where installation found no compiler, or compiled another version, and on a CPU
+    without AVX512-BF16."""
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
     try:
@@ -60,9 +62,10 @@ def library() -> ctypes.CDLL | None:
         for path in (*packages.glob("torch/lib/libgomp*"), *packages.glob("torch.libs/libgomp*")):
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(next(path for path in files if path.exists())))
-    except (OSError, StopIteration):
+        version = loaded.native_version()
+    except (OSError, StopIteration, AttributeError):
         return None
-    if not loaded.native_supported():
+    if version != VERSION:
         return None
     for name, types in ARGUMENTS.items():
         function = getattr(loaded, f"native_{name}")
