@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ttrain.train import native
@@ -114,6 +115,7 @@ class _RMSNorm(torch.autograd.Function):
         return output, scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         is_native = native.takes(grad) and native.takes(x, weight, dtype=torch.float32)
@@ -148,6 +150,7 @@ class _GatedLayer(torch.autograd.Function):
         return F.linear(_activated(gate, up), down_weight.to(x.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, gate_weight, up_weight, down_weight, *kept = ctx.saved_tensors
         inner = grad.flatten(0, -2).mm(down_weight.to(gate.dtype)).view_as(gate)
@@ -203,6 +206,7 @@ class _SwiGLU(torch.autograd.Function):
         return _activated(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         _, of_gate, of_up = _activated_slopes(grad, *ctx.saved_tensors)
         return of_gate, of_up

@@ -12,32 +12,26 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 1 /* of the functions' arguments, as in native.py: a file that was compiled from other source is not used */
+#define VERSION 2 /* of the functions' arguments, as in native.py: a file that was compiled from other source is not used */
 
-#if defined(__x86_64__) && (defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 10))
-#define SUPPORTED 1
-#else
-#define SUPPORTED 0
-#endif
+/* clang gives the bodies of parallel loops no target of their own. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
 
-#if SUPPORTED
+#include <cpuid.h>
 
 /* VERSION where this CPU has what it takes, else 0 */
 int native_version(void) {
-    __builtin_cpu_init();
-    const int suits = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    return suits ? VERSION : 0;
+    unsigned a, b, c, d;
+    __builtin_cpu_init(); /* asks the system, too, whether it saves the registers */
+    const int has_avx512 = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512dq");
+    return has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5) ? VERSION : 0; /* 5: AVX512-BF16 */
 }
 
 #include <immintrin.h>
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma"))), apply_to = function)
-#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
-#endif
 
 typedef uint16_t bf16;
 typedef uint32_t pair;
@@ -82,18 +76,22 @@ INLINE __m512 sigmoid(__m512 x) {
 /* ---- losses ---- */
 
 #define IGNORE (-100)
+#define NO_MEMORY (-1) /* what functions return then; else 0 */
 
 /* Of each row of logits [rows, V] its cross entropy in nats, 0 where the label is IGNORE. With `has_slopes` the logits become
-   scale times its gradient. Returns 0, or without a change 1 + the number of a label that is no entry. */
+   scale times its gradient. Without a change returns 1 + the number of a label that is no entry. */
 long native_score(bf16 *logits, const int64_t *labels, long rows, long V, int has_slopes, float scale, float *losses,
                   int threads) {
     for (long row = 0; row < rows; row++)
         if (labels[row] != IGNORE && (labels[row] < 0 || labels[row] >= V)) return row + 1;
-#pragma omp parallel num_threads(threads)
+    long result = 0;
+#pragma omp parallel num_threads(threads) reduction(min : result)
     {
         float *powers = aligned_alloc(64, up_to(V, LANES) * sizeof(float));
+        if (!powers) result = NO_MEMORY;
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++) {
+            if (!powers) continue;
             bf16 *x = logits + row * V;
             const int64_t label = labels[row];
             if (label == IGNORE) {
@@ -128,7 +126,7 @@ long native_score(bf16 *logits, const int64_t *labels, long rows, long V, int ha
         }
         free(powers);
     }
-    return 0;
+    return result;
 }
 
 /* ---- gated layers ---- */
@@ -148,8 +146,7 @@ void native_gated_slopes(const bf16 *grad, const bf16 *gate, const bf16 *up, bf1
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long i = 0; i < count; i += LANES) {
         const __m512 g = load(gate + i), u = load(up + i), d = load(grad + i), s = sigmoid(g), silu = _mm512_mul_ps(g, s);
-        /* silu'(g) = s (1 + g (1 - s)) = s + silu (1 - s) */
-        const __m512 slope = _mm512_fnmadd_ps(silu, s, _mm512_add_ps(s, silu));
+        const __m512 one = _mm512_set1_ps(1.0f), slope = _mm512_mul_ps(s, _mm512_fmadd_ps(g, _mm512_sub_ps(one, s), one));
         store(out + i, _mm512_mul_ps(silu, u));
         store(of_up + i, _mm512_mul_ps(d, silu));
         store(of_gate + i, _mm512_mul_ps(_mm512_mul_ps(d, u), slope));
@@ -362,10 +359,12 @@ static void *take(char **memory, long bytes) {
     return taken;
 }
 
-/* out [B*T, H, K]: of each record softmax(scale Q K^T) V, causal; logs [B*T, H]: log2 of the softmax's denominators */
-void native_attention(const States *q, const States *k, const States *v, const Records *r, bf16 *out, float *logs) {
+/* out [B*T, H, K]: of each record softmax(scale Q K^T) V, causal; tops [B*T, H]: the largest Q K^T of a query; logs: log2 of
+   the sum of its exponentials beside that of the largest one, kept apart so that large scores lose no digits */
+long native_attention(const States *q, const States *k, const States *v, const Records *r, bf16 *out, float *tops, float *logs) {
     const long K = r->K, H = q->heads, G = k->heads, R = H / G, most = up_to(r->longest, BLOCK_QUERIES);
-#pragma omp parallel num_threads(r->threads)
+    long result = 0;
+#pragma omp parallel num_threads(r->threads) reduction(min : result)
     {
         char *memory = aligned_alloc(64, 2 * up_to(most * K * 2, 64) + up_to(most * K * 2, 64) + 2 * up_to(QUERIES * K * 4, 64) +
                                              up_to(QUERIES * most * 4, 64) + up_to(QUERIES * most * 2, 64)), *next = memory;
@@ -373,8 +372,10 @@ void native_attention(const States *q, const States *k, const States *v, const R
         pair *keys = take(&next, most * K * 2), *values = take(&next, most * K * 2);
         float *scores = take(&next, QUERIES * most * 4), *mixed = take(&next, QUERIES * K * 4);
         bf16 *weights = take(&next, QUERIES * most * 2);
+        if (!memory) result = NO_MEMORY;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < r->records * G; task++) {
+            if (!memory) continue;
             const long start = r->starts[task / G], L = r->lengths[task / G], group = task % G, padded = up_to(L, QUERIES);
             rotate(k, r, start, L, padded, group, rows);
             transpose(rows, keys, padded, K);
@@ -390,21 +391,23 @@ void native_attention(const States *q, const States *k, const States *v, const R
                     for (long i = 0; i < height; i++) {
                         const long seen = first + i + 1;
                         float *row = scores + i * S;
-                        __m512 tops = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+                        __m512 most_lanes = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
                         for (long j = 0; j < seen; j += LANES)
-                            tops = _mm512_mask_max_ps(tops, first_lanes(seen - j), tops, _mm512_loadu_ps(row + j));
+                            most_lanes = _mm512_mask_max_ps(most_lanes, first_lanes(seen - j), most_lanes, _mm512_loadu_ps(row + j));
                         const __m512 factor = _mm512_set1_ps(r->scale * LOG2E);
-                        const float top = _mm512_reduce_max_ps(tops) * r->scale * LOG2E;
+                        const float top = _mm512_reduce_max_ps(most_lanes);
                         for (long j = 0; j < S; j += LANES) {
                             const __mmask16 lanes = first_lanes(seen - j);
                             const __m512 power = _mm512_maskz_mov_ps(
-                                lanes, exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(row + j), factor, _mm512_set1_ps(top))));
+                                lanes, exp2_ps(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(top)), factor)));
                             sum = _mm512_add_ps(sum, power);
                             store(weights + i * S + j, power);
                         }
                         const float total = _mm512_reduce_add_ps(sum);
                         inverse[i] = 1.0f / total;
-                        if (i < count) logs[(start + first + i) * H + head] = top + log2f(total);
+                        if (i >= count) continue;
+                        tops[(start + first + i) * H + head] = top;
+                        logs[(start + first + i) * H + head] = log2f(total);
                     }
                     product((pair *)weights, S / 2, 1, values, K, mixed, K, height, K, S / 2, 0);
                     for (long i = 0; i < count; i++)
@@ -415,10 +418,11 @@ void native_attention(const States *q, const States *k, const States *v, const R
         }
         free(memory);
     }
+    return result;
 }
 
 /* One block of weights and their gradients, keys [BLOCK_KEYS] by queries [BLOCK_QUERIES], in the forms that products read. */
-INLINE void block_slopes(const float *scores, const float *of_weights, const float *logs, const float *deltas, float factor,
+INLINE void block_slopes(const float *scores, const float *of_weights, const float *tops, const float *logs, const float *deltas, float factor,
                          long first_query, long first_key, bf16 *weights, bf16 *slopes, pair *slopes_below) {
     const __m512 factors = _mm512_set1_ps(factor);
     const __m512i queries = multiples(1);
@@ -430,7 +434,8 @@ INLINE void block_slopes(const float *scores, const float *of_weights, const flo
                 const __mmask16 seen = _mm512_cmpge_epi32_mask(
                     _mm512_add_epi32(queries, _mm512_set1_epi32((int)(first_query + i))), _mm512_set1_epi32((int)(first_key + j + n)));
                 const __m512 power = _mm512_maskz_mov_ps(
-                    seen, exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(scores + at), factors, _mm512_loadu_ps(logs + i))));
+                    seen, exp2_ps(_mm512_fmsub_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + at), _mm512_loadu_ps(tops + i)), factors,
+                                                  _mm512_loadu_ps(logs + i))));
                 store(weights + at, power);
                 both[n] = _mm512_maskz_mul_ps(seen, power, _mm512_sub_ps(_mm512_loadu_ps(of_weights + at), _mm512_loadu_ps(deltas + i)));
                 store(slopes + at, both[n]);
@@ -442,25 +447,28 @@ INLINE void block_slopes(const float *scores, const float *of_weights, const flo
 }
 
 /* Gradients of queries, keys and values from that of `out`; `of_weights` [records * G, 2, K]: of the weights of both norms */
-void native_attention_slopes(const States *q, const States *k, const States *v, const Records *r, const bf16 *out,
-                             const float *logs, const bf16 *grad, bf16 *of_q, bf16 *of_k, bf16 *of_v, float *of_weights) {
+long native_attention_slopes(const States *q, const States *k, const States *v, const Records *r, const bf16 *out,
+                             const float *tops, const float *logs, const bf16 *grad, bf16 *of_q, bf16 *of_k, bf16 *of_v, float *of_weights) {
     const long K = r->K, H = q->heads, G = k->heads, R = H / G, most = up_to(r->longest, BLOCK_QUERIES);
     const float factor = r->scale * LOG2E;
-#pragma omp parallel num_threads(r->threads)
+    long result = 0;
+#pragma omp parallel num_threads(r->threads) reduction(min : result)
     {
         char *memory = aligned_alloc(64, 8 * up_to(most * K * 2, 64) + 2 * up_to(most * K * 4, 64) + up_to(BLOCK_QUERIES * K * 4, 64) +
-                                             2 * up_to(most * 4, 64) + 5 * up_to(BLOCK_KEYS * BLOCK_QUERIES * 4, 64)), *next = memory;
+                                             3 * up_to(most * 4, 64) + 5 * up_to(BLOCK_KEYS * BLOCK_QUERIES * 4, 64)), *next = memory;
         bf16 *rows = take(&next, most * K * 2), *key = take(&next, most * K * 2), *value = take(&next, most * K * 2);
         pair *keys_below = take(&next, most * K * 2);
         pair *queries = take(&next, most * K * 2), *queries_below = take(&next, most * K * 2);
         pair *grads = take(&next, most * K * 2), *grads_below = take(&next, most * K * 2);
         float *sums_k = take(&next, most * K * 4), *sums_v = take(&next, most * K * 4), *sums_q = take(&next, BLOCK_QUERIES * K * 4);
-        float *log_rows = take(&next, most * 4), *deltas = take(&next, most * 4);
+        float *top_rows = take(&next, most * 4), *log_rows = take(&next, most * 4), *deltas = take(&next, most * 4);
         float *scores = take(&next, BLOCK_KEYS * BLOCK_QUERIES * 4), *products = take(&next, BLOCK_KEYS * BLOCK_QUERIES * 4);
         bf16 *weights = take(&next, BLOCK_KEYS * BLOCK_QUERIES * 2), *slopes = take(&next, BLOCK_KEYS * BLOCK_QUERIES * 2);
         pair *slopes_below = take(&next, BLOCK_KEYS * BLOCK_QUERIES * 2);
+        if (!memory) result = NO_MEMORY;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < r->records * G; task++) {
+            if (!memory) continue;
             const long start = r->starts[task / G], L = r->lengths[task / G], group = task % G, padded = up_to(L, BLOCK_QUERIES);
             float *of_weight = of_weights + task * 2 * K;
             memset(of_weight, 0, 2 * K * sizeof(float));
@@ -480,10 +488,12 @@ void native_attention_slopes(const States *q, const States *k, const States *v, 
                     for (long j = 0; j < K; j += LANES) dot = _mm512_fmadd_ps(load(grad + at + j), load(out + at + j), dot);
                     memcpy(rows + i * K, grad + at, K * sizeof(bf16));
                     deltas[i] = _mm512_reduce_add_ps(dot);
+                    top_rows[i] = tops[(start + i) * H + head];
                     log_rows[i] = logs[(start + i) * H + head];
                 }
                 memset(rows + L * K, 0, (padded - L) * K * sizeof(bf16));
                 memset(deltas + L, 0, (padded - L) * sizeof(float));
+                memset(top_rows + L, 0, (padded - L) * sizeof(float));
                 memset(log_rows + L, 0, (padded - L) * sizeof(float));
                 transpose(rows, grads, padded, K);
                 interleave(rows, grads_below, padded, K);
@@ -494,7 +504,7 @@ void native_attention_slopes(const States *q, const States *k, const States *v, 
                                 BLOCK_QUERIES, K / 2, 0);
                         product((pair *)(value + at * K), K / 2, 1, grads + first, padded, products, BLOCK_QUERIES, BLOCK_KEYS,
                                 BLOCK_QUERIES, K / 2, 0);
-                        block_slopes(scores, products, log_rows + first, deltas + first, factor, first, at, weights, slopes,
+                        block_slopes(scores, products, top_rows + first, log_rows + first, deltas + first, factor, first, at, weights, slopes,
                                      slopes_below);
                         product((pair *)weights, BLOCK_QUERIES / 2, 1, grads_below + below, K, sums_v + at * K, K, BLOCK_KEYS, K,
                                 BLOCK_QUERIES / 2, 1);
@@ -513,25 +523,29 @@ void native_attention_slopes(const States *q, const States *k, const States *v, 
         }
         free(memory);
     }
+    return result;
 }
 
 /* ---- Muon ---- */
 
 /* Of each matrix [A, B] `steps` Newton-Schulz steps in bf16, from x / norm(x): x <- a x + (b G + c G G) x with G = x x^T, or
    where A > B with the smaller G = x^T x on the other side. */
-void native_orthogonal(const float *matrices, float *out, long count, long A, long B, float a, float b, float c, int steps,
+long native_orthogonal(const float *matrices, float *out, long count, long A, long B, float a, float b, float c, int steps,
                        float epsilon, int threads) {
     const int tall = A > B;
     const long M = tall ? B : A;
-#pragma omp parallel num_threads(threads)
+    long result = 0;
+#pragma omp parallel num_threads(threads) reduction(min : result)
     {
         char *memory = aligned_alloc(64, 3 * up_to(A * B * 2, 64) + 2 * up_to(M * M * 2, 64) + up_to(M * M * 4, 64)),
              *next = memory;
         bf16 *x = take(&next, A * B * 2), *gram = take(&next, M * M * 2);
         pair *x_turned = take(&next, A * B * 2), *x_below = take(&next, A * B * 2), *gram_below = take(&next, M * M * 2);
         float *squares = take(&next, M * M * 4);
+        if (!memory) result = NO_MEMORY;
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
+            if (!memory) continue;
             const float *from = matrices + number * A * B;
             float *sums = out + number * A * B;
             __m512 total = _mm512_setzero_ps();
@@ -567,13 +581,10 @@ void native_orthogonal(const float *matrices, float *out, long count, long A, lo
         }
         free(memory);
     }
+    return result;
 }
 
-#ifdef __clang__
-#pragma clang attribute pop
-#else
 #pragma GCC pop_options
-#endif
 
 #else
 

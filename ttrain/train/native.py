@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-VERSION = 1  # as in native.c
+VERSION = 2  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
 MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
@@ -40,9 +41,14 @@ ARGUMENTS: dict[str, list[Any]] = {
     "norm": [c_void_p, c_void_p, c_float, c_void_p, c_int, c_void_p, c_long, c_long, c_int],
     "norm_slopes": [*[c_void_p] * 6, c_long, c_long, c_int],
     "orthogonal": [c_void_p, c_void_p, c_long, c_long, c_long, c_float, c_float, c_float, c_int, c_float, c_int],
-    "attention": [c_void_p] * 6,
-    "attention_slopes": [c_void_p] * 11,
+    "attention": [c_void_p] * 7,
+    "attention_slopes": [c_void_p] * 12,
 }
+
+
+RETURNING = ("score", "orthogonal", "attention", "attention_slopes")  # whether there was memory for them
+
+NO_MEMORY = -1
 
 
 def suits_machine() -> bool:
@@ -69,7 +75,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, types in ARGUMENTS.items():
         function = getattr(loaded, f"native_{name}")
-        function.argtypes, function.restype = types, c_long if name == "score" else None
+        function.argtypes, function.restype = types, c_long if name in RETURNING else None
     return loaded
 
 
@@ -85,12 +91,16 @@ def takes(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, lanes: int = LA
 
 def _call(name: str, *arguments: Any) -> Any:
     function = getattr(library(), f"native_{name}")
-    return function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
+    result = function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
+    if result == NO_MEMORY:
+        raise MemoryError(f"not enough memory for what {name} needs besides its tensors")
+    return result
 
 
 def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     """Cross entropies in nats, [C]; with a scale the logits become scale times their gradients."""
-    losses_C = torch.empty(len(logits_CV))
+    losses_C = torch.empty(len(logits_CV), dtype=torch.float32, device="cpu")
+    labels_C = labels_C.to(torch.int64).contiguous()
     shape = len(logits_CV), logits_CV.shape[1]
     bad = _call("score", logits_CV, labels_C, *shape, scale is not None, scale or 0.0, losses_C, torch.get_num_threads())
     if bad:
@@ -157,22 +167,26 @@ class Attention(torch.autograd.Function):
         places: tuple[Tensor, Tensor], scale: float,
     ) -> Tensor:  # fmt: skip
         """`places`: the starts of the records and their lengths, longest first. `angles`: cosines and sines, [B, T, K]."""
-        out, logs = torch.empty_like(query_BTHK), torch.empty(query_BTHK.shape[:3])
-        tensors = query_BTHK, key_BTGK, value_BTGK, query_weight, key_weight, out, logs
+        out = torch.empty_like(query_BTHK)
+        tops, logs = (query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2))
+        tensors = query_BTHK, key_BTGK, value_BTGK, query_weight, key_weight, out, tops, logs
         ctx.save_for_backward(*tensors)
         ctx.others = query_epsilon, key_epsilon, angles, places, scale
         states, records = _arguments(tensors, ctx.others)
-        _call("attention", *map(ctypes.byref, states), ctypes.byref(records), out, logs)
+        _call("attention", *map(ctypes.byref, states), ctypes.byref(records), out, tops, logs)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, query_weight, key_weight, out, logs = ctx.saved_tensors
-        states, records = _arguments(ctx.saved_tensors, ctx.others)
+        tensors = ctx.saved_tensors  # once: each access unpacks them again
+        query, key, value, query_weight, key_weight, out, tops, logs = tensors
+        states, records = _arguments(tensors, ctx.others)
         slopes = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        of_weights = torch.empty(records.records * key.shape[2], 2, key.shape[3])
+        of_weights = query.new_empty((records.records * key.shape[2], 2, key.shape[3]), dtype=torch.float32)
         grad = grad_BTHK.to(out.dtype).contiguous()
-        _call("attention_slopes", *map(ctypes.byref, states), ctypes.byref(records), out, logs, grad, *slopes, of_weights)
+        arguments = out, tops, logs, grad, *slopes, of_weights
+        _call("attention_slopes", *map(ctypes.byref, states), ctypes.byref(records), *arguments)
         of_query_weight, of_key_weight = of_weights.sum(0)
         return (
             *slopes, None if query_weight is None else of_query_weight, None, None if key_weight is None else of_key_weight,
