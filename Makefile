@@ -28,7 +28,7 @@ soak: $(VENV)/installed-test
 gpu: $(VENV)/installed-test
 	$(BIN)/python bench/gpu.py --markdown bench/gpu.md $(if $(NANOCHAT),--nanochat $(NANOCHAT)) $(ARGS)
 
-$(VENV)/installed: pyproject.toml constraints.txt ttrain/train/native.c
+$(VENV)/installed: pyproject.toml constraints.txt ttrain/train/native.c ttrain/train/native.h
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "ttrain needs Python 3.11 or newer, but $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

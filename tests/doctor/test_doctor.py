@@ -309,14 +309,14 @@ def test_a_number_format_that_is_emulated_is_found() -> None:
 
 
 def test_native_kernels_that_are_missing_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def figure(word: str, *, suits: bool, compiled: bool) -> str:
+    def figure(word: str, *compiled: torch.dtype, suits: bool = True) -> str:
         monkeypatch.setattr(native, "suits_machine", lambda: suits)
-        monkeypatch.setattr(native, "library", lambda: object() if compiled else None)
+        monkeypatch.setattr(native, "kernels", lambda: {dtype: {} for dtype in compiled})
         return str(machine.native_kernels(Precision(word, CPU)).figure)
 
-    assert figure("bf16", suits=True, compiled=True) == "used"
-    assert "with gcc 10 or newer" in figure("bf16", suits=True, compiled=False)
-    assert "AVX512-BF16" in figure("fp32", suits=True, compiled=True) == figure("bf16", suits=False, compiled=False)
+    assert figure("bf16", torch.bfloat16, torch.float32) == "used, for bf16"
+    assert "with gcc 10 or newer" in figure("bf16")
+    assert "not for bf16 on this CPU" in figure("bf16", torch.float32) == figure("bf16", suits=False)
 
 
 def test_more_threads_than_cores_are_found() -> None:

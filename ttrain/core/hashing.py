@@ -159,7 +159,7 @@ def _stamp_of(stat: os.stat_result) -> list[int]:
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
     """Digest of every module of ttrain, and of the package of `module`, that `module` imports, itself included, by name.
 
-    Comments, formatting and docstrings do not count; imports inside functions do, and the bytes of a source in C of the same
+    Comments, formatting and docstrings do not count; imports inside functions do, and the bytes of sources in C of the same
     name.
     """
     digests: dict[str, str] = {}
@@ -171,8 +171,9 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
         if path := _module_path(name):  # the file system is asked last: most names come up a dozen times
             digests[name], imports = cache.module(path, name)
             waiting.extend(imports)
-            if (source := path.with_suffix(".c")).is_file():
-                digests[f"{name}.c"] = cache.file(source)
+            for suffix in (".c", ".h"):
+                if (source := path.with_suffix(suffix)).is_file():
+                    digests[f"{name}{suffix}"] = cache.file(source)
     return dict(sorted(digests.items()))
 
 

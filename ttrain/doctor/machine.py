@@ -185,13 +185,14 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def native_kernels(computed_in: Precision) -> Check:
-    """Whether layers in bf16 have the kernels of this CPU; without them training is slower, not wrong."""
+    """Whether layers have kernels for this CPU and number format; without them training is slower, not wrong."""
+    dtype = DTYPES[computed_in.word]
     if computed_in.device.type != "cpu":
         figure = "not used: they are for CPUs"
-    elif computed_in.word != "bf16" or not native.suits_machine():
-        figure = "not used: they are for bf16 on CPUs with AVX512-BF16"
-    elif native.library():
-        figure = "used"
+    elif dtype in native.kernels():
+        figure = f"used, for {computed_in.word}"
+    elif native.kernels() or not native.suits_machine():
+        figure = f"not used: they are for bf16 with AVX512-BF16 and fp32 with AVX2, not for {computed_in.word} on this CPU"
     else:
         advice = "with gcc 10 or newer, and ttrain installed again, small models train up to 1.7 times as fast"
         figure = f"not compiled at installation; {advice}"

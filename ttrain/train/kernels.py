@@ -84,8 +84,8 @@ def source_of(x: Tensor) -> Source | None:
 
 
 def _scaled(x: Tensor, scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bfloat16 and native.takes(x, weight, dtype=torch.float32):
-        return native.norm(x, weight, 0.0, scale)[0]
+    if native.takes_norm(dtype, x, weight):
+        return native.norm(x, weight, 0.0, dtype, scale)[0]
     return (x * scale).mul_(weight).to(dtype)
 
 
@@ -105,8 +105,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if dtype == torch.bfloat16 and native.takes(x, weight, dtype=torch.float32):
-            output, scale = native.norm(x, weight, epsilon)
+        if native.takes_norm(dtype, x, weight):
+            output, scale = native.norm(x, weight, epsilon, dtype)
         else:
             scale = _inverse_rms(x, epsilon)
             output = _scaled(x, scale, weight, dtype)
@@ -118,7 +118,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        is_native = native.takes(grad) and native.takes(x, weight, dtype=torch.float32)
+        is_native = native.takes(grad) and native.takes_norm(grad.dtype, x, weight)
         return *(native.norm_slopes if is_native else _rms_slopes)(grad, x, weight, scale), None, None
 
 

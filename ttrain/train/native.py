@@ -1,4 +1,4 @@
-"""The native kernels of `native.c`: layers of a training step in bf16, on CPUs that multiply it.
+"""The native kernels of `native.c`: layers of a training step on CPUs, in bf16 (AVX512-BF16) and in fp32 (AVX2, AVX-512).
 
 Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D width of a token, C
 positions of a chunk, V entries of the vocabulary, E matrices [A, B].
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-VERSION = 2  # as in native.c
+VERSION = 3  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
 MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
@@ -50,47 +50,52 @@ RETURNING = ("score", "orthogonal", "attention", "attention_slopes")  # whether 
 
 NO_MEMORY = -1
 
+# Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has counts.
+KINDS = ((torch.float32, 1, "fp32_avx2"), (torch.float32, 2, "fp32_avx512"), (torch.bfloat16, 4, "bf16"))
+
 
 def suits_machine() -> bool:
-    """Whether the CPU has their instructions. Without the compiled file only Linux says so."""
+    """Whether the CPU has instructions for any of them, as Linux says."""
     flags = Path("/proc/cpuinfo")
-    return flags.exists() and "avx512_bf16" in flags.read_text().split()
+    return flags.exists() and {"avx2", "fma"} <= {*flags.read_text().split()}
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where installation found no compiler, or compiled another version, and on a CPU
-    without AVX512-BF16."""
+def kernels() -> dict[torch.dtype, dict[str, Any]]:
+    """The kernels by the kind of number that they take, as far as this CPU has instructions for them; none where
+    installation found no compiler, or compiled another version."""
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
     try:
         # Before the system's OpenMP, which is another one beside torch's where that has a name of its own.
         for path in (*packages.glob("torch/lib/libgomp*"), *packages.glob("torch.libs/libgomp*")):
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-        loaded = ctypes.CDLL(str(next(path for path in files if path.exists())))
-        version = loaded.native_version()
+        library = ctypes.CDLL(str(next(path for path in files if path.exists())))
+        kinds = library.native_kinds() if library.native_version() == VERSION else 0
     except (OSError, StopIteration, AttributeError):
-        return None
-    if version != VERSION:
-        return None
-    for name, types in ARGUMENTS.items():
-        function = getattr(loaded, f"native_{name}")
-        function.argtypes, function.restype = types, c_long if name in RETURNING else None
-    return loaded
+        return {}
+    found = {}
+    for dtype, kind, suffix in KINDS:
+        if kinds & kind:
+            found[dtype] = {name: getattr(library, f"native_{name}_{suffix}") for name in ARGUMENTS}
+            for name, function in found[dtype].items():
+                function.argtypes, function.restype = ARGUMENTS[name], c_long if name in RETURNING else None
+    return found
 
 
-def takes(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, lanes: int = LANES) -> bool:
-    """Whether the kernels take these tensors: plain, contiguous, of this type and a width of whole registers, on a CPU that
-    has them."""
-    return library() is not None and all(
-        type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype and tensor.device.type == "cpu"
+def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
+    """Whether the kernels take these tensors: plain, contiguous and of a width of whole registers, of a type that has kernels
+    on this CPU; or of `dtype`, as what stands beside those."""
+    kind = dtype or tensors[0].dtype
+    return (kind is dtype or kind in kernels()) and all(
+        type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == kind and tensor.device.type == "cpu"
         and tensor.is_contiguous() and tensor.shape[-1] % lanes == 0
         for tensor in tensors
     )  # fmt: skip
 
 
-def _call(name: str, *arguments: Any) -> Any:
-    function = getattr(library(), f"native_{name}")
+def _call(dtype: torch.dtype, name: str, *arguments: Any) -> Any:
+    function = kernels()[dtype][name]
     result = function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
     if result == NO_MEMORY:
         raise MemoryError(f"not enough memory for what {name} needs besides its tensors")
@@ -101,8 +106,8 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     """Cross entropies in nats, [C]; with a scale the logits become scale times their gradients."""
     losses_C = torch.empty(len(logits_CV), dtype=torch.float32, device="cpu")
     labels_C = labels_C.to(torch.int64).contiguous()
-    shape = len(logits_CV), logits_CV.shape[1]
-    bad = _call("score", logits_CV, labels_C, *shape, scale is not None, scale or 0.0, losses_C, torch.get_num_threads())
+    arguments = *logits_CV.shape, scale is not None, scale or 0.0, losses_C, torch.get_num_threads()
+    bad = _call(logits_CV.dtype, "score", logits_CV, labels_C, *arguments)
     if bad:
         raise IndexError(f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} entries")
     return losses_C
@@ -111,22 +116,29 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up"""
     out = torch.empty_like(gate)
-    _call("gated", gate, up, out, out.numel(), torch.get_num_threads())
+    _call(gate.dtype, "gated", gate, up, out, out.numel(), torch.get_num_threads())
     return out
 
 
 def gated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate) up, and the gradients of gate and up from that of it."""
     outs = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
-    _call("gated_slopes", grad, gate, up, *outs, gate.numel(), torch.get_num_threads())
+    _call(gate.dtype, "gated_slopes", grad, gate, up, *outs, gate.numel(), torch.get_num_threads())
     return outs
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weight x scale in bf16, and the scale, which is 1 / rms(x) unless it is given."""
-    out, D = torch.empty_like(x, dtype=torch.bfloat16), x.shape[-1]
+def takes_norm(dtype: torch.dtype, x: Tensor, weight: Tensor) -> bool:
+    """Whether `norm` takes these, which are in fp32, and returns this type."""
+    return dtype in kernels() and takes(x, weight, dtype=torch.float32)
+
+
+def norm(
+    x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """weight x scale in this type, and the scale, which is 1 / rms(x) unless it is given."""
+    out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
     scales = x.new_empty(*x.shape[:-1], 1) if scale is None else scale
-    _call("norm", x, weight, epsilon, scales, scale is not None, out, x.numel() // D, D, torch.get_num_threads())
+    _call(dtype, "norm", x, weight, epsilon, scales, scale is not None, out, x.numel() // D, D, torch.get_num_threads())
     return out, scales
 
 
@@ -135,20 +147,24 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
     of_x, D = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // D
     of_weight = x.new_empty(-(-rows // NORM_ROWS), D)
-    _call("norm_slopes", grad, x, weight, scale, of_x, of_weight, rows, D, torch.get_num_threads())
+    _call(grad.dtype, "norm_slopes", grad, x, weight, scale, of_x, of_weight, rows, D, torch.get_num_threads())
     return of_x, of_weight.sum(0)
 
 
-def takes_matrices(matrices_EAB: Tensor) -> bool:
-    """Whether `orthogonal` takes them: of a size that a core works on in its own cache."""
+def takes_matrices(matrices_EAB: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `orthogonal` takes them: in fp32, of a size that a core works on in its own cache."""
     A, B = matrices_EAB.shape[1:]
-    return A % LANES == 0 and A * B <= MOST_NUMBERS and takes(matrices_EAB, dtype=torch.float32)
+    return dtype in kernels() and A % LANES == 0 and A * B <= MOST_NUMBERS and takes(matrices_EAB, dtype=torch.float32)
 
 
-def orthogonal(matrices_EAB: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float) -> Tensor:
-    """Newton-Schulz steps of each matrix, in bf16, in one core for each; see `optim.orthogonal`."""
+def orthogonal(
+    matrices_EAB: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float, dtype: torch.dtype
+) -> Tensor:
+    """Newton-Schulz steps of each matrix in this number format, in one core for each; see `optim.orthogonal`."""
     out = torch.empty_like(matrices_EAB)
-    _call("orthogonal", matrices_EAB, out, *matrices_EAB.shape, *coefficients, steps, epsilon, torch.get_num_threads())
+    _call(
+        dtype, "orthogonal", matrices_EAB, out, *matrices_EAB.shape, *coefficients, steps, epsilon, torch.get_num_threads()
+    )
     return out
 
 
@@ -173,7 +189,7 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.others = query_epsilon, key_epsilon, angles, places, scale
         states, records = _arguments(tensors, ctx.others)
-        _call("attention", *map(ctypes.byref, states), ctypes.byref(records), out, tops, logs)
+        _call(out.dtype, "attention", *map(ctypes.byref, states), ctypes.byref(records), out, tops, logs)
         return out
 
     @staticmethod
@@ -186,7 +202,7 @@ class Attention(torch.autograd.Function):
         of_weights = query.new_empty((records.records * key.shape[2], 2, key.shape[3]), dtype=torch.float32)
         grad = grad_BTHK.to(out.dtype).contiguous()
         arguments = out, tops, logs, grad, *slopes, of_weights
-        _call("attention_slopes", *map(ctypes.byref, states), ctypes.byref(records), *arguments)
+        _call(out.dtype, "attention_slopes", *map(ctypes.byref, states), ctypes.byref(records), *arguments)
         of_query_weight, of_key_weight = of_weights.sum(0)
         return (
             *slopes, None if query_weight is None else of_query_weight, None, None if key_weight is None else of_key_weight,

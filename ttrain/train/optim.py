@@ -314,8 +314,8 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
     """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format."""
-    if dtype == torch.bfloat16 and native.takes_matrices(matrices_EAB):
-        return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS)
+    if native.takes_matrices(matrices_EAB, dtype):
+        return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)
     a, b, c = COEFFICIENTS
     tall = matrices_EAB.shape[1] > matrices_EAB.shape[2]
     x = (matrices_EAB.transpose(1, 2) if tall else matrices_EAB).to(dtype)
