@@ -65,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "S": Size(512, 8, 512, rows_per_step=8, warmup_steps=2, measured_steps=4),
+    "S": Size(512, 8, 512, rows_per_step=8, warmup_steps=2, measured_steps=16),
     "Q": Size(128, 4, 256, rows_per_step=8, warmup_steps=10, measured_steps=20, vocab_size=2048),
     "tiny": Size(64, 2, 64, rows_per_step=8, warmup_steps=2, measured_steps=4),
 }

@@ -1,6 +1,6 @@
 """Tokens a second and memory of a pretraining stage against other trainers, and what runtime.tune=auto finds.
 
-    python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 20 minutes on two cores
+    python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 35 minutes on two cores
     python bench/train_speed.py --size tiny --rounds 1 --sides plain,bare
     python bench/train_speed.py --only tune --size Q               4 minutes
 
