@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
 from ttrain.train import native, optim
-from ttrain.train.attention import Records, record_attention
+from ttrain.train.attention import Records, record_attention, segment_mask
 from ttrain.train.kernels import fuse
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
@@ -136,23 +136,28 @@ def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
     assert torch.allclose(of_weight.double(), exact[1].grad, rtol=1e-4, atol=1e-4)
 
 
-SHAPES = {  # heads, of keys, their width, with norms, with rotation, rows of records by their lengths
+SHAPES = {  # heads, of keys, their width, with norms, with rotation, rows of records by their lengths, or of their branches
     "records": (2, 2, 64, True, True, [[1, 2, 3, 150], [97, 59], [156]]),
     "groups of heads": (6, 2, 32, True, True, [[33, 31, 64], [128]]),
     "wide, one key head, no norm": (2, 1, 128, False, True, [[70, 65]]),
     "three halves of a block": (2, 2, 96, True, False, [[31, 32, 33]]),
     "neither norm nor rotation": (2, 2, 64, False, False, [[17], [17]]),
+    "branches": (4, 2, 32, True, True, [[(40, 37, 60), 9], [(0, 1, 99), (5, 40), 1]]),
 }
 
 
 def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
     """What computes attention and its gradients, and what torch gives in fp64."""
     H, G, K, has_norm, has_rotation, rows = SHAPES[shape]
-    T = sum(rows[0])
-    segments = torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in rows])
+    parts = [[one if isinstance(one, tuple) else (one,) for one in row] for row in rows]
+    segments = torch.tensor([[number for number, lengths in enumerate(row) for _ in range(sum(lengths))] for row in parts])
+    branches = torch.tensor(
+        [[n for lengths in row for n, length in enumerate(lengths) for _ in range(length)] for row in parts]
+    )
+    T = segments.shape[1]
     states = [random(len(rows), T, heads, K, seed=seed, dtype=kind).requires_grad_() for seed, heads in enumerate((H, G, G))]
     weights = [(torch.rand(K) + 0.5).requires_grad_() if has_norm else None for _ in range(2)]
-    places = torch.tensor([[place for length in row for place in range(length)] for row in rows])
+    places = torch.tensor([[place for lengths in row for place in range(sum(lengths))] for row in parts])
     angle = places[..., None] * 100.0 ** -(torch.arange(K) % (K // 2) / K)
     angles = (angle.cos(), angle.sin()) if has_rotation else None
     grad, scale = random(len(rows), T, H, K, seed=5, dtype=kind), K**-0.5
@@ -160,7 +165,15 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
 
     def ours() -> dict[str, Tensor]:
         query, key, value = states
-        arguments = weights[0], 1e-6, weights[1], 1e-6, angles, Records(segments).places, scale
+        arguments = (
+            weights[0],
+            1e-6,
+            weights[1],
+            1e-6,
+            angles,
+            Records(segments, branches if shape == "branches" else None).places,
+            scale,
+        )
         out = native.Attention.apply(query, key, value, *arguments)  # type: ignore[no-untyped-call]
         out.backward(grad)
         found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
@@ -178,7 +191,7 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
         return x * cos + torch.cat([-x[..., K // 2 :], x[..., : K // 2]], -1) * sin
 
     query, key = turned(exact["q"], exact.get("a")), turned(exact["k"], exact.get("b"))
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
+    mask = segment_mask(segments, branches)
     flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
     out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
     out.backward(grad.double())  # type: ignore[no-untyped-call]
@@ -254,8 +267,11 @@ def test_tensors_that_do_not_suit_are_left_to_torch() -> None:
     assert native.takes(x, x.clone())
     for other in (x.double(), x[:, :16], random(4, 24, seed=1), x.to("meta"), torch.nn.Buffer(x).expand(4, 32).t()):
         assert not native.takes(x, other)
-    assert not Records(torch.zeros(1, 4)).suit_native([random(1, 4, 2, 16, seed=1)] * 3)
-    assert not Records(torch.zeros(1, 4), torch.zeros(1, 4)).suit_native([random(1, 4, 2, 32, seed=1)] * 3)
+    assert (
+        native.takes_heads(BF16, 32, x)
+        and not native.takes_heads(BF16, 16, x)
+        and not native.takes_heads(BF16, 32, x.to("meta"))
+    )
 
 
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])

@@ -2,8 +2,8 @@
 
 `varlen` has the attention of CUDA.
 
-On a CPU records of about the same length are stacked and computed by batched products: no score between two records is
-computed, and no mask is read. 16 rows of 256 tokens with 96 documents: 9 ms a layer where torch's kernel takes 33.
+On a CPU where native kernels do not take them, records of about the same length are stacked and computed by batched
+products: no score between two records is computed, and no mask is read.
 
 A record may branch: a prefix, and branches that see it and themselves alone, such as two answers to one prompt.
 
@@ -13,7 +13,7 @@ L positions of its longest record, Q queries of a block, S the keys that they ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, final
 
@@ -33,10 +33,8 @@ WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 BLOCK = 128  # queries; rows of 256 in blocks of 128: 7.1 ms, of 192: 7.7, of 256: 7.9
 LENGTH_STEP = 16  # lengths of groups are multiples of it, of which there are few
 GROUP_COST = 16_384  # a group costs as much as so many more scores of one head: 0.1 ms
-KEPT_BYTES = 8 << 20  # of the weights and the states by group of a layer: up to that kept for the gradients
 
-# Queries [N*G, R, L, K], keys and values [N*G, L, K] of a group, and the weights of each of its blocks where they are kept
-Group = tuple[Tensor, Tensor, Tensor, list[Tensor]]
+Group = tuple[Tensor, Tensor, Tensor]  # queries [N*G, R, L, K], keys and values [N*G, L, K]
 
 
 def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tensor:
@@ -102,73 +100,61 @@ class Records:
     """The records of a batch: as the native kernels take them, in groups, or as a mask; each made when it is asked for."""
 
     def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
-        self._segments, self._branches = segments_BT, branches_BT
+        self._segments, self.branches = segments_BT, branches_BT
 
     @cached_property
     def groups(self) -> RecordGroups:
-        return RecordGroups(self._segments, self._branches)
+        return RecordGroups(self._segments)
 
     @cached_property
     def mask(self) -> Tensor:
-        """For torch's attention, with dropout or in fp16."""
-        return segment_mask(self._segments, self._branches)
+        return segment_mask(self._segments, self.branches)
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The number of each record's first token among the B * T, and how many it has, longest first."""
-        runs = _Runs(self._segments.numpy(), None)
-        order = np.argsort(-runs.lengths, kind="stable")
-        return torch.from_numpy(runs.starts[order]), torch.from_numpy(runs.lengths[order])
-
-    def suit_native(self, states: Sequence[Tensor]) -> bool:
-        """Whether the native kernels take these queries, keys and values: heads of one width, a multiple of 32, and records
-        without branches."""
-        widths = {state.shape[-1] for state in states}
-        return self._branches is None and len(widths) == 1 and native.takes(*states, lanes=2 * native.LANES)
+    def places(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The number of each record's first token among the B * T, and how many it has, longest first; all tokens'
+        branches."""
+        starts, lengths = _runs(self._segments)
+        order = np.argsort(-lengths, kind="stable")
+        branches = None if self.branches is None else self.branches.to(torch.int32).contiguous()
+        return torch.from_numpy(starts[order]), torch.from_numpy(lengths[order]), branches
 
 
 @final
 class RecordGroups:
-    """The records of a batch in groups of about the same length; of one that branches, each branch and the prefix before it.
+    """The records of a batch in groups of about the same length.
 
     `places` has for each group the places [N, L] of its records' tokens among the B * T of the batch; beyond the end of a
     record stands its last token, and further records of place 0 make N one of few numbers. `padding` has the numbers of
-    the places of both in the N * L, and those of a prefix in all branches but the first. Padding of a row is a record.
-    `scores`: how many scores a head computes.
+    the places of both in the N * L. Padding of a row is a record.
     """
 
-    def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
-        runs = _Runs(segments_BT.numpy(), None if branches_BT is None else branches_BT.numpy())
+    def __init__(self, segments_BT: Tensor) -> None:
+        starts, lengths = _runs(segments_BT)
         T = segments_BT.shape[1]
         step = max(LENGTH_STEP, T // 32)
         few = np.array([few_counts(count) for count in range(-(-T // step) + 1)])
-        rounded = few[-(-runs.lengths // step)] * step
+        rounded = few[-(-lengths // step)] * step
         self.places: list[Tensor] = []
         self.padding: list[Tensor] = []
         numbers_by_place = np.empty(segments_BT.numel(), np.int64)
-        copies: list[tuple[Any, Any]] = []  # places of prefixes seen from further branches, and their numbers in the groups
-        self.scores = shortest = first = 0
+        shortest = first = 0
         for longest in group_lengths(*(tuple(counts.tolist()) for counts in np.unique(rounded, return_counts=True))):
             mine = np.flatnonzero((rounded > shortest) & (rounded <= longest))
-            N, L = few_counts(len(mine)), min(longest, T)
-            places, inside, copied = (np.zeros((N, L), kind) for kind in (np.int64, bool, bool))
-            places[: len(mine)], inside[: len(mine)], copied[: len(mine)] = runs.places(mine, L)
-            originals = inside & ~copied
-            numbers_by_place[places[originals]] = first + np.flatnonzero(originals)
-            copies.append((places[copied], first + np.flatnonzero(copied)))
+            N, offsets = few_counts(len(mine)), np.arange(min(longest, T))
+            places, inside = (np.zeros((N, len(offsets)), kind) for kind in (np.int64, bool))
+            places[: len(mine)] = starts[mine, None] + np.minimum(offsets, lengths[mine, None] - 1)
+            inside[: len(mine)] = offsets < lengths[mine, None]
+            numbers_by_place[places[inside]] = first + np.flatnonzero(inside)
             self.places.append(torch.from_numpy(places))
-            self.padding.append(torch.from_numpy(np.flatnonzero(~originals)))
+            self.padding.append(torch.from_numpy(np.flatnonzero(~inside)))
             shortest, first = longest, first + places.size
-            self.scores += N * sum((rows.stop - rows.start) * end for rows, end in _blocks(L))
         self._where = torch.from_numpy(numbers_by_place)
-        self._copies = tuple(torch.from_numpy(np.concatenate(numbers)) for numbers in zip(*copies, strict=True))
-        self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]] = {}
-        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines of the positions, by the number of heads
+        self._indices: dict[int, tuple[list[Tensor], list[Tensor], Tensor]] = {}
 
-    def indices(self, heads: int) -> tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, Tensor]]:
+    def indices(self, heads: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """For states of shape [B*T*heads, K]: the indices that make the groups, each [N*heads*L]; those of padding in
-        them; the index into all groups, one after the other, that makes [B*T*heads, K] of them again; and what else of
-        the groups belongs to which of the B*T*heads.
+        them; and the index into all groups, one after the other, that makes [B*T*heads, K] of them again.
         """
         if heads not in self._indices:
             head_H = torch.arange(heads)
@@ -180,52 +166,17 @@ class RecordGroups:
                 numbers_NLH = torch.arange(N * heads * L).view(N, heads, L).transpose(1, 2)
                 backs.append(numbers_NLH.reshape(N * L, heads) + first)
                 first += N * heads * L
-            back = torch.cat(backs)
-            places, numbers = self._copies
-            copies = (places[:, None] * heads + head_H).flatten(), back.index_select(0, numbers).flatten()
-            self._indices[heads] = takes, padding, back.index_select(0, self._where).flatten(), copies
+            self._indices[heads] = takes, padding, torch.cat(backs).index_select(0, self._where).flatten()
         return self._indices[heads]
 
 
-@final
-class _Runs:
-    """The records of a batch, or the branches of those that have some, by the places of their tokens.
-
-    `lengths` are those of the records, or of a branch and the prefix before it, which lies in the same row.
-    """
-
-    def __init__(self, segments: npt.NDArray[Any], branches: npt.NDArray[Any] | None) -> None:
-        B, T = segments.shape
-        begins = np.ones((B, T), bool)
-        np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
-        if branches is not None:
-            begins[:, 1:] |= branches[:, 1:] != branches[:, :-1]
-        starts = np.flatnonzero(begins)
-        lengths = np.diff(starts, append=B * T)
-        self._prefixes, self._prefix_lengths = starts, np.zeros_like(starts)
-        self._copied = np.zeros(len(starts), bool)
-        if branches is not None:
-            branch, segment, row = branches.ravel()[starts], segments.ravel()[starts], starts // T
-            prefixes = np.maximum.accumulate(np.where(branch == 0, np.arange(len(starts)), 0))
-            has_prefix = (branch > 0) & (branch[prefixes] == 0) & (segment[prefixes] == segment) & (row[prefixes] == row)
-            self._prefixes = starts[prefixes]
-            self._prefix_lengths = np.where(has_prefix, lengths[prefixes], 0)
-            self._copied[1:] = has_prefix[1:] & (prefixes[1:] == prefixes[:-1]) & (branch[:-1] > 0)
-            alone = np.ones(len(starts), bool)
-            alone[prefixes[has_prefix]] = False
-            starts, lengths = starts[alone], lengths[alone]
-            self._prefixes, self._prefix_lengths = self._prefixes[alone], self._prefix_lengths[alone]
-            self._copied = self._copied[alone]
-        self.starts = starts - self._prefix_lengths
-        self.lengths = lengths + self._prefix_lengths
-
-    def places(self, numbers: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], ...]:
-        """Of these records, as arrays [n, length]: the places, which are within, and which another record has, too."""
-        offsets = np.arange(length)
-        at = np.minimum(offsets, self.lengths[numbers, None] - 1)
-        in_prefix = at < self._prefix_lengths[numbers, None]
-        places = at + np.where(in_prefix, self._prefixes[numbers, None], self.starts[numbers, None])
-        return places, offsets < self.lengths[numbers, None], in_prefix & self._copied[numbers, None] & (at == offsets)
+def _runs(segments_BT: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The number of each record's first token among the B * T, and how many it has."""
+    segments = segments_BT.numpy()
+    begins = np.ones(segments.shape, bool)
+    np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
+    starts = np.flatnonzero(begins)
+    return starts, np.diff(starts, append=begins.size)
 
 
 def few_counts(count: int) -> int:
@@ -304,28 +255,25 @@ def record_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, K]. `spans`: on CUDA."""
     dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
-    if spans is None and (records is None or dropout or dtype == torch.float16):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        arguments = query_BHTK, key_BGTK, value_BGTK, attention_mask if records is None else records.mask
-        output, _ = sdpa_attention_forward(module, *arguments, dropout=dropout, scaling=scaling, **others)
-        return output, None
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (state.transpose(1, 2) for state in (query_BHTK, key_BGTK, value_BGTK))
     if spans is not None:
         return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
-    assert records is not None
-    states = [state.to(dtype).contiguous() for state in (query, key, value)]
-    if records.suit_native(states):
-        output = native.Attention.apply(*states, None, 0.0, None, 0.0, None, records.places, scale)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        output = RecordAttention.apply(query, key, value, records.groups, scale, dtype)  # type: ignore[no-untyped-call]  # torch's
+    if records is not None and not dropout and dtype != torch.float16:
+        states = [state.to(dtype).contiguous() for state in (query, key, value)]
+        if len({state.shape[-1] for state in states}) == 1 and native.takes(*states, lanes=2 * native.LANES):
+            return native.Attention.apply(*states, None, 0.0, None, 0.0, None, records.places, scale), None  # type: ignore[no-untyped-call]  # torch's
+        if records.branches is None:
+            return RecordAttention.apply(query, key, value, records.groups, scale, dtype), None  # type: ignore[no-untyped-call]  # torch's
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    arguments = query_BHTK, key_BGTK, value_BGTK, attention_mask if records is None else records.mask
+    output, _ = sdpa_attention_forward(module, *arguments, dropout=dropout, scaling=scaling, **others)
     return output, None
 
 
 class RecordAttention(torch.autograd.Function):
-    """Products and weights in `dtype`. Weights that `mixed` does not keep are computed again for the gradients
-    (arXiv:2205.14135)."""
+    """Products and weights in `dtype`. The weights are computed again for the gradients (arXiv:2205.14135)."""
 
     @staticmethod
     def forward(
@@ -333,64 +281,53 @@ class RecordAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (tensor.to(dtype) for tensor in (query_BTHK, key_BTGK, value_BTGK))
         ctx.types, ctx.groups, ctx.scale = (query_BTHK.dtype, key_BTGK.dtype, value_BTGK.dtype), groups, scale
-        out, saved = mixed(query, key, value, groups, scale)
-        ctx.is_kept = bool(saved)
-        ctx.save_for_backward(out, *(saved or (query, key, value)))
+        out = mixed(query, key, value, groups, scale)
+        ctx.save_for_backward(out, query, key, value)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BTHK: Tensor) -> tuple[Tensor | None, ...]:
         out, *states = ctx.saved_tensors
-        by_group = saved_groups(states, ctx.groups) if ctx.is_kept else grouped(states, ctx.groups)
-        slopes = mixed_slopes(grad_BTHK, out, by_group, ctx.groups, ctx.scale)
+        slopes = mixed_slopes(grad_BTHK, out, states, ctx.groups, ctx.scale)
         return *(slope.to(dtype) for slope, dtype in zip(slopes, ctx.types, strict=True)), None, None, None
 
 
-def mixed(
-    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float
-) -> tuple[Tensor, list[Tensor]]:
-    """Values [B, T, H, K], mixed by the attention within records; and what the gradients need besides, for `saved_groups`,
-    or [] where that is more than KEPT_BYTES."""
-    outs, saved = [], list[Tensor]()
-    H, G, K = query_BTHK.shape[2], key_BTGK.shape[2], query_BTHK.shape[3]
-    numbers = H * groups.scores + (H + 2 * G) * K * sum(places_NL.numel() for places_NL in groups.places)
-    keeps = numbers * query_BTHK.element_size() <= KEPT_BYTES
+def mixed(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, groups: RecordGroups, scale: float) -> Tensor:
+    """Values [B, T, H, K], mixed by the attention within records."""
+    outs = []
+    H, K = query_BTHK.shape[2:]
     with torch.autocast(query_BTHK.device.type, enabled=False):
-        for q_XRLK, k_XLK, v_XLK, _ in grouped((query_BTHK, key_BTGK, value_BTGK), groups):
+        for q_XRLK, k_XLK, v_XLK in grouped((query_BTHK, key_BTGK, value_BTGK), groups):
             X, R, L, K = q_XRLK.shape
-            parts, all_weights = [], []
+            parts = []
             for rows, end in _blocks(L):
                 weights = _weights(q_XRLK[:, :, rows], k_XLK[:, :end], scale)
                 parts.append(torch.bmm(weights, v_XLK[:, :end]).view(X, R, -1, K))
-                all_weights += [weights] if keeps else []
             outs.append(_joined(parts).view(-1, K))
-            saved += [q_XRLK, k_XLK, v_XLK, *all_weights] if keeps else []
-    _, _, back, _ = groups.indices(query_BTHK.shape[2])
-    return torch.cat(outs).index_select(0, back).view(query_BTHK.shape), saved
+    return torch.cat(outs).index_select(0, groups.indices(H)[2]).view(query_BTHK.shape)
 
 
 def mixed_slopes(
-    grad_BTHK: Tensor, out_BTHK: Tensor, by_group: Iterable[Group], groups: RecordGroups, scale: float
+    grad_BTHK: Tensor, out_BTHK: Tensor, states: Sequence[Tensor], groups: RecordGroups, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, in their type, from that of what `mixed` made of them."""
     B, T, H, K = out_BTHK.shape
-    G, dtype = 0, out_BTHK.dtype
+    G, dtype = states[1].shape[2], out_BTHK.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    queries, padding, query_back, _ = groups.indices(H)
+    queries, padding, query_back = groups.indices(H)
     grad = grad_BTHK.to(dtype).reshape(-1, K)
     grads_of_groups: tuple[list[Tensor], ...] = ([], [], [])
     delta_M = (grad * out_BTHK.view(-1, K)).sum(-1)
-    for number, (q_XRLK, k_XLK, v_XLK, all_weights) in enumerate(by_group):
+    for number, (q_XRLK, k_XLK, v_XLK) in enumerate(grouped(states, groups)):
         X, R, L, _ = q_XRLK.shape
-        G = H // R
         do_XRLK = grad.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, K)
         delta_XRL1 = delta_M.index_select(0, queries[number]).index_fill_(0, padding[number], 0).view(X, R, L, 1)
         dq_parts: list[Tensor] = []
         dk_XLK = dv_XLK = torch.empty(0)
-        for block, (rows, end) in reversed([*enumerate(_blocks(L))]):  # the last block sees all keys
-            q_XSK, do_XSK = (states[:, :, rows].reshape(X, -1, K) for states in (q_XRLK, do_XRLK))
+        for rows, end in reversed(_blocks(L)):  # the last block sees all keys
+            q_XSK, do_XSK = (tensor[:, :, rows].reshape(X, -1, K) for tensor in (q_XRLK, do_XRLK))
             k_XSK, v_XSK = k_XLK[:, :end], v_XLK[:, :end]
-            weights = all_weights[block] if all_weights else _weights(q_XRLK[:, :, rows], k_XSK, scale)
+            weights = _weights(q_XRLK[:, :, rows], k_XSK, scale)
             delta_XS1 = delta_XRL1[:, :, rows].reshape(X, -1, 1).expand(-1, -1, end)
             slopes = torch.baddbmm(delta_XS1, do_XSK, v_XSK.transpose(1, 2), beta=-1).mul_(weights)
             dq_parts.append(torch.bmm(slopes, k_XSK).view(X, R, -1, K))
@@ -402,35 +339,19 @@ def mixed_slopes(
                 dv_XLK[:, :end] += dv
         for grads, grad_of_group in zip(grads_of_groups, (_joined(dq_parts[::-1]), dk_XLK, dv_XLK), strict=True):
             grads.append(grad_of_group.view(-1, K).to(dtype))
-    _, _, key_back, copies = groups.indices(G)
     dq = torch.cat(grads_of_groups[0]).index_select(0, query_back)
-    dk, dv = (_collected(torch.cat(parts), key_back, copies) for parts in grads_of_groups[1:])
+    dk, dv = (torch.cat(parts).index_select(0, groups.indices(G)[2]) for parts in grads_of_groups[1:])
     return dq.mul_(scale).view(B, T, H, K), dk.mul_(scale).view(B, T, G, K), dv.view(B, T, G, K)
 
 
 def grouped(states: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
-    """Copies of queries, keys and values by group, without weights."""
+    """Copies of queries, keys and values by group."""
     (H, K), G = states[0].shape[2:], states[1].shape[2]
     q, k, v = (tensor.reshape(-1, K) for tensor in states)
     for places_NL, of_queries, of_keys in zip(groups.places, groups.indices(H)[0], groups.indices(G)[0], strict=True):
         X, L = places_NL.shape[0] * G, places_NL.shape[1]
         keys, values = (tensor.index_select(0, of_keys).view(X, L, K) for tensor in (k, v))
-        yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values, []
-
-
-def saved_groups(saved: Sequence[Tensor], groups: RecordGroups) -> Iterator[Group]:
-    """The states and weights by group that `mixed` kept."""
-    tensors = iter(saved)
-    for places_NL in groups.places:
-        query, key, value = (next(tensors) for _ in range(3))
-        yield query, key, value, [next(tensors) for _ in _blocks(places_NL.shape[1])]
-
-
-def _collected(groups: Tensor, back: Tensor, copies: tuple[Tensor, Tensor]) -> Tensor:
-    """The gradients of all states, from those in the groups, where a state of a prefix is in several."""
-    states, numbers = copies
-    gradients = groups.index_select(0, back)
-    return gradients.index_add_(0, states, groups.index_select(0, numbers)) if len(states) else gradients
+        yield q.index_select(0, of_queries).view(X, H // G, L, K), keys, values
 
 
 def _blocks(L: int) -> list[tuple[slice, int]]:

@@ -1,4 +1,4 @@
-"""Layers with a forward and backward pass of their own: norms, gated feed-forward layers, and attention up to its scores.
+"""Layers with a forward and backward pass of their own: norms, gated feed-forward layers, attention up to its output.
 
 Letters in names: B rows, T positions, H heads, K width of a head.
 """
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ttrain.train import native
-from ttrain.train.attention import RecordGroups, Records, grouped, mixed, mixed_slopes, saved_groups
+from ttrain.train.attention import Records
 from ttrain.train.precision import autocast_dtype
 
 GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe", "Glm4Moe")
@@ -33,8 +33,8 @@ SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
 def fuse(model: nn.Module) -> None:
     """Replace the forward pass of these layers; results are the same up to rounding.
 
-    Norms and gated layers stay unchanged without gradients, where nothing is kept; attention where it is not computed
-    record by record; and all under a compiler, which fuses by itself.
+    Norms and gated layers stay unchanged without gradients, where nothing is kept; attention where native kernels do not
+    take it; and all under a compiler, which fuses by itself.
     """
     for module in model.modules():
         name = type(module).__name__
@@ -73,8 +73,6 @@ def _gated(self: Any, hidden: Tensor) -> Tensor:
 
 
 Source = tuple[Tensor, Tensor, Tensor]  # what a norm makes its output of: hidden states, inverse RMS, weight
-
-Turn = tuple[Tensor, Tensor]  # cosines and sines for each number of all heads, [B, T, H, K]
 
 
 def source_of(x: Tensor) -> Source | None:
@@ -221,28 +219,24 @@ def _rotary_attention(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
-    dropout = self.attention_dropout if self.training else 0.0
-    if records is None or past_key_values is not None or dropout or dtype == torch.float16:
-        output: tuple[Tensor, Tensor | None] = type(self).forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
-        )
-        return output
-    B, T, _ = hidden_states.shape
-    states = [state.to(dtype).view(B, T, -1, self.head_dim) for state in _projected(self, hidden_states)]
     norms = [
         (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         for norm in (getattr(self, name, None) for name in ("q_norm", "k_norm"))
     ]
+    (B, T, _), weights = hidden_states.shape, [weight for weight, _ in norms if weight is not None]
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
-    weights = [weight for weight, _ in norms if weight is not None]
-    if records.suit_native(states) and native.takes(*angles, *weights, dtype=torch.float32):
-        arguments = *norms[0], *norms[1], angles, records.places, self.scaling
-        mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        groups = records.groups
-        turns = [_turn(state.shape[2], position_embeddings, groups) for state in states[:2]]
-        rotations = [*norms[0], turns[0], *norms[1], turns[1]]
-        mixed_BTHK = _RotaryAttention.apply(*states, *rotations, groups, self.scaling)  # type: ignore[no-untyped-call]  # torch's
+    if (
+        records is None or past_key_values is not None or (self.attention_dropout if self.training else 0.0)
+        or not native.takes_heads(dtype, self.head_dim, hidden_states)
+        or not native.takes(*angles, *weights, dtype=torch.float32)
+    ):  # fmt: skip
+        output: tuple[Tensor, Tensor | None] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
+        )
+        return output
+    states = [state.to(dtype).view(B, T, -1, self.head_dim).contiguous() for state in _projected(self, hidden_states)]
+    arguments = *norms[0], *norms[1], angles, records.places, self.scaling
+    mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None
 
 
@@ -254,80 +248,6 @@ def _projected(self: Any, hidden: Tensor) -> Sequence[Tensor]:
     x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
     states: tuple[Tensor, ...] = _Projections.apply(x, *(layer.weight for layer in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
     return states
-
-
-def _turn(heads: int, angles: Turn, groups: RecordGroups) -> Turn:
-    """The rotation of so many heads; the same in all layers. The sine is negative in the first half of a head."""
-    if heads not in groups.angles:
-        cos_BTHK, sin_BTHK = (angle[:, :, None].expand(-1, -1, heads, -1).contiguous() for angle in angles)
-        sin_BTHK[..., : sin_BTHK.shape[-1] // 2].neg_()
-        groups.angles[heads] = cos_BTHK, sin_BTHK
-    return groups.angles[heads]
-
-
-class _RotaryAttention(torch.autograd.Function):
-    """Attention within records of queries and keys after their norm, if there is one, and the rotation of their positions.
-
-    The gradients need both rotated. Unless `mixed` keeps them, they are rotated again, of what the norm needs anyway: of
-    651 MB that a step keeps at a width of 512 with 8 layers and 4,096 tokens, 481 are left, with what `_kept` saves.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, query_epsilon: float,
-        query_turn: Turn, key_weight: Tensor | None, key_epsilon: float, key_turn: Turn, groups: RecordGroups, scale: float,
-    ) -> Tensor:  # fmt: skip
-        query_scale, key_scale = (
-            None if weight is None else _inverse_rms(_wide(x), epsilon)
-            for x, weight, epsilon in ((query, query_weight, query_epsilon), (key, key_weight, key_epsilon))
-        )
-        turned_query = _rotated(query, query_weight, query_scale, query_turn)
-        turned_key = _rotated(key, key_weight, key_scale, key_turn)
-        out, kept = mixed(turned_query, turned_key, value, groups, scale)
-        ctx.save_for_backward(query, query_weight, query_scale, key, key_weight, key_scale, out, *(kept or (value,)))
-        ctx.turns, ctx.groups, ctx.scale, ctx.is_kept = (query_turn, key_turn), groups, scale, bool(kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, query_weight, query_scale, key, key_weight, key_scale, out, *states = ctx.saved_tensors
-        query_turn, key_turn = ctx.turns
-        if ctx.is_kept:
-            by_group = saved_groups(states, ctx.groups)
-        else:
-            turned_query = _rotated(query, query_weight, query_scale, query_turn)
-            turned_key = _rotated(key, key_weight, key_scale, key_turn)
-            by_group = grouped((turned_query, turned_key, *states), ctx.groups)
-        of_query, of_key, of_value = mixed_slopes(grad, out, by_group, ctx.groups, ctx.scale)
-        of_query, of_query_weight = _rotation_slopes(of_query, query, query_weight, query_scale, query_turn)
-        of_key, of_key_weight = _rotation_slopes(of_key, key, key_weight, key_scale, key_turn)
-        return of_query, of_key, of_value, of_query_weight, None, None, of_key_weight, None, None, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _rotated(x: Tensor, weight: Tensor | None, scale: Tensor | None, turn: Turn) -> Tensor:
-    """y = R weight x scale, without a weight R x (arXiv:2104.09864, arXiv:2302.05442), computed in fp32.
-
-    The pairs are half a head apart: y = x cos + roll(x) sin.
-    """
-    cos, sin = turn
-    wide = _wide(x) if weight is None or scale is None else (_wide(x) * scale).mul_(weight)
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
-
-
-def _rotation_slopes(
-    grad: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor | None, turn: Turn
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of the weight from that of what `_rotated` made of them."""
-    cos, sin = turn
-    grad = _wide(grad)
-    grad_x, grad_weight = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1)), None
-    if weight is not None and scale is not None:
-        grad_x, grad_weight = _rms_slopes(grad_x, x, weight, scale)
-    return grad_x.to(x.dtype), grad_weight
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:

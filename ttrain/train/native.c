@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 3 /* of the functions' arguments, as in native.py: a file that was compiled from other source is not used */
+#define VERSION 4 /* of the functions' arguments, as in native.py: a file that was compiled from other source is not used */
 
 int native_version(void) { return VERSION; }
 
@@ -61,6 +61,7 @@ typedef struct {
 typedef struct {
     const float *cos, *sin; /* [B*T, K], or NULL */
     const int64_t *starts, *lengths; /* of the records */
+    const int32_t *branches; /* [B*T], or NULL: a token sees in its record branch 0 and its own alone */
     long records, longest, K;
     float scale;
     int threads;
@@ -68,6 +69,14 @@ typedef struct {
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long up_to(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+/* The branches of a record's tokens, beyond its end 0; NULL where it has none. */
+static const int32_t *branches_of(const Records *r, long start, long L, long padded, int32_t *copy) {
+    if (!r->branches) return NULL;
+    memcpy(copy, r->branches + start, L * sizeof(int32_t));
+    memset(copy + L, 0, (padded - L) * sizeof(int32_t));
+    return copy;
+}
 
 static void *take(char **memory, long bytes) {
     void *taken = *memory;
@@ -118,6 +127,9 @@ INLINE float wide(uint16_t x) {
 #define FIRST(x, n) _mm512_maskz_mov_ps(first_lanes(n), x) /* the others 0 */
 #define AFTER(x, n) _mm512_maskz_mov_ps((__mmask16)~first_lanes(n), x)
 #define LOWEST_AFTER(x, n) _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(n), x)
+#define SAME(p, n) _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(n))
+#define ONLY(x, mask) _mm512_maskz_mov_ps(mask, x)
+#define LOWEST_UNLESS(x, mask) _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, x)
 #define MULTIPLES(n) \
     _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)(n)))
 #define GATHER(steps, from) _mm512_i32gather_epi32(steps, (const int *)(from), 4)
@@ -200,6 +212,9 @@ INLINE float wide(uint16_t x) {
 #undef FIRST
 #undef AFTER
 #undef LOWEST_AFTER
+#undef SAME
+#undef ONLY
+#undef LOWEST_UNLESS
 #undef MULTIPLES
 #undef GATHER
 #undef STORE_INTS
@@ -252,6 +267,9 @@ INLINE float top_256(__m256 x) {
 #define FIRST(x, n) _mm256_and_ps(x, _mm256_castsi256_ps(lanes_256(n)))
 #define AFTER(x, n) _mm256_andnot_ps(_mm256_castsi256_ps(lanes_256(n)), x)
 #define LOWEST_AFTER(x, n) _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(lanes_256(n)))
+#define SAME(p, n) _mm256_cmpeq_epi32(_mm256_loadu_si256((const __m256i *)(p)), _mm256_set1_epi32(n))
+#define ONLY(x, mask) _mm256_and_ps(x, _mm256_castsi256_ps(mask))
+#define LOWEST_UNLESS(x, mask) _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(mask))
 #define MULTIPLES(n) _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)(n)))
 #define GATHER(steps, from) _mm256_i32gather_epi32((const int *)(from), steps, 4)
 #define STORE_INTS(p, x) _mm256_storeu_si256((__m256i *)(p), x)

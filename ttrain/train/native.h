@@ -252,17 +252,20 @@ long NAME(attention)(const States *q, const States *k, const States *v, const Re
 #pragma omp parallel num_threads(r->threads) reduction(min : result)
     {
         char *memory = aligned_alloc(64, 3 * up_to(most * K * SIZE, 64) + 2 * up_to(QUERIES * K * 4, 64) +
-                                             up_to(QUERIES * most * 4, 64) + up_to(QUERIES * most * SIZE, 64)),
+                                             up_to(QUERIES * most * 4, 64) + up_to(QUERIES * most * SIZE, 64) +
+                                             up_to(most * 4, 64)),
              *next = memory;
         number *rows = take(&next, most * K * SIZE), *query = take(&next, QUERIES * K * SIZE);
         unit *keys = take(&next, most * K * SIZE), *values = take(&next, most * K * SIZE);
         float *scores = take(&next, QUERIES * most * 4), *mixed = take(&next, QUERIES * K * 4);
         number *weights = take(&next, QUERIES * most * SIZE);
+        int32_t *copy = take(&next, most * 4);
         if (!memory) result = NO_MEMORY;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < r->records * G; task++) {
             if (!memory) continue;
             const long start = r->starts[task / G], L = r->lengths[task / G], group = task % G, padded = up_to(L, QUERIES);
+            const int32_t *branches = branches_of(r, start, L, padded, copy);
             NAME(rotate)(k, r, start, L, padded, group, rows);
             NAME(transpose)(rows, keys, padded, K);
             for (long i = 0; i < L; i++)
@@ -280,6 +283,11 @@ long NAME(attention)(const States *q, const States *k, const States *v, const Re
                         const long seen = first + i + 1;
                         float *row = scores + i * S;
                         VECTOR most_lanes = SET(-INFINITY), sum = SET(0);
+                        for (long j = 0; branches && j < seen; j += LANES) {
+                            const int32_t *keys_of = branches + j;
+                            STOREF(row + j,
+                                   LOWEST_UNLESS(LOADF(row + j), SAME(keys_of, 0) | SAME(keys_of, branches[seen - 1])));
+                        }
                         for (long j = 0; j < seen; j += LANES)
                             most_lanes = MAX(most_lanes, LOWEST_AFTER(LOADF(row + j), seen - j));
                         const VECTOR factor = SET(r->scale * LOG2E);
@@ -309,18 +317,20 @@ long NAME(attention)(const States *q, const States *k, const States *v, const Re
 
 /* One block of weights and their gradients, BLOCK_KEYS by BLOCK_QUERIES, in the forms that products read. */
 INLINE void NAME(block_slopes)(const float *scores, const float *of_weights, const float *tops, const float *logs,
-                               const float *deltas, float factor, long first_query, long first_key, number *weights,
-                               number *slopes, unit *slopes_below) {
+                               const float *deltas, const int32_t *branches, float factor, long first_query, long first_key,
+                               number *weights, number *slopes, unit *slopes_below) {
     const VECTOR factors = SET(factor);
     for (long j = 0; j < BLOCK_KEYS; j += UNIT)
         for (long i = 0; i < BLOCK_QUERIES; i += LANES) {
             for (long n = j; n < j + UNIT; n++) {
                 const long at = n * BLOCK_QUERIES + i,
                            unseen = first_key + n - first_query - i; /* queries before this key */
-                const VECTOR power =
-                    AFTER(EXP2(FMS(SUB(LOADF(scores + at), LOADF(tops + i)), factors, LOADF(logs + i))), unseen);
+                VECTOR power = AFTER(EXP2(FMS(SUB(LOADF(scores + at), LOADF(tops + i)), factors, LOADF(logs + i))), unseen);
+                if (branches && branches[first_key + n])
+                    power = ONLY(power, SAME(branches + first_query + i, branches[first_key + n]));
                 STORE(weights + at, power);
-                STORE(slopes + at, AFTER(MUL(power, SUB(LOADF(of_weights + at), LOADF(deltas + i))), unseen));
+                const VECTOR slope = MUL(power, SUB(LOADF(of_weights + at), LOADF(deltas + i)));
+                STORE(slopes + at, slope);
             }
             const number *row = slopes + j * BLOCK_QUERIES + i;
             INTERLEAVE(slopes_below + j / UNIT * BLOCK_QUERIES + i, row, row + (UNIT - 1) * BLOCK_QUERIES);
@@ -337,7 +347,7 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
 #pragma omp parallel num_threads(r->threads) reduction(min : result)
     {
         char *memory = aligned_alloc(64, 8 * up_to(most * K * SIZE, 64) + 2 * up_to(most * K * 4, 64) +
-                                             up_to(BLOCK_QUERIES * K * 4, 64) + 3 * up_to(most * 4, 64) +
+                                             up_to(BLOCK_QUERIES * K * 4, 64) + 4 * up_to(most * 4, 64) +
                                              5 * up_to(BLOCK_KEYS * BLOCK_QUERIES * 4, 64)),
              *next = memory;
         number *rows = take(&next, most * K * SIZE), *key = take(&next, most * K * SIZE),
@@ -352,12 +362,14 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
         number *weights = take(&next, BLOCK_KEYS * BLOCK_QUERIES * SIZE),
                *slopes = take(&next, BLOCK_KEYS * BLOCK_QUERIES * SIZE);
         unit *slopes_below = take(&next, BLOCK_KEYS * BLOCK_QUERIES * SIZE);
+        int32_t *copy = take(&next, most * 4);
         if (!memory) result = NO_MEMORY;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < r->records * G; task++) {
             if (!memory) continue;
             const long start = r->starts[task / G], L = r->lengths[task / G], group = task % G,
                        padded = up_to(L, BLOCK_QUERIES);
+            const int32_t *branches = branches_of(r, start, L, padded, copy);
             float *of_weight = of_weights + task * 2 * K;
             memset(of_weight, 0, 2 * K * sizeof(float));
             NAME(rotate)(k, r, start, L, padded, group, key);
@@ -393,8 +405,8 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
                                       BLOCK_KEYS, BLOCK_QUERIES, K / UNIT, 0);
                         NAME(product)((unit *)(value + at * K), K / UNIT, 1, grads + first, padded, products, BLOCK_QUERIES,
                                       BLOCK_KEYS, BLOCK_QUERIES, K / UNIT, 0);
-                        NAME(block_slopes)(scores, products, top_rows + first, log_rows + first, deltas + first, factor,
-                                           first, at, weights, slopes, slopes_below);
+                        NAME(block_slopes)(scores, products, top_rows + first, log_rows + first, deltas + first, branches,
+                                           factor, first, at, weights, slopes, slopes_below);
                         NAME(product)((unit *)weights, BLOCK_QUERIES / UNIT, 1, grads_below + below, K, sums_v + at * K, K,
                                       BLOCK_KEYS, K, BLOCK_QUERIES / UNIT, 1);
                         NAME(product)((unit *)slopes, BLOCK_QUERIES / UNIT, 1, queries_below + below, K, sums_k + at * K, K,

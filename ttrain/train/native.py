@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-VERSION = 3  # as in native.c
+VERSION = 4  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
 MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
@@ -29,7 +29,7 @@ class _States(ctypes.Structure):
 
 class _Records(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths")),
+        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
         *((name, c_long) for name in ("records", "longest", "K")), ("scale", c_float), ("threads", c_int),
     ]  # fmt: skip
 
@@ -84,8 +84,8 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
-    """Whether the kernels take these tensors: plain, contiguous and of a width of whole registers, of a type that has kernels
-    on this CPU; or of `dtype`, as what stands beside those."""
+    """Whether the kernels take these tensors: plain, contiguous, of a width of whole registers, and of a type that has
+    kernels on this CPU; or of `dtype`, as what stands beside those."""
     kind = dtype or tensors[0].dtype
     return (kind is dtype or kind in kernels()) and all(
         type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == kind and tensor.device.type == "cpu"
@@ -168,6 +168,11 @@ def orthogonal(
     return out
 
 
+def takes_heads(dtype: torch.dtype, width: int, hidden: Tensor) -> bool:
+    """Whether `Attention` takes heads of this width and type, made of these hidden states."""
+    return dtype in kernels() and width % (2 * LANES) == 0 and takes(hidden, dtype=hidden.dtype, lanes=1)
+
+
 class Attention(torch.autograd.Function):
     """Causal attention within records, of queries and keys after their norms and the rotation of their positions, if they
     have such.
@@ -180,9 +185,10 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, query_weight: Tensor | None,
         query_epsilon: float, key_weight: Tensor | None, key_epsilon: float, angles: tuple[Tensor, Tensor] | None,
-        places: tuple[Tensor, Tensor], scale: float,
+        places: tuple[Tensor, Tensor, Tensor | None], scale: float,
     ) -> Tensor:  # fmt: skip
-        """`places`: the starts of the records and their lengths, longest first. `angles`: cosines and sines, [B, T, K]."""
+        """`places`: the starts of the records and their lengths, longest first, and the branches of all tokens. `angles`:
+        cosines and sines, [B, T, K]."""
         out = torch.empty_like(query_BTHK)
         tops, logs = (query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2))
         tensors = query_BTHK, key_BTGK, value_BTGK, query_weight, key_weight, out, tops, logs
@@ -212,7 +218,7 @@ class Attention(torch.autograd.Function):
 
 def _arguments(tensors: Any, others: Any) -> tuple[list[_States], _Records]:
     query, key, value, query_weight, key_weight, *_ = tensors
-    query_epsilon, key_epsilon, angles, (starts, lengths), scale = others
+    query_epsilon, key_epsilon, angles, (starts, lengths, branches), scale = others
     norms = (query_weight, query_epsilon), (key_weight, key_epsilon), (None, 0.0)
     states = [
         _States(tensor.data_ptr(), None if weight is None else weight.data_ptr(), epsilon, tensor.shape[2])
@@ -220,4 +226,5 @@ def _arguments(tensors: Any, others: Any) -> tuple[list[_States], _Records]:
     ]
     turns = [None, None] if angles is None else [angle.data_ptr() for angle in angles]
     size = len(starts), int(lengths[0]), query.shape[3]
-    return states, _Records(*turns, starts.data_ptr(), lengths.data_ptr(), *size, scale, torch.get_num_threads())
+    places = starts.data_ptr(), lengths.data_ptr(), None if branches is None else branches.data_ptr()
+    return states, _Records(*turns, *places, *size, scale, torch.get_num_threads())
