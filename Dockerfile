@@ -14,7 +14,7 @@ COPY configs configs
 COPY flows flows
 COPY tasks tasks
 COPY ttrain ttrain
-# build-essential: PyTorch compiles kernels for runtime.compile and for blocks of attention on a CPU.
+# build-essential: gcc compiles ttrain's native kernels, and what runtime.compile makes.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential \
     && rm -rf /var/lib/apt/lists/* \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,7 +335,8 @@ def test_attention_of_other_architectures_takes_them_too(monkeypatch: pytest.Mon
     leaves = [random(2, 80, heads, 32, seed=heads).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
     def result() -> dict[str, Tensor]:
-        out = record_attention(None, *leaves, None, records=Records(SEGMENTS))[0]
+        layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+        out = record_attention(layer, *leaves, None, records=Records(SEGMENTS))[0]
         out.backward(random(2, 80, 4, 32, seed=7))
         found = {"out": out.detach(), **{str(number): leaf.grad for number, leaf in enumerate(leaves)}}
         for leaf in leaves:

@@ -70,7 +70,8 @@ class Runtime(Section):
         None, description="torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"
     )
     attention: Literal["auto", "records", "masked"] = Field(
-        "auto", description="records: no score between records is computed; masked: torch's, with a mask; auto: records"
+        "auto",
+        description="records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records",
     )
     tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = Field(
         "off",

@@ -13,7 +13,7 @@ long NAME(score)(number *logits, const int64_t *labels, long rows, long V, int h
     long result = 0;
 #pragma omp parallel num_threads(threads) reduction(min : result)
     {
-        float *powers = aligned_alloc(64, up_to(V, LANES) * sizeof(float));
+        float *powers = aligned_alloc(64, up_to(V * sizeof(float), 64));
         if (!powers) result = NO_MEMORY;
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++) {
@@ -430,7 +430,7 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
 
 /* ---- Muon ---- */
 
-/* Of each matrix [A, B] `steps` Newton-Schulz steps in bf16, from x / norm(x): x <- a x + (b G + c G G) x with G = x x^T, or
+/* Of each matrix [A, B] `steps` Newton-Schulz steps, from x / norm(x): x <- a x + (b G + c G G) x with G = x x^T, or
    where A > B with the smaller G = x^T x on the other side. */
 long NAME(orthogonal)(const float *matrices, float *out, long count, long A, long B, float a, float b, float c, int steps,
                       float epsilon, int threads) {

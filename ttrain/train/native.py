@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 VERSION = 4  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
-MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal: 13 bytes each in the cache of a core, of 1 MB or more
+MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal, so that the 8 to 24 bytes of each stay in the cache of a core
 
 
 class _States(ctypes.Structure):
