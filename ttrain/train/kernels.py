@@ -218,23 +218,26 @@ def _rotary_attention(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    def of_transformers() -> tuple[Tensor, Tensor | None]:
+        inputs = hidden_states, position_embeddings, attention_mask
+        output: tuple[Tensor, Tensor | None] = type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
+        return output
+
     records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
+    dropout = self.attention_dropout if self.training else 0.0
+    if records is None or past_key_values is not None or dropout:
+        return of_transformers()
+    (B, T, _), K = hidden_states.shape, self.head_dim
     norms = [
         (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         for norm in (getattr(self, name, None) for name in ("q_norm", "k_norm"))
     ]
-    (B, T, _), weights = hidden_states.shape, [weight for weight, _ in norms if weight is not None]
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
-    if (
-        records is None or past_key_values is not None or (self.attention_dropout if self.training else 0.0)
-        or not native.takes_heads(dtype, self.head_dim, hidden_states)
-        or not native.takes(*angles, *weights, dtype=torch.float32)
-    ):  # fmt: skip
-        output: tuple[Tensor, Tensor | None] = type(self).forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **others
-        )
-        return output
-    states = [state.to(dtype).view(B, T, -1, self.head_dim).contiguous() for state in _projected(self, hidden_states)]
+    beside = [*angles, *(weight for weight, _ in norms if weight is not None)]
+    widths = {tensor.shape[-1] for tensor in beside}
+    if not (native.takes_heads(dtype, K, hidden_states) and native.takes(*beside, dtype=torch.float32) and widths == {K}):
+        return of_transformers()
+    states = [state.to(dtype).view(B, T, -1, K).contiguous() for state in _projected(self, hidden_states)]
     arguments = *norms[0], *norms[1], angles, records.places, self.scaling
     mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None
