@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +312,15 @@ def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore, given
     with pytest.raises(UsageError, match=cure):
         run_night(Settings.model_validate(given), store, Console(), engine="none")
     assert not (store.root / "nightly").exists()
+
+
+def digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def test_files_without_a_byte_are_named_beside_those_that_a_night_learns() -> None:
+    files = {
+        "pretrain": [{"location": "/in/a.jsonl", "sha256": digest(b"{}")}],
+        "sft": [{"location": f"/in/{name}.jsonl", "sha256": digest(b"")} for name in ("b", "c")],
+    }
+    assert night_inputs.describe_files(files) == "pretrain: a.jsonl; sft: b.jsonl, c.jsonl; empty: b.jsonl, c.jsonl"

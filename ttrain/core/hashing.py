@@ -30,6 +30,7 @@ NON_RESULT_MODULES = (
 NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
 CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
+EMPTY_FILE = hashlib.sha256().hexdigest()
 
 
 def canonical_json(value: object) -> bytes:

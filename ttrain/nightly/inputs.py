@@ -15,7 +15,7 @@ from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
-from ttrain.core.hashing import digest_of
+from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.nightly import learning
@@ -397,8 +397,9 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 
 def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The names of the files by data set, for a line on the terminal."""
+    """The names of the files by data set, for a line on the terminal; then those without a byte, which teach nothing."""
     parts = [
         f"{name}: {shortened_names(file['location'] for file in entries)}" for name, entries in files.items() if entries
     ]
-    return "; ".join(parts)
+    empty = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
+    return "; ".join([*parts, *([f"empty: {shortened_names(empty)}"] if empty else [])])
