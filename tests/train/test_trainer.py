@@ -238,7 +238,7 @@ def test_fp16_skips_a_step_that_overflows_and_halves_the_scale() -> None:
 def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -> None:
     losses, rows = {}, NumberedRows(6)
     for precision in ("fp32", "bf16"):
-        model, config = tiny_model(), settings_of_training(precision=precision, tokens=12 * 96, optim=Optim(lr=2e-2))
+        model, config = tiny_model(), settings_of_training(precision=precision, tokens=12 * 96, optim=Optim(lr=1e-2))
         batch = rows.batch(range(6))
         trainer = make_trainer(config, model, rows, rows_per_device=6, cadence=SPARSE, validation=[batch])
         losses[precision] = trainer.fit().validation_loss
