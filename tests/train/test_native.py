@@ -372,6 +372,23 @@ def test_a_loss_of_a_frozen_head_and_without_gradients(monkeypatch: pytest.Monke
         assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
+def test_where_they_are_missing_the_log_says_once_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned() -> int:
+        native.warn_if_missing.cache_clear()
+        caplog.clear()
+        for _ in range(2):
+            native.warn_if_missing()
+        return sum("with gcc 10 or newer, install ttrain again" in record.getMessage() for record in caplog.records)
+
+    monkeypatch.setattr(native, "suits_machine", lambda: True)
+    assert without(monkeypatch, warned) == 1
+    monkeypatch.setattr(native, "kernels", lambda: {FP32: {}})
+    assert warned() == 0
+    native.warn_if_missing.cache_clear()
+
+
 def test_fuse_and_train_work_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> bool:
         model = tiny_model(hidden_size=64)

@@ -120,6 +120,7 @@ def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None
     """
     if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
+    native.warn_if_missing()
     return {"records": Records(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
 
 

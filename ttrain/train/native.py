@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from ctypes import c_float, c_int, c_long, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -54,6 +55,11 @@ NO_MEMORY = -1
 KINDS = ((torch.float32, 1, "fp32_avx2"), (torch.float32, 2, "fp32_avx512"), (torch.bfloat16, 4, "bf16"))
 
 
+ADVICE = "with gcc 10 or newer, install ttrain again"
+
+log = logging.getLogger("ttrain")
+
+
 def suits_machine() -> bool:
     """Whether the CPU has instructions for any of them, as Linux says."""
     flags = Path("/proc/cpuinfo")
@@ -81,6 +87,13 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
             for name, function in found[dtype].items():
                 function.argtypes, function.restype = ARGUMENTS[name], c_long if name in RETURNING else None
     return found
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Warn once per process where they could be used and are not there."""
+    if not kernels() and suits_machine():
+        log.warning("native kernels are not compiled, so training takes twice as long: %s", ADVICE)
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
