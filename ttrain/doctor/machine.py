@@ -194,7 +194,7 @@ def native_kernels(computed_in: Precision) -> Check:
     elif native.kernels() or not native.suits_machine():
         figure = f"not used: they are for bf16 with AVX512-BF16 and fp32 with AVX2, not for {computed_in.word} on this CPU"
     else:
-        figure = f"not compiled at installation; {native.ADVICE}: small models train twice as fast"
+        figure = f"not compiled at installation; {native.ADVICE}: small models train up to twice as fast"
     return Check("native kernels", True, figure)
 
 

@@ -117,7 +117,7 @@ void NAME(norm_slopes)(const number *grad, const float *x, const float *weight, 
     }
 }
 
-/* ---- attention ---- */
+/* ---- products ---- */
 
 INLINE void NAME(product_tile)(const unit *a, long row_step, long unit_step, const unit *b, long b_step, float *c,
                                long c_step, long units, const int vectors, int adds) {
@@ -136,7 +136,7 @@ INLINE void NAME(product_tile)(const unit *a, long row_step, long unit_step, con
         for (int v = 0; v < vectors; v++) STOREF(c + r * c_step + v * LANES, sums[r][v]);
 }
 
-/* c[rows, columns] (+)= a b, summed over units; rows in steps of 4, columns of 16 */
+/* c[rows, columns] (+)= a b, summed over units; rows in steps of ROWS, columns of LANES */
 static void NAME(product)(const unit *a, long row_step, long unit_step, const unit *b, long b_step, float *c, long c_step,
                           long rows, long columns, long units, int adds) {
     for (long j = 0; j < columns; j += VECTORS * LANES)
@@ -169,6 +169,8 @@ static void NAME(transpose)(const number *rows, unit *out, long L, long K) {
     for (long i = 0; i < L; i += LANES)
         for (long p = 0; p < P; p++) STORE_INTS(out + p * L + i, GATHER(steps, from + i * P + p));
 }
+
+/* ---- attention ---- */
 
 /* y = R (weight x / rms(x)) of one token, the pairs half a head apart, for [L, K] rows of out; zeros up to `padded` rows */
 static void NAME(rotate)(const States *s, const Records *r, long start, long L, long padded, long head, number *out) {

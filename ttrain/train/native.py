@@ -93,7 +93,7 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
 def warn_if_missing() -> None:
     """Warn once per process where they could be used and are not there."""
     if not kernels() and suits_machine():
-        log.warning("native kernels are not compiled, so training takes twice as long: %s", ADVICE)
+        log.warning("native kernels are not compiled, so training takes up to twice as long: %s", ADVICE)
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
