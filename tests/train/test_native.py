@@ -239,14 +239,15 @@ def test_large_scores_lose_no_digits(factor: float, kind: torch.dtype) -> None:
 def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None], kind: torch.dtype) -> None:
     ours, _ = attention("records", kind)
     x, weight, grad = random(300, 64, seed=1, dtype=FP32), torch.rand(64), random(300, 64, seed=2, dtype=kind)
-    matrices = random(5, 32, 48, seed=3, dtype=FP32)
+    matrices, large = random(5, 32, 48, seed=3, dtype=FP32), random(2, 272, 144, seed=4, dtype=FP32)
 
     def results() -> dict[str, Tensor]:
         out, scale = native.norm(x, weight, 1e-6, kind)
         of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
         others = {
             "losses": native.score(grad.clone(), torch.arange(300) % 64, 1.0),
-            "muon": optim.orthogonal(matrices, BF16),
+            "muon": optim.orthogonal(matrices, kind),
+            "muon together": optim.orthogonal(large, kind),
         }
         return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, **others}
 
@@ -256,7 +257,7 @@ def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None], ki
     assert same(alone, results())
 
 
-@pytest.mark.parametrize("shape", [(5, 32, 64), (3, 96, 16), (1, 48, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 32, 64), (3, 96, 16), (1, 48, 48), (3, 144, 336), (2, 272, 144)], ids=str)
 def test_matrices_become_as_orthogonal_as_by_torch(
     shape: tuple[int, ...], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,14 @@ def test_matrices_become_as_orthogonal_as_by_torch(
     assert found.dtype == torch.float32
     assert distance({"": exact}, {"": found}) < 1.5 * distance({"": exact}, {"": rounded})
     assert torch.equal(optim.orthogonal(torch.zeros(1, *shape[1:]), kind), torch.zeros(1, *shape[1:]))
+
+
+def test_large_matrices_are_torchs_where_the_cpu_has_amx(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.empty(1, 128, 512), torch.empty(1, 128, 528)
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"amx_tile"}))
+    assert [native.takes_matrices(matrices, kind) for matrices in (small, large)] == [True, kind == FP32]
+    monkeypatch.setattr(native, "cpu_flags", frozenset)
+    assert native.takes_matrices(large, kind)
 
 
 # --- where they are called ----------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"
 @functools.cache
 def processor() -> str:
     """Model and cores of the CPU, and whether it has the instructions on which speed depends most."""
-    text = _cpu_info()
-    flags = [name if f" {flag}" in text else f"no {name}" for name, flag in INSTRUCTIONS.items()]
+    flags = [name if flag in cpu_flags() else f"no {name}" for name, flag in INSTRUCTIONS.items()]
     return ", ".join([processor_model(), f"{os.cpu_count()} cores", *flags])
 
 
@@ -33,6 +32,12 @@ def processor_model() -> str:
     """Model of the CPU, or where Linux does not tell it, its architecture."""
     match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, in Linux's words; nothing where Linux does not tell it."""
+    return frozenset(_cpu_info().split())
 
 
 def _cpu_info() -> str:

@@ -27,6 +27,7 @@ int native_kinds(void) { return 0; }
 
 #include <cpuid.h>
 #include <immintrin.h>
+#include <omp.h>
 
 /* Sum of 1 for fp32 by AVX2, 2 for fp32 by AVX-512 and 4 for bf16, as far as this CPU has them. */
 int native_kinds(void) {
@@ -42,26 +43,29 @@ int native_kinds(void) {
 #define INLINE static inline __attribute__((always_inline))
 #define LOG2E 1.4426950408889634f
 #define IGNORE (-100)
-#define NO_MEMORY (-1) /* what functions return then; else 0 */
-#define NORM_ROWS 64 /* whose gradients of the weight make one row of `of_weight` */
-#define ROWS 4 /* rows of a product in registers */
-#define QUERIES 32 /* of a block of the forward pass of attention */
-#define BLOCK_QUERIES 64 /* of the backward pass */
+#define NO_MEMORY (-1)          /* what functions return then; else 0 */
+#define NORM_ROWS 64            /* whose gradients of the weight make one row of `of_weight` */
+#define ROWS 4                  /* rows of a product in registers */
+#define PANEL (VECTORS * LANES) /* columns of a product's second factor that are beside each other in the cache */
+#define DEPTH 64                /* units of these columns */
+#define MOST_ALONE (1L << 20)   /* numbers of a matrix on which one thread works, with 10 bytes for each */
+#define QUERIES 32              /* of a block of the forward pass of attention */
+#define BLOCK_QUERIES 64        /* of the backward pass */
 #define BLOCK_KEYS 32
 
 typedef uint32_t unit;
 
 typedef struct {
-    const void *states; /* [B*T, heads, K] */
+    const void *states;  /* [B*T, heads, K] */
     const float *weight; /* of their norm, or NULL */
     float epsilon;
     long heads;
 } States;
 
 typedef struct {
-    const float *cos, *sin; /* [B*T, K], or NULL */
+    const float *cos, *sin;          /* [B*T, K], or NULL */
     const int64_t *starts, *lengths; /* of the records */
-    const int32_t *branches; /* [B*T], or NULL: a token sees in its record branch 0 and its own alone */
+    const int32_t *branches;         /* [B*T], or NULL: a token sees in its record branch 0 and its own alone */
     long records, longest, K;
     float scale;
     int threads;
@@ -78,6 +82,16 @@ static const int32_t *branches_of(const Records *r, long start, long L, long pad
     return copy;
 }
 
+typedef struct {
+    long thread, threads; /* its number among those that work together, and how many these are */
+} Team;
+
+static void meet(Team team) {
+    if (team.threads > 1) {
+#pragma omp barrier
+    }
+}
+
 static void *take(char **memory, long bytes) {
     void *taken = *memory;
     *memory += up_to(bytes, 64);
@@ -85,9 +99,11 @@ static void *take(char **memory, long bytes) {
 }
 
 /* 2^x for |x - n| <= 0.5 by the polynomial of Cephes' exp2f: 1e-7 of its value */
-#define POLYNOMIAL(SET, FMA, f) \
-    FMA(FMA(FMA(FMA(FMA(FMA(SET(1.535336188319500e-4f), f, SET(1.339887440266574e-3f)), f, SET(9.618437357674640e-3f)), \
-                    f, SET(5.550332471162809e-2f)), f, SET(2.402264791363012e-1f)), f, SET(6.931472028550421e-1f)), \
+#define POLYNOMIAL(SET, FMA, f)                                                                                             \
+    FMA(FMA(FMA(FMA(FMA(FMA(SET(1.535336188319500e-4f), f, SET(1.339887440266574e-3f)), f, SET(9.618437357674640e-3f)), f,  \
+                    SET(5.550332471162809e-2f)),                                                                            \
+                f, SET(2.402264791363012e-1f)),                                                                             \
+            f, SET(6.931472028550421e-1f)),                                                                                 \
         f, SET(1.0f))
 
 /* ---- AVX-512 ---- */
@@ -102,7 +118,10 @@ INLINE __m512 exp2_512(__m512 x) {
 }
 INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 INLINE float wide(uint16_t x) {
-    const union { uint32_t i; float f; } bits = {(uint32_t)x << 16};
+    const union {
+        uint32_t i;
+        float f;
+    } bits = {(uint32_t)x << 16};
     return bits.f;
 }
 
@@ -130,7 +149,7 @@ INLINE float wide(uint16_t x) {
 #define SAME(p, n) _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(n))
 #define ONLY(x, mask) _mm512_maskz_mov_ps(mask, x)
 #define LOWEST_UNLESS(x, mask) _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, x)
-#define MULTIPLES(n) \
+#define MULTIPLES(n)                                                                                                        \
     _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)(n)))
 #define GATHER(steps, from) _mm512_i32gather_epi32(steps, (const int *)(from), 4)
 #define STORE_INTS _mm512_storeu_si512
@@ -150,7 +169,7 @@ INLINE float wide(uint16_t x) {
 #define REPEAT(unit) (UNITS) _mm512_set1_epi32((int)(unit))
 #define MULTIPLY_ADD _mm512_dpbf16_ps
 #define LOAD_INTS(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
-#define INTERLEAVE(out, first, second) \
+#define INTERLEAVE(out, first, second)                                                                                      \
     _mm512_storeu_si512(out, _mm512_or_si512(LOAD_INTS(first), _mm512_slli_epi32(LOAD_INTS(second), 16)))
 #include "native.h"
 #undef NAME

@@ -154,20 +154,18 @@ static void NAME(product)(const unit *a, long row_step, long unit_step, const un
         }
 }
 
-/* rows [L, K] as units [L/UNIT, K] of numbers below each other */
-static void NAME(interleave)(const number *rows, unit *out, long L, long K) {
+/* rows [L, K], `step` numbers apart, as units [L/UNIT, K] of numbers below each other */
+static void NAME(interleave)(const number *rows, long step, unit *out, long L, long K) {
     for (long i = 0; i < L; i += UNIT)
         for (long j = 0; j < K; j += LANES)
-            INTERLEAVE(out + i / UNIT * K + j, rows + i * K + j, rows + (i + UNIT - 1) * K + j);
+            INTERLEAVE(out + i / UNIT * K + j, rows + i * step + j, rows + (i + UNIT - 1) * step + j);
 }
 
-/* rows of units [L, K/UNIT] as [K/UNIT, L] */
-static void NAME(transpose)(const number *rows, unit *out, long L, long K) {
-    const unit *from = (const unit *)rows;
-    const long P = K / UNIT;
-    const INTS steps = MULTIPLES(P);
+/* rows of units [L, P], `step` units apart, as [P, L] */
+INLINE void NAME(transpose)(const unit *rows, long step, unit *out, long L, long P) {
+    const INTS steps = MULTIPLES(step);
     for (long i = 0; i < L; i += LANES)
-        for (long p = 0; p < P; p++) STORE_INTS(out + p * L + i, GATHER(steps, from + i * P + p));
+        for (long p = 0; p < P; p++) STORE_INTS(out + p * L + i, GATHER(steps, rows + i * step + p));
 }
 
 /* ---- attention ---- */
@@ -269,11 +267,11 @@ long NAME(attention)(const States *q, const States *k, const States *v, const Re
             const long start = r->starts[task / G], L = r->lengths[task / G], group = task % G, padded = up_to(L, QUERIES);
             const int32_t *branches = branches_of(r, start, L, padded, copy);
             NAME(rotate)(k, r, start, L, padded, group, rows);
-            NAME(transpose)(rows, keys, padded, K);
+            NAME(transpose)((unit *)rows, K / UNIT, keys, padded, K / UNIT);
             for (long i = 0; i < L; i++)
                 memcpy(rows + i * K, (const number *)v->states + ((start + i) * G + group) * K, K * sizeof(number));
             memset(rows + L * K, 0, (padded - L) * K * sizeof(number));
-            NAME(interleave)(rows, values, padded, K);
+            NAME(interleave)(rows, K, values, padded, K);
             for (long head = group * R; head < (group + 1) * R; head++)
                 for (long first = 0; first < L; first += QUERIES) {
                     const long count = least(QUERIES, L - first), height = up_to(count, ROWS),
@@ -375,7 +373,7 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
             float *of_weight = of_weights + task * 2 * K;
             memset(of_weight, 0, 2 * K * sizeof(float));
             NAME(rotate)(k, r, start, L, padded, group, key);
-            NAME(interleave)(key, keys_below, padded, K);
+            NAME(interleave)(key, K, keys_below, padded, K);
             for (long i = 0; i < L; i++)
                 memcpy(value + i * K, (const number *)v->states + ((start + i) * G + group) * K, K * sizeof(number));
             memset(value + L * K, 0, (padded - L) * K * sizeof(number));
@@ -383,8 +381,8 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
             memset(sums_v, 0, padded * K * sizeof(float));
             for (long head = group * R; head < (group + 1) * R; head++) {
                 NAME(rotate)(q, r, start, L, padded, head, rows);
-                NAME(transpose)(rows, queries, padded, K);
-                NAME(interleave)(rows, queries_below, padded, K);
+                NAME(transpose)((unit *)rows, K / UNIT, queries, padded, K / UNIT);
+                NAME(interleave)(rows, K, queries_below, padded, K);
                 for (long i = 0; i < L; i++) {
                     const long at = ((start + i) * H + head) * K;
                     VECTOR dot = SET(0);
@@ -398,8 +396,8 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
                 memset(deltas + L, 0, (padded - L) * sizeof(float));
                 memset(top_rows + L, 0, (padded - L) * sizeof(float));
                 memset(log_rows + L, 0, (padded - L) * sizeof(float));
-                NAME(transpose)(rows, grads, padded, K);
-                NAME(interleave)(rows, grads_below, padded, K);
+                NAME(transpose)((unit *)rows, K / UNIT, grads, padded, K / UNIT);
+                NAME(interleave)(rows, K, grads_below, padded, K);
                 for (long first = 0; first < L; first += BLOCK_QUERIES) {
                     const long below = first / UNIT * K;
                     for (long at = 0; at < least(L, first + BLOCK_QUERIES); at += BLOCK_KEYS) {
@@ -432,58 +430,103 @@ long NAME(attention_slopes)(const States *q, const States *k, const States *v, c
 
 /* ---- Muon ---- */
 
-/* Of each matrix [A, B] `steps` Newton-Schulz steps, from x / norm(x): x <- a x + (b G + c G G) x with G = x x^T, or
-   where A > B with the smaller G = x^T x on the other side. */
+/* c [rows, columns] = a b, of a [rows, K] and b [K, columns], or where `turned` a b^T with b [columns, K]; with `lower`, of
+   a product that is symmetric, only what lies below the diagonal, and blocks on it. This thread's part of the columns. */
+static void NAME(multiply)(const number *a, const number *b, int turned, float *c, long rows, long columns, long K,
+                           int lower, unit *panel, Team team) {
+    for (long j = team.thread * PANEL; j < columns; j += team.threads * PANEL)
+        for (long k = 0; k < K; k += DEPTH * UNIT) {
+            const long width = least(PANEL, columns - j), depth = least(DEPTH, (K - k) / UNIT);
+            if (turned)
+                NAME(transpose)((unit *)(b + j * K + k), K / UNIT, panel, width, depth);
+            else
+                NAME(interleave)(b + k * columns + j, columns, panel, depth * UNIT, width);
+            const long first = lower ? j : 0;
+            NAME(product)((unit *)(a + first * K + k), K / UNIT, 1, panel, width, c + first * columns + j, columns,
+                          rows - first, width, depth, k > 0);
+        }
+}
+
+/* What `multiply` left out of a symmetric matrix, for this thread's rows; out = f squares + g out for all of these. */
+static void NAME(complete)(float *squares, number *out, long M, float f, float g, Team team) {
+    const INTS steps = MULTIPLES(M);
+    for (long i = team.thread * LANES; i < M; i += team.threads * LANES)
+        for (long j = 0; j < M; j += LANES)
+            for (long row = i; row < i + LANES;
+                 row++) { /* so that the lines of cache that one row gathers serve the others */
+                float *square = squares + row * M + j;
+                if (j >= (row / PANEL + 1) * PANEL) STORE_INTS(square, GATHER(steps, squares + j * M + row));
+                number *at = out + row * M + j;
+                STORE(at, g == 0 ? LOADF(square) : FMA(SET(f), LOADF(square), MUL(SET(g), LOAD(at))));
+            }
+}
+
+/* x <- a x + (b G + c G G) x with G = x x^T, `steps` times, from x = matrix / norm(matrix), or of a tall matrix its
+   transpose. All threads of a team share the memory, and have a panel each. */
+static void NAME(orthogonal_matrix)(const float *matrix, float *out, long A, long B, const float *coefficients, int steps,
+                                    float epsilon, char *memory, unit *panel, Team team) {
+    const int tall = A > B;
+    const long M = least(A, B), N = A + B - M, size = A * B, part = up_to((size + team.threads - 1) / team.threads, LANES),
+               start = team.thread * part, end = least(size, start + part);
+    number *x = take(&memory, size * SIZE), *gram = take(&memory, M * M * SIZE);
+    float *squares = take(&memory, M * M * 4), *sums = tall ? take(&memory, size * 4) : out;
+    VECTOR total = SET(0);
+    for (long i = 0; i < size; i += LANES) total = FMA(LOADF(matrix + i), LOADF(matrix + i), total);
+    const float norm = sqrtf(SUM(total)), inverse = 1.0f / (norm < epsilon ? epsilon : norm);
+    if (tall && team.thread == 0) NAME(transpose)((const unit *)matrix, B, (unit *)sums, A, B);
+    meet(team);
+    for (long i = start; i < end; i += LANES) STORE(x + i, MUL(LOADF((tall ? sums : matrix) + i), SET(inverse)));
+    for (int step = 0; step < steps; step++) {
+        meet(team);
+        NAME(multiply)(x, x, 1, squares, M, M, N, 1, panel, team);
+        meet(team);
+        NAME(complete)(squares, gram, M, 1, 0, team);
+        meet(team);
+        NAME(multiply)(gram, gram, 0, squares, M, M, M, 1, panel, team);
+        meet(team);
+        NAME(complete)(squares, gram, M, coefficients[2], coefficients[1], team);
+        meet(team);
+        NAME(multiply)(gram, x, 0, sums, M, N, M, 0, panel, team);
+        meet(team);
+        for (long i = start; i < end; i += LANES) {
+            const VECTOR y = FMA(SET(coefficients[0]), LOAD(x + i), LOADF(sums + i));
+            STORE(x + i, y);
+            STOREF(sums + i, y);
+        }
+    }
+    meet(team);
+    if (tall && team.thread == 0) NAME(transpose)((const unit *)sums, A, (unit *)out, B, A);
+    meet(team);
+}
+
+/* Each matrix [A, B] made orthogonal: by one thread each, or where these are too few or large by all threads together. */
 long NAME(orthogonal)(const float *matrices, float *out, long count, long A, long B, float a, float b, float c, int steps,
                       float epsilon, int threads) {
-    const int tall = A > B;
-    const long M = tall ? B : A;
-    long result = 0;
+    const float coefficients[] = {a, b, c};
+    const long M = least(A, B), size = A * B;
+    const long bytes = up_to(size * SIZE, 64) + up_to(M * M * SIZE, 64) + up_to(M * M * 4, 64) + up_to(size * 4, 64);
+    const int together = count < threads || size > MOST_ALONE;
+    char *shared = together ? aligned_alloc(64, bytes) : NULL;
+    long result = together && !shared ? NO_MEMORY : 0;
 #pragma omp parallel num_threads(threads) reduction(min : result)
     {
-        char *memory = aligned_alloc(64, 3 * up_to(A * B * SIZE, 64) + 2 * up_to(M * M * SIZE, 64) + up_to(M * M * 4, 64)),
-             *next = memory;
-        number *x = take(&next, A * B * SIZE), *gram = take(&next, M * M * SIZE);
-        unit *x_turned = take(&next, A * B * SIZE), *x_below = take(&next, A * B * SIZE),
-             *gram_below = take(&next, M * M * SIZE);
-        float *squares = take(&next, M * M * 4);
+        unit panel[PANEL * DEPTH] __attribute__((aligned(64)));
+        char *memory = together ? shared : aligned_alloc(64, bytes);
         if (!memory) result = NO_MEMORY;
+        if (together && memory) {
+            const Team team = {omp_get_thread_num(), omp_get_num_threads()};
+            for (long i = 0; i < count; i++)
+                NAME(orthogonal_matrix)(matrices + i * size, out + i * size, A, B, coefficients, steps, epsilon, memory,
+                                        panel, team);
+        } else if (!together) {
 #pragma omp for schedule(dynamic, 1)
-        for (long i_matrix = 0; i_matrix < count; i_matrix++) {
-            if (!memory) continue;
-            const float *from = matrices + i_matrix * A * B;
-            float *sums = out + i_matrix * A * B;
-            VECTOR total = SET(0);
-            for (long i = 0; i < A * B; i += LANES) total = FMA(LOADF(from + i), LOADF(from + i), total);
-            const float norm = sqrtf(SUM(total)), inverse = 1.0f / (norm < epsilon ? epsilon : norm);
-            for (long i = 0; i < A * B; i += LANES) STORE(x + i, MUL(LOADF(from + i), SET(inverse)));
-            for (int step = 0; step < steps; step++) {
-                NAME(interleave)(x, x_below, A, B);
-                if (tall) {
-                    NAME(product)(x_below, 1, B, x_below, B, squares, M, M, M, A / UNIT, 0);
-                } else {
-                    NAME(transpose)(x, x_turned, A, B);
-                    NAME(product)((unit *)x, B / UNIT, 1, x_turned, M, squares, M, M, M, B / UNIT, 0);
-                }
-                for (long i = 0; i < M * M; i += LANES) STORE(gram + i, LOADF(squares + i));
-                NAME(interleave)(gram, gram_below, M, M);
-                NAME(product)((unit *)gram, M / UNIT, 1, gram_below, M, squares, M, M, M, M / UNIT, 0);
-                for (long i = 0; i < M * M; i += LANES)
-                    STORE(gram + i, FMA(SET(c), LOADF(squares + i), MUL(SET(b), LOAD(gram + i))));
-                if (tall) {
-                    NAME(interleave)(gram, gram_below, M, M);
-                    NAME(product)((unit *)x, B / UNIT, 1, gram_below, M, sums, B, A, B, M / UNIT, 0);
-                } else {
-                    NAME(product)((unit *)gram, M / UNIT, 1, x_below, B, sums, B, A, B, M / UNIT, 0);
-                }
-                for (long i = 0; i < A * B; i += LANES) {
-                    const VECTOR y = FMA(SET(a), LOAD(x + i), LOADF(sums + i));
-                    STORE(x + i, y);
-                    STOREF(sums + i, y);
-                }
-            }
+            for (long i = 0; i < count; i++)
+                if (memory)
+                    NAME(orthogonal_matrix)(matrices + i * size, out + i * size, A, B, coefficients, steps, epsilon, memory,
+                                            panel, (Team){0, 1});
+            free(memory);
         }
-        free(memory);
     }
+    free(shared);
     return result;
 }

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ttrain.core.machine import INSTRUCTIONS, cpu_flags
+
 VERSION = 4  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
-MOST_NUMBERS = 1 << 16  # of a matrix that is made orthogonal, so that the 8 to 24 bytes of each stay in the cache of a core
+# Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of larger ones are faster.
+MOST_NUMBERS = 1 << 16
 
 
 class _States(ctypes.Structure):
@@ -62,8 +65,7 @@ log = logging.getLogger("ttrain")
 
 def suits_machine() -> bool:
     """Whether the CPU has instructions for any of them, as Linux says."""
-    flags = Path("/proc/cpuinfo")
-    return flags.exists() and {"avx2", "fma"} <= {*flags.read_text().split()}
+    return {"avx2", "fma"} <= cpu_flags()
 
 
 @functools.cache
@@ -165,15 +167,20 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
 
 
 def takes_matrices(matrices_EAB: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `orthogonal` takes them: in fp32, of a size that a core works on in its own cache."""
+    """Whether `orthogonal` takes them: in fp32, and of such a size that torch is not faster."""
     A, B = matrices_EAB.shape[1:]
-    return dtype in kernels() and A % LANES == 0 and A * B <= MOST_NUMBERS and takes(matrices_EAB, dtype=torch.float32)
+    has_tiles = dtype == torch.bfloat16 and INSTRUCTIONS["AMX"] in cpu_flags()
+    fits = A % LANES == 0 and (A * B <= MOST_NUMBERS or not has_tiles)
+    return fits and dtype in kernels() and takes(matrices_EAB, dtype=torch.float32)
 
 
 def orthogonal(
     matrices_EAB: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float, dtype: torch.dtype
 ) -> Tensor:
-    """Newton-Schulz steps of each matrix in this number format, in one core for each; see `optim.orthogonal`."""
+    """Newton-Schulz steps of each matrix in this number format; see `optim.orthogonal`.
+
+    Of products that are symmetric half is computed.
+    """
     out = torch.empty_like(matrices_EAB)
     _call(
         dtype, "orthogonal", matrices_EAB, out, *matrices_EAB.shape, *coefficients, steps, epsilon, torch.get_num_threads()

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ttrain.core.machine import cpu_flags
 from ttrain.errors import TTrainError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
@@ -107,11 +107,7 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return is_ampere(device)
     if device.type == "cpu":
-        try:
-            flags = Path("/proc/cpuinfo").read_text().split()
-        except OSError:
-            return False
-        return not BF16_FLAGS.isdisjoint(flags)
+        return not BF16_FLAGS.isdisjoint(cpu_flags())
     return False
 
 
