@@ -7,11 +7,12 @@ block's shard is copied without such rows; the whole shard is kept in `run/block
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from ttrain.config import Reading
 from ttrain.core.files import write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table, row_keys
+from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
+from ttrain.data.near_duplicates import NEAR_DUPLICATE
 from ttrain.data.records import Tally
 from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead
@@ -91,17 +93,27 @@ def assemble(
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, files, built_blocks, figures)
-    duplicates = _select_rows(built_blocks, figures, reading, recipe.kind)
-    removed = _removed_overlaps(built_blocks, overlaps)
-    near_figures = near.leave_out(figures, removed) if near else None
-    kept_back = _in_earlier_heldout(built_blocks, earlier_heldout, recipe.kind)
-    of_earlier_heldout = sum(int(flags.sum()) for flags in kept_back)
+    selection = _Selection(built_blocks, figures, recipe.kind)
+    duplicates = selection.select(reading)
+    places = selection.places_of(overlaps[1]) if overlaps else []
+    removed = np.zeros_like(selection.selected)
+    if overlaps and overlaps[0].remove:
+        removed[np.concatenate(places)] = True
+    near_figures = None
+    if near:
+        present = selection.selected & ~removed
+        flags, near_figures = near.find(present, present & ~selection.from_heldout)
+        selection.leave_out(NEAR_DUPLICATE, flags)
+    kept_back = selection.in_earlier_heldout(earlier_heldout)
+    of_earlier_heldout = int(kept_back.sum())
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
-        lowest = _hold_out_lowest_row(built_blocks, figures, kept_back, recipe.kind)
-    for block, flags in zip(built_blocks, kept_back, strict=True):
-        _leave_out(figures, HELD_OUT, block, flags)
-    overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
+        lowest = selection.hold_out_lowest_row(kept_back)
+    selection.leave_out(HELD_OUT, kept_back)
+    overlapping = None
+    if overlaps:
+        overlapping = _overlap_report(files, built_blocks, overlaps, places, selection.selected)
+        selection.leave_out(contamination.OVERLAPS, removed)
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
     for part_name in PARTS:  # an output that is being changed is not a set of shards
@@ -118,11 +130,12 @@ def assemble(
                 if near:
                     near.keep(part_name, block, entry)
     if lowest is not None:
-        block, content_hash = lowest
+        block, row = lowest
+        content_hash = block.rows[row, :2].astype(">u8").tobytes()
         entry = _write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe)
         entries["heldout"].append(entry)
         if near:
-            near.keep_lowest(block, content_hash, entry)
+            near.keep_lowest(block, row, entry)
     _copy_block_records(output, built_blocks)
     parts = {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS}
     _remove_stale_files(output, entries, built_blocks)
@@ -176,123 +189,108 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock]
             figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
 
 
-def _select_rows(built_blocks: list[BuiltBlock], figures: Tallies, reading: Reading, kind: str) -> int:
-    """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
-    table = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
-    first, shared, beyond = is_first(table), np.zeros(len(table), bool), np.zeros(len(table), bool)
-    from_heldout = np.repeat(
-        [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
-    )
-    if from_heldout.any():
-        shared = ~from_heldout & np.isin(_split_keys(table, kind), _split_keys(table[from_heldout], kind))
-    selected = ~shared & (first if reading.deduplicate else True)
-    if reading.limit:
-        learnt = selected & ~from_heldout
-        beyond = learnt & (np.cumsum(learnt) > reading.limit * reading.rounds)
-    start = 0
-    for block in built_blocks:
-        end = start + len(block.rows)
-        tally = figures[block.role, block.file]
-        block.selected = selected[start:end] & ~beyond[start:end]
-        tally.leave_out(HELD_OUT, int(shared[start:end].sum()))
-        tally.leave_out(DUPLICATE, int((~selected & ~shared)[start:end].sum()))
-        tally.leave_out(BEYOND_LIMIT, int(beyond[start:end].sum()))
-        start = end
-    return int((~first & ~shared).sum())
+class _Selection:
+    """The rows of all blocks, in order, and which of them are selected; what the blocks have are views of these arrays."""
+
+    def __init__(self, built_blocks: list[BuiltBlock], figures: Tallies, kind: str) -> None:
+        self._blocks, self._figures, self._kind = built_blocks, figures, kind
+        lengths = [len(block.rows) for block in built_blocks]
+        self._starts = shards.offsets_of(lengths)
+        self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
+        self.selected = np.ones(len(self.rows), np.bool_)
+        self.from_heldout = np.repeat([block.role == "heldout" for block in built_blocks], lengths)
+        self._is_heldout = np.concatenate([self.selected[:0], *(block.is_heldout for block in built_blocks)])
+        for block, span in self._spans():
+            block.rows, block.selected = self.rows[span], self.selected[span]
+
+    def _spans(self) -> Iterator[tuple[BuiltBlock, slice]]:
+        """Each block with its part of the arrays."""
+        return zip(self._blocks, itertools.starmap(slice, itertools.pairwise(self._starts.tolist())), strict=True)
+
+    def leave_out(self, rule: str, flags: Flags) -> None:
+        """Leave the flagged rows out by a rule, and count those that were selected."""
+        flags = flags & self.selected
+        for block, span in self._spans():
+            self._figures[block.role, block.file].leave_out(rule, int(flags[span].sum()))
+        self.selected &= ~flags
+
+    def select(self, reading: Reading) -> int:
+        """Leave out what is held out, duplicates and what is beyond the limit. Returns the number of duplicate rows."""
+        keys, repeated = _split_keys(self.rows, self._kind), ~is_first(self.rows)
+        if self.from_heldout.any():
+            self.leave_out(HELD_OUT, ~self.from_heldout & np.isin(keys, keys[self.from_heldout]))
+        repeated &= self.selected
+        if reading.deduplicate:
+            self.leave_out(DUPLICATE, repeated)
+        if reading.limit:
+            learnt = self.selected & ~self.from_heldout
+            self.leave_out(BEYOND_LIMIT, learnt & (np.cumsum(learnt) > reading.limit * reading.rounds))
+        return int(repeated.sum())
+
+    def in_earlier_heldout(self, earlier_heldout: Table | None) -> Flags:
+        """A flag per row: whether it is to be learnt, although an earlier held-out set has its content."""
+        if earlier_heldout is None:
+            return np.zeros_like(self.selected)
+        keys, earlier_keys = (_split_keys(table, self._kind) for table in (self.rows, earlier_heldout))
+        return self.selected & ~self._is_heldout & np.isin(keys, earlier_keys)
+
+    def hold_out_lowest_row(self, kept_back: Flags) -> tuple[BuiltBlock, int] | None:
+        """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
+
+        This lets a small set be evaluated too. Returns the first block with the row, and its number there. Other pairs of
+        the same prompt leave the training part with it. The last row that may be learnt stays: then it is one of those
+        `kept_back`, which are not learnt anyway.
+        """
+        if (self._is_heldout & self.selected).any():
+            return None
+        can_spare_one = int((self.selected & ~kept_back).sum()) > 1
+        rows = np.flatnonzero(self.selected if can_spare_one else self.selected & kept_back)
+        if not len(rows):
+            return None
+        lowest = int(rows[np.lexsort((self.rows[rows, 1], self.rows[rows, 0]))[0]])
+        same = self.selected & (self.rows[:, 0] == self.rows[lowest, 0])
+        if self._kind != "pairs":
+            same &= self.rows[:, 1] == self.rows[lowest, 1]
+        self.selected[same.argmax()] = False  # it is kept, in the held-out part
+        self.leave_out(HELD_OUT, same)
+        number = int(self._starts.searchsorted(lowest, "right")) - 1
+        return self._blocks[number], lowest - int(self._starts[number])
+
+    def places_of(self, scans: Sequence[ShardScan]) -> list[npt.NDArray[np.int64]]:
+        """For each block, the number of the row of each match in its training part."""
+        return [
+            span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]
+            for (block, span), scanned in zip(self._spans(), scans, strict=True)
+        ]
 
 
 def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
     """What may not stand in both parts: the content of a row, of a pair its prompt (`records.content_hash`)."""
-    return table[:, 0] if kind == "pairs" else row_keys(table)
+    return table[:, 0] if kind == "pairs" else np.ascontiguousarray(table[:, :2]).view([("", np.uint64)] * 2).ravel()
 
 
 def is_first(table: Table) -> Flags:
     """A flag per row: whether no earlier row has the same content."""
-    halves = np.sort(table[:, 0])
-    if len(halves) < 2 or (halves[1:] != halves[:-1]).all():  # most often; sorting with indexes takes forty times as long
-        return np.ones(len(table), np.bool_)
-    order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
-    ordered = table[order, :2]
     flags = np.ones(len(table), np.bool_)
-    flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    halves = np.sort(table[:, 0])
+    if (halves[1:] == halves[:-1]).any():  # seldom; sorting with indexes takes forty times as long
+        order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
+        ordered = table[order, :2]
+        flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return flags
 
 
-def _in_earlier_heldout(built_blocks: list[BuiltBlock], earlier_heldout: Table | None, kind: str) -> list[Flags]:
-    """For each block, a flag per row: whether it is to be learnt, although an earlier held-out set has its content."""
-    if earlier_heldout is None:
-        return [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
-    keys = _split_keys(earlier_heldout, kind)
-    return [block.selected & ~block.is_heldout & np.isin(_split_keys(block.rows, kind), keys) for block in built_blocks]
-
-
-def _leave_out(figures: Tallies, rule: str, block: BuiltBlock, flags: Flags) -> None:
-    """Leave the flagged rows of a block out by a rule, and count those that were selected."""
-    figures[block.role, block.file].leave_out(rule, int((flags & block.selected).sum()))
-    block.selected &= ~flags
-
-
-def _hold_out_lowest_row(
-    built_blocks: list[BuiltBlock], figures: Tallies, kept_back: Sequence[Flags], kind: str
-) -> tuple[BuiltBlock, bytes] | None:
-    """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
-
-    This lets a small set be evaluated too. Returns the first block with the row, and its hash. Other pairs of the same
-    prompt leave the training part with it. The last row that may be learnt stays: then it is one of those `kept_back`, which
-    are not learnt anyway.
-    """
-    if any((block.is_heldout & block.selected).any() for block in built_blocks):
-        return None
-    learnable = [block.selected & ~flags for block, flags in zip(built_blocks, kept_back, strict=True)]
-    can_spare_one = sum(int(flags.sum()) for flags in learnable) > 1
-    selected_rows = [
-        block.rows[block.selected if can_spare_one else block.selected & flags]
-        for block, flags in zip(built_blocks, kept_back, strict=True)
-    ]
-    lowest_rows = [
-        (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0], :2].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)
-    ]
-    if not lowest_rows:
-        return None
-    (first, second), number = min(lowest_rows)
-    copies = 0
-    for block in built_blocks:
-        same = block.selected & (block.rows[:, 0] == np.uint64(first))
-        same &= (block.rows[:, 1] == np.uint64(second)) | (kind == "pairs")
-        block.selected &= ~same
-        figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
-        copies += int(same.sum())
-    return built_blocks[number], first.to_bytes(8, "big") + second.to_bytes(8, "big")
-
-
-def _leave_out_overlaps(
-    files: FilesByRole,
-    built_blocks: list[BuiltBlock],
-    figures: Tallies,
-    removed: Sequence[Flags],
-    overlaps: Overlaps,
-) -> JsonObject:
-    """Count the training documents that contain an evaluation item, and leave the `removed` rows out.
-
-    Returns the report. Documents that are not selected anyway do not count.
-    """
+def _overlap_report(
+    files: FilesByRole, built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
+    selected: Flags,
+) -> JsonObject:  # fmt: skip
+    """The report on the selected training documents that contain an evaluation item."""
     against, scans = overlaps
     file_scans = []
-    for block, scanned, flags in zip(built_blocks, scans, removed, strict=True):
-        rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
-        matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
+    for block, scanned, rows in zip(built_blocks, scans, places, strict=True):
+        matches = [match for match, row in zip(scanned.matches, rows, strict=True) if selected[row]]
         file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
-        _leave_out(figures, contamination.OVERLAPS, block, flags)
     return contamination.report(against, file_scans)
-
-
-def _removed_overlaps(built_blocks: list[BuiltBlock], overlaps: Overlaps | None) -> list[Flags]:
-    """For each block, a flag per row: whether it is to be left out, since it holds an evaluation item."""
-    removed = [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
-    if overlaps and overlaps[0].remove:
-        for flags, block, scanned in zip(removed, built_blocks, overlaps[1], strict=True):
-            flags[np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]] = True
-    return removed
 
 
 def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:
