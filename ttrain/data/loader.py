@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,12 @@ from ttrain.data.packing import Array, Rows
 from ttrain.errors import DataError
 
 
-class LossBatch(Protocol):
-    """A batch that can be copied without its targets, so that the loss does not count it."""
-
-    def without_targets(self) -> Self: ...
-
-
 class BatchSource(Protocol):
-    """Rows that can be read by number."""
+    """Rows that can be read by number, in batches that `without_targets` copies so that the loss does not count them."""
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: Collection[int], /) -> LossBatch: ...
+    def batch(self, rows: Collection[int], /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def _mark_near_duplicates(
         def shingles(position: int) -> Hashes:
             start, length = places.get(position, (0, 0))
             spool.seek(start)
-            return near_duplicates.shingles_of(np.frombuffer(spool.read(length), np.uint8))
+            return near_duplicates.shingles_of(spool.read(length))
 
         dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
     positions = np.array([near.position for near in dropped], np.int64)
