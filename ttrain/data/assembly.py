@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,9 @@ class ShardSetResult:
     parts: dict[str, JsonObject]
     tallies: dict[str, Tally]
     files: list[JsonObject]
+    duplicates: int
     blocks: int
     encoded_blocks: int
-    duplicates: int
     encoder: str
     contamination: JsonObject | None = None
     near_duplicates: JsonObject | None = None
@@ -63,10 +63,7 @@ class ShardSetResult:
     def to_json(self) -> JsonObject:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
-        figures = (
-            "files", "duplicates", "blocks", "encoded_blocks", "encoder",
-            "contamination", "near_duplicates", "of_earlier_heldout",
-        )  # fmt: skip
+        figures = [field.name for field in fields(self)][2:]
         return {
             **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},

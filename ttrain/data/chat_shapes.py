@@ -80,22 +80,17 @@ def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
 
 def _history(pairs: object) -> list[Message]:
     """The exchanges before the instruction, as turns."""
-    rule = '; write a list of pairs ["question", "answer"], or leave it out'
     if pairs is None or (isinstance(pairs, str) and is_blank(pairs)):  # exports of CSV have an empty text for none
         return []
-    if not isinstance(pairs, list):
-        raise Malformed(f"'history' is {kind_of(pairs)}{rule}")
-    messages = []
-    for pair in pairs:
-        if not isinstance(pair, list):
-            raise Malformed(f"'history' holds {kind_of(pair)}{rule}")
-        if len(pair) != 2:
-            raise Malformed(f"'history' holds a list of {len(pair)}{rule}")
-        wrong = next((text for text in pair if not isinstance(text, str)), "")
-        if wrong != "":
-            raise Malformed(f"'history' holds a pair with {kind_of(wrong)}{rule}")
-        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    return messages
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+        raise Malformed(
+            '\'history\' is not a list of pairs of texts; write a list of pairs ["question", "answer"], or leave it out'
+        )
+    return [Message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
 def _optional_text(row: Mapping[str, Any], key: str) -> str:
@@ -219,16 +214,9 @@ def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool)
 
 
 def _part_text(content_part: object) -> str:
-    if isinstance(content_part, str):
-        raise Malformed(f"a content part is a bare text; write {A_PART}")
-    if not isinstance(content_part, dict):
-        raise Malformed(f"a content part is {kind_of(content_part)}; write {A_PART}")
-    if content_part.get("type") != "text":
-        kind = repr(str(content_part["type"])[:40]) if "type" in content_part else "missing"
-        raise Malformed(f"the 'type' of a content part is {kind}; only text is read: write {A_PART}")
-    text = content_part.get("text")
-    if not isinstance(text, str):
-        raise Malformed(
-            f"the 'text' of a content part is {kind_of(text) if 'text' in content_part else 'missing'}; write {A_PART}"
-        )
-    return text
+    if isinstance(content_part, dict) and content_part.get("type") == "text" and isinstance(content_part.get("text"), str):
+        return str(content_part["text"])
+    kind = content_part.get("type") if isinstance(content_part, dict) else kind_of(content_part)
+    raise Malformed(
+        f"a content part is not an object with a text (its type: {str(kind)[:40]}); only text is read: write {A_PART}"
+    )

@@ -245,15 +245,8 @@ def of_row(record: Mapping[str, Any]) -> str | None:
         choices = record.get("choices")
         if isinstance(choices, list):
             return f"{question}\n{_right_choice(choices, answer)}"
-        answer_text = next(
-            (
-                candidate
-                for candidate in (answer, record.get("final"))
-                if isinstance(candidate, str | int | float) and str(candidate).strip()
-            ),
-            None,
-        )
-        return question if answer_text is None else f"{question}\n{answer_text}"
+        answers = (str(text) for text in (answer, record.get("final")) if isinstance(text, str | int | float))
+        return "\n".join([question, *[text for text in answers if text.strip()][:1]])
     if isinstance(context, str):
         return f"{context}{record.get('target') or ''}"
     if is_preference(record):

@@ -181,13 +181,12 @@ def _read(path: Path, tokenizer: Path, parse: Callable[[bytes], T]) -> T:
 
 
 def _compare(fast: Any, reference: Tokenizer, texts: Sequence[str]) -> None:
-    (fast_ids, fast_offsets), (reference_ids, reference_offsets) = _fast_flat(fast, texts), _reference_flat(reference, texts)
-    if np.array_equal(fast_ids, reference_ids) and np.array_equal(fast_offsets, reference_offsets):
-        return
-    for text in texts:
-        if not np.array_equal(_fast_flat(fast, [text])[0], _reference_flat(reference, [text])[0]):
-            raise EncoderDiffers(f"fastokens and tokenizers make different ids of {text[:80]!r}")
-    raise EncoderDiffers("fastokens and tokenizers make different ids of a batch of texts")
+    def are_equal(texts: Sequence[str]) -> bool:
+        return all(map(np.array_equal, _fast_flat(fast, texts), _reference_flat(reference, texts)))
+
+    if not are_equal(texts):
+        different = next((repr(text[:80]) for text in texts if not are_equal([text])), "a batch of texts")
+        raise EncoderDiffers(f"fastokens and tokenizers make different ids of {different}")
 
 
 def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:

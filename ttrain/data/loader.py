@@ -308,4 +308,4 @@ def quotas(weights: Sequence[float], draws: int) -> list[int]:
     exact = np.asarray(weights, float) / np.sum(weights) * draws
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: draws - int(counts.sum())]] += 1
-    return [int(quota) for quota in counts]
+    return list(counts.tolist())

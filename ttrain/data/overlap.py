@@ -282,14 +282,12 @@ class TokenBytes:
         path = encoder.directory / "tokenizer.json"
         tokenizer = parse_json(path.read_bytes())
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
-        added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        special = encoder.special_ids()
         token_bytes = [b""] * (len(encoder) + 1)
         for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=False).items():
             token_bytes[number] = _bytes_of(piece, is_bytes=is_bytes)
-        for number, content in added.items():
-            token_bytes[number] = content.encode("utf-8")
-        for number in special:
+        for token in tokenizer["added_tokens"]:
+            token_bytes[token["id"]] = token["content"].encode("utf-8")
+        for number in encoder.special_ids():
             token_bytes[number] = SPECIAL_BYTES
         self.record = len(encoder)
         token_bytes[self.record] = RECORD_BYTES

@@ -131,9 +131,9 @@ def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Sk
             return missing
         text = value[key]
         if key == "paragraphs" and isinstance(text, list):
-            wrong_paragraph = next((paragraph for paragraph in text if not isinstance(paragraph, str)), "")
-            if wrong_paragraph != "":
-                return Rejected(f"'paragraphs' holds {kind_of(wrong_paragraph)}; write a text, or a list of texts")
+            for paragraph in text:
+                if not isinstance(paragraph, str):
+                    return Rejected(f"'paragraphs' holds {kind_of(paragraph)}; write a text, or a list of texts")
             text = "\n".join(text)
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
