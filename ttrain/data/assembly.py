@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
-from ttrain.core.files import write_json
+from ttrain.core.files import link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
@@ -128,8 +126,7 @@ def assemble(
                     near.keep(part_name, block, entry)
     if lowest is not None:
         block, row = lowest
-        content_hash = block.rows[row, :2].astype(">u8").tobytes()
-        entry = _write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe)
+        entry = _write_lowest_row(output, files[block.role][block.file].location, block.rows[row, :2], recipe)
         entries["heldout"].append(entry)
         if near:
             near.keep_lowest(block, row, entry)
@@ -299,8 +296,9 @@ def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -
         write_json(output / contamination.REPORT, overlapping)
 
 
-def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: BlockRecipe) -> Entry:
+def _write_lowest_row(output: Path, location: str, halves: npt.NDArray[np.uint64], recipe: BlockRecipe) -> Entry:
     """Read the record with this hash again and write it as a held-out shard. Raises DataError if it is gone."""
+    content_hash = halves.astype(">u8").tobytes()
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
@@ -370,17 +368,7 @@ def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, k
     if not keep and target.is_relative_to(block.directory):
         source.rename(target)
     else:
-        _link(source, target)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link `source` to `target`; copy it across file systems."""
-    try:
-        os.link(source, target)
-    except OSError:
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        shutil.copyfile(source, temporary)
-        temporary.replace(target)
+        link_or_copy(source, target)
 
 
 def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
@@ -389,7 +377,7 @@ def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
         for ending in ("rows", "rejected.jsonl", "json"):  # the last one makes it exist
             source, target = (directory / BLOCKS / f"{block.identity}.{ending}" for directory in (block.directory, output))
             if source != target and source.exists() and not target.exists():
-                _link(source, target)
+                link_or_copy(source, target)
 
 
 def _remove_stale_files(output: Path, entries: Mapping[str, list[Entry]], built_blocks: list[BuiltBlock]) -> None:

@@ -197,7 +197,7 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool
     Returns (id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
     """
     data = read(block, recipe.max_line_bytes)
-    content = hashlib.blake2b(data, digest_size=16).hexdigest()
+    content = sources.hash_of(data).hex()
     identity, name = (
         hashlib.blake2b(f"{digest} {content}".encode(), digest_size=size).hexdigest()
         for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))

@@ -11,7 +11,6 @@ the share of the text that 8-grams of tokens cover (https://arxiv.org/abs/2407.2
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +29,6 @@ from ttrain.errors import DataError
 NGRAM_BYTES, SHARE = 32, 0.5
 
 MAX_LINE_BYTES = 32 << 20
-
-DIGEST_BYTES = 16
 
 BEGINNING_TOKENS, EXCERPT_LETTERS = 40, 80
 
@@ -110,7 +107,7 @@ def item_of(task: str, location: str, text: str) -> EvaluationItem:
 
 def digest_of_text(plain: bytes) -> str:
     """Digest of a plain text."""
-    return hashlib.blake2b(plain, digest_size=DIGEST_BYTES).hexdigest()
+    return records.hash_of(plain).hex()
 
 
 def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tally]:

@@ -202,7 +202,7 @@ def content_hash(record: Record) -> bytes:
 
 
 def hash_of(content: bytes) -> bytes:
-    """16-byte hash of the content of a record."""
+    """16-byte hash, such as of the content of a record."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

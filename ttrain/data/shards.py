@@ -71,7 +71,7 @@ class Ranges(NamedTuple):
 
 def offsets_of(lengths: npt.ArrayLike) -> Offsets:
     """Where pieces of these lengths begin, one after the other, and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
 def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
