@@ -8,16 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import chat_templates, preferences
 from ttrain.data.chat_templates import Message, Messages, Segment, Template
-
-if TYPE_CHECKING:
-    from ttrain.data.encoder import Encoder
+from ttrain.data.encoder import Encoder
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 

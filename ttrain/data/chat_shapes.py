@@ -44,8 +44,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     """The turns of a chat in one of the known formats, with or without an answer. Raises Malformed with the reason."""
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
     if shape is None:
-        keys = ", ".join(f"'{key}'" for key in (*CHAT_KEYS, PROMPT_KEYS[0]))
-        raise Malformed(f"none of the keys {keys} holds a conversation")
+        raise Malformed(f"none of the keys {', '.join(map(repr, (*CHAT_KEYS, PROMPT_KEYS[0])))} holds a conversation")
     has_tools = bool(row.get("tools"))
     if shape == "instruction":
         messages = [*alpaca_question(row), Message("assistant", visible_text(row, "output", "instruction"))]

@@ -13,11 +13,10 @@ import numpy as np
 from ttrain.core.files import read_json, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data.blocks import PARTS
-from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Rows
-from ttrain.data.pair_rows import PairBatch, PairRows
-from ttrain.data.record_rows import ChatRows, DocumentRows
+from ttrain.data.pair_rows import PairBatch, answer_rows
+from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
 from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError, UsageError
@@ -155,10 +154,7 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
-    if shards.index["kind"] == "pairs":
-        header = header_length(encoder)
-        return PairRows(shards, row_length, encoder.pad_id, encoder.end_id, header_length=header)
-    return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
+    return answer_rows(shards, row_length, encoder)
 
 
 def lengths_json(lengths: Array, unit: str) -> JsonObject:

@@ -59,16 +59,13 @@ class Loader:
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:
         """Steps `first` to `last` (not included), the next one in preparation."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
             coming: Future[list[MicroBatch]] | None = None
             for step in range(first, last):
                 micro_batches = (coming or pool.submit(self.step, step)).result()
                 coming = pool.submit(self.step, step + 1) if step + 1 < last else None
                 self.consumed = step + 1
                 yield micro_batches
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         self.close()

@@ -323,8 +323,7 @@ class Tally:
         self.check_bad(setting, limit, expected_fields, prefix)
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            all_read = self.rows and not self.rejected
-            advice = "" if all_read else f". {self._looked_for(expected_fields)}"
+            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:

@@ -281,8 +281,9 @@ def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
         commit = str(api.dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
         files = tuple(api.list_repo_files(repo, repo_type="dataset", revision=commit))
     except GatedRepoError:
-        link = f"{api.endpoint}/datasets/{repo}"
-        raise UsageError(f"{repo} is gated; accept its conditions at {link} and log in with `hf auth login`") from None
+        raise UsageError(
+            f"{repo} is gated; accept its conditions at {api.endpoint}/datasets/{repo} and log in with `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
         raise UsageError(f"the Hub shows no data set {repo}; correct its name, or log in with `hf auth login`") from None
     except RevisionNotFoundError:

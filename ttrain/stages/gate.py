@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     records = read(config.data, settings)
     losses = score(config.experts, records, settings, job, ranks.device)
     scored = losses.tokens_RE.min(axis=1) > 0
-    records, unscored = [record for record, live in zip(records, scored, strict=True) if live], int((~scored).sum())
+    records, unscored = [*itertools.compress(records, scored)], int((~scored).sum())
     if not records:
         raise DataError("--data: no record has a token to score")
     if unscored:
@@ -68,9 +68,8 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     router, figures = user_task.train(task, job, ranks, identity=identity, allow=allow)
     assert isinstance(router, Router), "it is what the task builds"
 
-    heldout = [text for text, out in zip(texts, heldout_R.tolist(), strict=True) if out]
     bytes_R = np.array([bytes_of(record) for record in records])
-    chosen_R = router.probabilities(heldout).argmax(-1).numpy()
+    chosen_R = router.probabilities([*itertools.compress(texts, heldout_R)]).argmax(-1).numpy()
     routing_figures = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     gate_files.check(config.experts)
     digest = sha256_file(job.output / gate_files.WEIGHTS)
@@ -90,16 +89,16 @@ class Routing(UserTask):
     def __init__(self, config: Gate, experts: int, texts: Sequence[str], best_R: Ints, heldout_R: Flags) -> None:
         super().__init__(config)
         self._experts = experts
-        rows = list(zip(texts, best_R.tolist(), heldout_R.tolist(), strict=True))
-        self._parts = {
-            is_heldout: [(text, best) for text, best, out in rows if out == is_heldout] for is_heldout in (False, True)
-        }
+        parts: tuple[list[tuple[str, int]], ...] = [], []
+        for text, best, out in zip(texts, best_R.tolist(), heldout_R.tolist(), strict=True):
+            parts[out].append((text, best))
+        self._train, self._heldout = (Labelled(part, config) for part in parts)
 
     def rows(self) -> Labelled:
-        return Labelled(self._parts[False], self.config)
+        return self._train
 
     def heldout_rows(self) -> Labelled:
-        return Labelled(self._parts[True], self.config)
+        return self._heldout
 
     def collate(self, rows: list[tuple[Ids, int]]) -> tuple[Tensor, Tensor]:
         return padded([ids for ids, _ in rows]), torch.tensor([best for _, best in rows])
@@ -162,13 +161,8 @@ def text_of(record: Record) -> str:
     """The text for the router: that of a document, or what the user says in a chat before the first answer."""
     if isinstance(record, TextDocument):
         return record.text
-    questions = []
-    for message in record.messages:
-        if message.role == "assistant":
-            break
-        if message.role == "user":
-            questions.append(message.content)
-    return "\n".join(questions)
+    before = itertools.takewhile(lambda message: message.role != "assistant", record.messages)
+    return "\n".join(message.content for message in before if message.role == "user")
 
 
 def bytes_of(record: Record) -> int:
@@ -213,8 +207,7 @@ def _sort_key(record: Record, settings: Gate) -> bytes:
 
 
 # --- the experts' losses ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ExpertLosses:
+class ExpertLosses(NamedTuple):
     """Summed negative log-likelihood in nats, and scored tokens, both of shape [R, E]."""
 
     nats_RE: Floats
