@@ -193,7 +193,7 @@ class _Selection:
         self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
         self.selected = np.ones(len(self.rows), np.bool_)
         self.from_heldout = np.repeat([block.role == "heldout" for block in built_blocks], lengths)
-        self._is_heldout = np.concatenate([self.selected[:0], *(block.is_heldout for block in built_blocks)])
+        self._is_heldout: Flags = np.concatenate([self.selected[:0], *(block.is_heldout for block in built_blocks)])
         for block, span in self._spans():
             block.rows, block.selected = self.rows[span], self.selected[span]
 
@@ -287,7 +287,7 @@ def _overlap_report(
     return contamination.report(against, file_scans)
 
 
-def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:
+def _write_overlap_report(output: Path, overlapping: JsonObject | None) -> None:
     """Write the report for people, and for evaluations the items that the training part still contains."""
     (output / contamination.REPORT).unlink(missing_ok=True)
     items = overlapping["items"] if overlapping and not overlapping["removed"] else ()
@@ -333,7 +333,7 @@ def _place_shard(output: Path, part_name: str, block: BuiltBlock, used_names: se
     return {key: value for key, value in (entry | new_names).items() if key != "files"}
 
 
-def _file_names(entry: Mapping[str, Any]) -> dict[str, str]:
+def _file_names(entry: JsonObject) -> dict[str, str]:
     """The names of the files of a shard, by their keys in its entry."""
     return {kind: entry[kind] for kind in ("file", "records") if kind in entry}
 
@@ -342,7 +342,7 @@ def _write_selection(
     output: Path,
     part_name: str,
     block: BuiltBlock,
-    entry: Mapping[str, Any],
+    entry: JsonObject,
     selected: Flags,
     in_part: Flags,
     recipe: BlockRecipe,

@@ -24,6 +24,7 @@ PROMPT_KEYS = ("prompt", "completion")
 CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
+Row = Mapping[str, Any]
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
 # A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
@@ -35,12 +36,12 @@ def is_blank(text: str) -> bool:
     return VISIBLE.search(text) is None
 
 
-def is_chat(row: Mapping[str, Any]) -> bool:
+def is_chat(row: Row) -> bool:
     """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents have that key too."""
     return any(row.get(key) is not None for key in CHAT_KEYS) or all(row.get(key) is not None for key in PROMPT_KEYS)
 
 
-def messages_of(row: Mapping[str, Any]) -> list[Message]:
+def messages_of(row: Row) -> list[Message]:
     """The turns of a chat in one of the known formats, with or without an answer. Raises Malformed with the reason."""
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
     if shape is None:
@@ -55,7 +56,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return with_system_and_tools(messages, row)
 
 
-def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
     system = _optional_text(row, "system")
     if not is_blank(system):
         if any(message.role == "system" for message in messages):
@@ -69,7 +70,7 @@ def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> li
     return [first, *messages[int(begins) :]]
 
 
-def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
+def alpaca_question(row: Row) -> list[Message]:
     """The turns up to the answer."""
     instruction = visible_text(row, "instruction", "instruction")
     extra = _optional_text(row, "input")
@@ -92,14 +93,14 @@ def _is_pair(pair: object) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
-def _optional_text(row: Mapping[str, Any], key: str) -> str:
+def _optional_text(row: Row, key: str) -> str:
     text = row.get(key)
     if not (text is None or isinstance(text, str)):
         raise Malformed(f"'{key}' is {kind_of(text)}, not text")
     return text or ""
 
 
-def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
+def visible_text(row: Row, key: str, other_key: str) -> str:
     text = row.get(key)
     if key not in row:
         raise Malformed(f"no key '{key}' beside '{other_key}'")
@@ -110,7 +111,7 @@ def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
     return text
 
 
-def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Message]:
+def _prompt_and_completion(row: Row, has_tools: bool) -> list[Message]:
     """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
     prompt = turns_under(row, "prompt", "completion", "user")
     completion = turns_under(row, "completion", "prompt", "assistant")
@@ -118,7 +119,7 @@ def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Mess
     return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
 
 
-def turns_under(row: Mapping[str, Any], key: str, other_key: str, role: str) -> list[Any]:
+def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:
     """The turns under a key, as they stand in the row: a list of them, or a text, which is one turn of the role."""
     value = row.get(key)
     if isinstance(value, str):
@@ -189,7 +190,7 @@ def _turn(turn: JsonObject, has_tools: bool) -> tuple[Message, list[JsonObject]]
     return Message(role, tools.with_tools(tools.with_calls(content, calls), functions), in_loss), calls
 
 
-def _in_loss(turn: Mapping[str, Any]) -> bool:
+def _in_loss(turn: Row) -> bool:
     """Whether an answer is learnt or is context only, by `weight` as in OpenAI's fine-tuning files."""
     weight = turn.get("weight")
     if weight is None:
@@ -199,7 +200,7 @@ def _in_loss(turn: Mapping[str, Any]) -> bool:
     return bool(weight)
 
 
-def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool) -> str:
+def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     """The text under `key`, joined if it is a list of parts; `is_optional`: null counts as empty."""
     content = turn.get(key)
     if content is None and is_optional:

@@ -217,25 +217,6 @@ def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenVie
     return shown
 
 
-def first_questions(shards: Path, encoder: Encoder, count: int) -> list[str]:
-    """What the user says before the first answer in some chats of a part of shards, evenly spread, in one line each."""
-    chats, special = ShardSet(shards), encoder.special_ids()
-    questions = []
-    for number in range(0, len(chats), max(1, len(chats) // count)):
-        tokens, live = chats.row(number)
-        if live is None or not live.any():
-            continue
-        segments: list[list[int]] = [[]]
-        for token in tokens[: int(live.argmax())].tolist():
-            if token in special:
-                segments.append([])
-            else:
-                segments[-1].append(token)
-        texts = [encoder.decode(segment).strip() for segment in segments]
-        questions += [" ".join(text.removeprefix("user\n").split()) for text in texts if text and text != "assistant"][-1:]
-    return questions[:count]
-
-
 class TokenDecoder:
     """Decodes ids to pieces of text, also if the tokenizer's decoder depends on the preceding tokens."""
 

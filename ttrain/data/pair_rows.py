@@ -15,7 +15,7 @@ from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Intervals
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
-from ttrain.data.record_rows import NONE, ChatRows, PieceRows, sums_by_record
+from ttrain.data.record_rows import NONE, ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
 PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
@@ -155,7 +155,7 @@ class PairRows(PieceRows):
             "fill": self.filled,
         }
 
-    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+    def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one."""
         sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
         prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import read_json, write_json
+from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
@@ -95,7 +96,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any], pa.Buffer]:
+def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonObject, pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
     arrays = {"tokens": _large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))}
     for field, mask in (("live", column.live), ("branches", column.branches)):
@@ -112,7 +113,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any]
     return {"file": name, "rows": rows, "tokens": tokens, "live_tokens": live, "sha256": digest}, data
 
 
-def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
+def write_shard(path: Path, column: Column, vocab_size: int) -> JsonObject:
     """Write one shard; returns its counts and digest."""
     entry, data = shard_of(path.name, column, vocab_size)
     write_files([(path, data)])
@@ -152,8 +153,8 @@ def read_shard(path: Path) -> Column:
 
 
 def write_index(
-    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[dict[str, Any]], **extra_fields: object
-) -> dict[str, Any]:
+    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[JsonObject], **extra_fields: object
+) -> JsonObject:
     """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
@@ -296,7 +297,7 @@ class ShardSet:
         """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""
         self._verify(self._shards)
 
-    def _verify(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def _verify(self, entries: Sequence[JsonObject]) -> None:
         """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
         files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
         if files:

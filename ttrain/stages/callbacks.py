@@ -23,7 +23,7 @@ from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines, statistics
 from ttrain.loggers.callback import Loggers
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
@@ -74,7 +74,7 @@ def training_callbacks(
     return callbacks
 
 
-def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> dict[str, Any]:
+def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     from ttrain.core.redact import masked
 

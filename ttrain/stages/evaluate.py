@@ -32,7 +32,7 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.stages import BASE_OF, heldout
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
@@ -46,7 +46,7 @@ PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suit
 log = logging.getLogger("ttrain")
 
 
-def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
+def run(config: EvaluateConfig, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
     Writes `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; with suites also

@@ -30,14 +30,14 @@ from ttrain.inference.gate_files import GateFile
 from ttrain.inference.gate_router import Ids, Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
 from ttrain.stages import trainable_model, user_task
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.train import optim, schedules
 from ttrain.train.task import LossSum, UserTask
 
 log = logging.getLogger("ttrain")
 
 
-def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
+def run(config: GateConfig, job: StageContext) -> Figures:
     """Train a gate: write `gate.json` beside the files that the training of a task writes, and return its figures.
 
     No weight of an expert changes: they are loaded to be scored, and freed before the router is built.
@@ -248,7 +248,7 @@ def score(
 
 def _scored(
     expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device, report_progress: Callable[[float], None]
-) -> dict[str, Any]:
+) -> Figures:
     speaker = loading.load(gate_files.reference_of(expert), device=device.type)
     if not speaker.can_chat and any(isinstance(record, Conversation) for record in records):
         raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
@@ -298,7 +298,7 @@ def best(nats_RE: Floats) -> Ints:
     return best_R
 
 
-def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: Ints) -> dict[str, Any]:
+def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: Ints) -> Figures:
     """Compute the metrics of records routed to `chosen_R`.
 
     accuracy            share of records that went to the expert with the least loss

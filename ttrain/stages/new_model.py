@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrain.config import Model, NewModelConfig
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.store.model_files import MODEL
 from ttrain.train import checkpoint_format
 from ttrain.train.snapshots import copy_tensors
@@ -56,7 +56,7 @@ def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
         checkpoint_format.write(directory / file, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
 
 
-def run(config: NewModelConfig, job: StageContext) -> dict[str, Any]:
+def run(config: NewModelConfig, job: StageContext) -> Figures:
     """Write the model that pretraining would begin with as `model/`; returns its size."""
     tokenizer = job.inputs["tokenizer"]
     model = new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)

@@ -22,7 +22,7 @@ from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of
 from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
 from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_documents
 
 STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
@@ -30,7 +30,7 @@ GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights 
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
-def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
     """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
     sources have weights, and by place, so that each file has its share, and each source that stands together in one.
 

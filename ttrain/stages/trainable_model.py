@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from ttrain.config import Runtime
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
+from ttrain.evaluate.task_result import finite
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import GUARDS
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
@@ -91,7 +91,7 @@ def train(
     quick: Sequence[Any] = (),
     start: Snapshot | None = None,
     plateau_snapshot: Snapshot | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
     config, order, runtime = task.config, loader.order, job.runtime
     checkpoints = Checkpoints(
@@ -156,15 +156,14 @@ def _night(runtime: Runtime, ranks: Ranks) -> NightThrottle | None:
     return NightThrottle(runtime.night, ranks.device, rows_per_device=day, memory_limit=limit_bytes(runtime))
 
 
-def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> dict[str, Any]:
+def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
     """The figures of a training, for the manifest."""
     order, ranks = trainer.loader.order, trainer.ranks
     return {
         "steps": result.step,
         "target_tokens": result.live_tokens,
         "loss": result.loss,
-        "validation_loss": _finite(result.validation_loss),
-        "best_validation_loss": _finite(trainer.counters.best_loss),
+        **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
         "resumed_from_step": result.resumed_from_step,
         "stop_reason": result.stop_reason,
         "skipped_steps": result.skipped_steps,
@@ -194,7 +193,3 @@ def _write_model(directory: Path, trained: TrainableModel, weights: dict[str, Te
         temporary.unlink(missing_ok=True)
         checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
         temporary.replace(directory / file)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -21,7 +21,7 @@ from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.model.factory import overwrite
 from ttrain.stages import trainable_model
 from ttrain.stages.callbacks import training_callbacks
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.rows import validation_batches
 from ttrain.train import precision, task
 from ttrain.train.distributed import Ranks
@@ -31,7 +31,7 @@ from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
 SETTINGS = "settings.yaml"
 
 
-def run(config: UserTaskConfig, job: StageContext) -> dict[str, Any]:
+def run(config: UserTaskConfig, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
     settings, _ = merge(kind.Config, [Override(*override) for override in config.given])
