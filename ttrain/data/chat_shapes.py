@@ -208,8 +208,9 @@ def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        kind = kind_of(content) if key in turn else "missing"
-        raise Malformed(f"the '{key}' of a turn of role '{role}' is {kind}, not text")
+        raise Malformed(
+            f"the '{key}' of a turn of role '{role}' is {kind_of(content) if key in turn else 'missing'}, not text"
+        )
     return "".join(_part_text(content_part) for content_part in content)
 
 

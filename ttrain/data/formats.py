@@ -194,8 +194,8 @@ def _problem_of_text(start: bytes, suffix: str) -> Problem:
         'import csv,json,sys;sys.stdin.reconfigure(encoding="utf-8-sig",newline="");csv.field_size_limit(2**31-1);'
         f"[print(json.dumps(row)) for row in csv.DictReader({reader})]"
     )
-    kind = "tab-separated values" if delimiter == "\t" else "CSV"
-    return Problem(f"is {kind}, not JSON Lines", f"python3 -c {shlex.quote(program)}")
+    description = "is tab-separated values, not JSON Lines" if delimiter == "\t" else "is CSV, not JSON Lines"
+    return Problem(description, f"python3 -c {shlex.quote(program)}")
 
 
 def _delimiter(start: bytes, usual: str | None) -> str | None:
@@ -229,8 +229,8 @@ def _refused(problem: Problem, location: str, read_stored: ReadStored) -> DataEr
     packer = next((packer for magic, packer in UNPACK.items() if stored.startswith(magic)), None)
     quoted = shlex.quote(source)
     read = f"{packer} -dc {quoted} | {problem.program}" if packer else f"{problem.program} < {quoted}"
-    fix = f"{'download it, then run' if is_remote else 'run'} `{read} > {target}`"
-    return DataError(f"{location} {problem.description}; {fix}")
+    run = "download it, then run" if is_remote else "run"
+    return DataError(f"{location} {problem.description}; {run} `{read} > {target}`")
 
 
 def _stem(location: str) -> str:

@@ -136,7 +136,7 @@ def _answer_turns(row: Row, key: str) -> list[Any]:
     """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
     value = row.get(key)
     if value is None:
-        other_key = next(name for name in ANSWER_KEYS if name != key)
+        other_key = "chosen" if key == "rejected" else "rejected"
         raise Malformed(f"'{key}' is {'null' if key in row else 'missing'} beside '{other_key}'; write both answers")
     if isinstance(value, dict):
         return [value]

@@ -177,8 +177,7 @@ def arrow_array(values: Ids) -> pa.Array:
 
 def _view(array: pa.Array) -> Ids:
     """A numpy view of an Arrow array. `np.asarray` would import pandas."""
-    kind = "i" if pa.types.is_signed_integer(array.type) else "u"
-    values = np.frombuffer(array.buffers()[1] or b"", f"<{kind}{array.type.bit_width // 8}")
+    values = np.frombuffer(array.buffers()[1] or b"", str(array.type))
     return values[array.offset : array.offset + len(array)]
 
 
