@@ -14,8 +14,7 @@ from torch import Tensor
 from ttrain.config import AverageConfig
 from ttrain.errors import ArtifactError
 from ttrain.stages.job import Figures, StageContext
-from ttrain.stages.new_model import DIRECTORY
-from ttrain.train import checkpoint_format
+from ttrain.stages.new_model import DIRECTORY, write_weights
 from ttrain.train.checkpoint_format import SAFETENSORS, load_tensors
 
 
@@ -38,9 +37,7 @@ def run(config: AverageConfig, job: StageContext) -> Figures:
         mixed = {name: average(tensor, champion_tensors.get(name), share, name) for name, tensor in tensors.items()}
         kept = sum(mixed[name] is tensor for name, tensor in tensors.items())
         averaged, unchanged = averaged + len(tensors) - kept, unchanged + kept
-        target = output / file.name
-        target.unlink(missing_ok=True)
-        checkpoint_format.write(target, checkpoint_format.tensor_parts(mixed, {"format": "pt"}))
+        write_weights(output / file.name, mixed)
     return {"share": share, "averaged_tensors": averaged, "kept_tensors": unchanged}
 
 

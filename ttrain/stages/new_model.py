@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ttrain.config import Model, NewModelConfig
 from ttrain.data.encoder import Encoder
@@ -49,11 +52,36 @@ def load(directory: Path) -> PreTrainedModel:
 
 def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
     """Write a Hugging Face directory, in the layout of the training stages."""
+    write_files(directory, {**factory.files(model), **tokenizer_files(tokenizer)}, multi_token.state(model))
+
+
+def write_files(
+    directory: Path,
+    files: Mapping[str, bytes],
+    weights: Mapping[str, Tensor],
+    weights_file: str = MODEL,
+    left_out: Collection[str] = (),
+) -> None:
+    """Write the files of a model and its weights; a tensor that is named FILE.safetensors/NAME into that file.
+
+    A file of weights that is `left_out` is removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, data in {**factory.files(model), **tokenizer_files(tokenizer)}.items():
+    for name, data in files.items():
         (directory / name).write_bytes(data)
-    for file, tensors in checkpoint_format.by_file(copy_tensors(multi_token.state(model)), MODEL).items():
-        checkpoint_format.write(directory / file, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
+    for file, tensors in checkpoint_format.by_file(copy_tensors(weights), weights_file).items():
+        if file in left_out:
+            (directory / file).unlink(missing_ok=True)
+        else:
+            write_weights(directory / file, tensors)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of weights, which replaces an old one when it is whole."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)
+    checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
+    temporary.replace(path)
 
 
 def run(config: NewModelConfig, job: StageContext) -> Figures:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from ttrain.config import Runtime
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
 from ttrain.evaluate.task_result import finite
-from ttrain.stages import plateau
+from ttrain.stages import new_model, plateau
 from ttrain.stages.callbacks import GUARDS
 from ttrain.stages.job import Figures, StageContext
-from ttrain.train import checkpoint, checkpoint_format, guards, precision
+from ttrain.train import checkpoint, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks, share_cores
@@ -141,7 +140,8 @@ def train(
     weights = trainer.parallel.whole(trained.state())
     if ranks.first:
         with ranks.busy("writing the model"):
-            _write_model(job.output / trained.directory, trained, weights)
+            directory = job.output / trained.directory
+            new_model.write_files(directory, trained.files, weights, trained.weights_file, trained.left_out)
             if (step := plateau_end(config.schedule, order.steps)) is not None:
                 plateau.write(job.output, step)
     ranks.barrier()
@@ -179,17 +179,3 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
-
-
-def _write_model(directory: Path, trained: TrainableModel, weights: dict[str, Tensor]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in trained.files.items():
-        (directory / name).write_bytes(data)
-    for file, tensors in checkpoint_format.by_file(checkpoint.copy_tensors(weights), trained.weights_file).items():
-        if file in trained.left_out:
-            (directory / file).unlink(missing_ok=True)
-            continue
-        temporary = directory / f".{file}.writing"
-        temporary.unlink(missing_ok=True)
-        checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
-        temporary.replace(directory / file)
