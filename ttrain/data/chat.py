@@ -24,8 +24,7 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
 
     Raises DataError for a role or a conversation that the template does not accept.
     """
-    template = template_of(encoder)
-    return assemble(encoder, template.segments_of_all(conversations))
+    return assemble(encoder, template_of(encoder).segments_of_all(conversations))
 
 
 def encode_preferences(

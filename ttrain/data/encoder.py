@@ -83,8 +83,8 @@ class Encoder:
         self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
         self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
         self.digest = digest_of([sha256_file(path), ids])
-        added = self._reference.get_added_tokens_decoder()
-        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        added = self._reference.get_added_tokens_decoder().items()
+        self._special_ids = frozenset(number for number, token in added if token.special)
         self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
         self._fast = self._checked_fast(path) if fast else None
 

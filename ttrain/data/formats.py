@@ -204,18 +204,15 @@ def _delimiter(start: bytes, usual: str | None) -> str | None:
     delimiter that gives its header the most names."""
     lines = start.decode("utf-8", "replace").splitlines(keepends=True)
     lines = lines[:-1] if len(start) >= HEAD_BYTES - len(_SPACE) else lines
-    even: dict[str, int] = {}  # values of a row
-    names: dict[str, int] = {usual: 1} if usual else {}  # values of the header
+    candidates = {usual: (False, 1)} if usual else {}  # whether its rows are even, and the values of its header
     for delimiter in DELIMITERS:
         rows: list[list[str]] = []
         with contextlib.suppress(csv.Error):  # the last record may be cut
             rows.extend(itertools.islice(csv.reader(lines, delimiter=delimiter, strict=True), CSV_RECORDS))
         sizes = {len(row) for row in rows if row}
-        if usual and rows:
-            names[delimiter] = max(len(rows[0]), names.get(delimiter, 0))
-        if len(rows) > 1 and len(sizes) == 1 and min(sizes) > 1 and all(name.strip() for name in rows[0]):
-            even[delimiter] = min(sizes)
-    candidates = even or names
+        is_even = len(rows) > 1 and len(sizes) == 1 and min(sizes) > 1 and all(name.strip() for name in rows[0])
+        if is_even or (usual and rows):
+            candidates[delimiter] = max((is_even, len(rows[0])), candidates.get(delimiter, (False, 0)))
     return max(candidates, key=candidates.__getitem__) if candidates else None
 
 

@@ -187,8 +187,7 @@ class _BlockMaker:
 
 def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> BuiltBlock:
     manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
-    data = (Path(directory) / BLOCKS / f"{identity}.rows").read_bytes()
-    rows = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, 4)
+    rows = np.fromfile(Path(directory) / BLOCKS / f"{identity}.rows", ">u8").astype(np.uint64).reshape(-1, 4)
     return BuiltBlock(role, file, identity, Path(directory), encoded, manifest, rows)
 
 
@@ -196,10 +195,9 @@ def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list
     """Size, modification time and inode of the local files, which change with their bytes; None for remote ones."""
     stamps: dict[int, list[int] | None] = dict.fromkeys(numbers)
     for number in numbers:
-        location = files[number].location
-        if not locations.is_remote(location):
+        if not locations.is_remote(files[number].location):
             with contextlib.suppress(OSError):  # a missing file is reported when it is opened
-                stat = locations.local_path(location).stat()
+                stat = locations.local_path(files[number].location).stat()
                 stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stamps
 

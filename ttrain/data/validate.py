@@ -190,10 +190,9 @@ def _tasks(
     reports: Iterable[Report], kind: str | None, reading: Reading, listed: int, rule: SimilarityRule | None
 ) -> Iterator[tuple[Block, BlockRecipe, int, bool, SimilarityRule | None]]:
     """The blocks of every file. An error in a file ends that file only."""
-    limit = reading.max_line_bytes
     for number, report in enumerate(reports):
         try:
-            report.kind = kind or kind_of(report.file, limit) or "documents"
+            report.kind = kind or kind_of(report.file, reading.max_line_bytes) or "documents"
             recipe = _recipe(report, reading)
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
                 yield block, recipe, listed, report.measured, rule
@@ -209,7 +208,7 @@ def _recipe(report: Report, reading: Reading) -> BlockRecipe:
 
 def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
     """Count the rows that equal an earlier one; returns a flag for each good row."""
-    keys = [block_keys for report in reports for block_keys in report.keys]
+    keys = itertools.chain.from_iterable(report.keys for report in reports)
     repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
     for report in reports:
         end = start + sum(map(len, report.keys))

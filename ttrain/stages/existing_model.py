@@ -103,8 +103,7 @@ def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
     """Set the tokenizer's special ids, also where the model has others; the model's own stop tokens stay."""
     generation = model.generation_config
     stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    ids = {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
-    for name, number in ids.items():
+    for name, number in new_model.special_ids(encoder).items():
         setattr(model.config, name, number)
         setattr(generation, name, number)
     stop_ids = [number for number in stops if number is not None]
