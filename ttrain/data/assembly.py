@@ -92,8 +92,8 @@ def assemble(
     duplicates = selection.select(reading)
     places = selection.places_of(overlaps[1]) if overlaps else []
     removed = np.zeros_like(selection.selected)
-    if overlaps and overlaps[0].remove:
-        removed[np.concatenate(places)] = True
+    for rows in places if overlaps and overlaps[0].remove else ():
+        removed[rows] = True
     near_figures = None
     if near:
         present = selection.selected & ~removed
@@ -192,7 +192,7 @@ class _Selection:
         self._starts = shards.offsets_of(lengths)
         self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
         self.selected = np.ones(len(self.rows), np.bool_)
-        self.from_heldout = np.repeat([block.role == "heldout" for block in built_blocks], lengths)
+        self.from_heldout = np.repeat(np.array([block.role == "heldout" for block in built_blocks], np.bool_), lengths)
         self._is_heldout: Flags = np.concatenate([self.selected[:0], *(block.is_heldout for block in built_blocks)])
         for block, span in self._spans():
             block.rows, block.selected = self.rows[span], self.selected[span]

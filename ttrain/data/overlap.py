@@ -362,6 +362,9 @@ def _letters() -> dict[str, int]:
 
     As in GPT-2's encoder (https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode).
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [number for number in range(256) if number not in printable]
-    return {chr(number): number for number in printable} | {chr(256 + index): number for index, number in enumerate(others)}
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(map(ord, ByteLevel.alphabet()))
+    printable = [number for number in letters if number < 256]
+    others = sorted({*range(256)} - {*printable})
+    return dict(zip(map(chr, letters), [*printable, *others], strict=True))

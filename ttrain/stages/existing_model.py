@@ -56,7 +56,7 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
     _set_ids(model, encoder)
     new_model.write(model, tokenizer, directory)
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": new_model.count_parameters(model),
         "model_type": model.config.model_type,
         "vocab_size": embedding_rows(model),
         "vocab_size_before": rows_before,

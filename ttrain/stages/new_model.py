@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ttrain.config import Model, NewModelConfig
 from ttrain.data.encoder import Encoder
@@ -41,6 +41,11 @@ def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
     if config.multi_token is not None:
         multi_token.attach(model, config.multi_token, seed)
     return model
+
+
+def count_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """The number of parameters, or of those alone that are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained)
 
 
 def load(directory: Path) -> PreTrainedModel:
@@ -89,4 +94,4 @@ def run(config: NewModelConfig, job: StageContext) -> Figures:
     tokenizer = job.inputs["tokenizer"]
     model = new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)
     write(model, tokenizer, job.output / DIRECTORY)
-    return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    return {"parameters": count_parameters(model)}

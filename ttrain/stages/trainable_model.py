@@ -176,6 +176,6 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "device": ranks.device.type,
         "ranks": ranks.world,
         "threads": torch.get_num_threads(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters": new_model.count_parameters(model),
+        "trainable_parameters": new_model.count_parameters(model, trained=True),
     }

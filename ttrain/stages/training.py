@@ -21,7 +21,7 @@ from ttrain.model import factory, multi_token
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import Figures, Inputs, StageContext
-from ttrain.stages.new_model import tokenizer_files
+from ttrain.stages.new_model import count_parameters, tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, compiles, loader_of, start, train
 from ttrain.store.tunings import Choice
@@ -251,8 +251,8 @@ def _described(
         "versions": {"ttrain": VERSION, **{name: installed.get(name) for name in LIBRARIES}},
         "model": type(causal).__name__,
         "shape": {name: value for name in SHAPE if isinstance(value := getattr(causal.config, name, None), int)},
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        "parameters": count_parameters(module),
+        "trained": count_parameters(module, trained=True),
         "row_length": rows.row_length,
         "trimmed": rows.trimmed,
         "rows_per_step": order.rows_per_step,
