@@ -174,8 +174,7 @@ def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> TextIndex:
 
 def read_item_shares(directory: Path) -> dict[str, float]:
     """{digest: share} of the checked items that the training shards in this directory contain."""
-    shares: dict[str, float] = read_object(directory / ITEM_SHARES)
-    return shares
+    return read_object(directory / ITEM_SHARES)
 
 
 def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:

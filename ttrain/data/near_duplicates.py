@@ -266,7 +266,9 @@ def confirm(
             for original, times in shared.items()
             if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
         ]
-        hashes = shingles(position) if similar else np.zeros(0, np.uint64)
+        if not similar:
+            return None
+        hashes = shingles(position)
         for _, original in sorted(similar)[:MOST_COMPARED]:
             if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
                 return NearDuplicate(position, original, similarity)

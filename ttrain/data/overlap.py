@@ -112,14 +112,14 @@ class TextIndex:
         """Find the texts in the records that begin at these positions of plain text."""
         parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for position, at, length in self._parts(data):
-            text = int(self._text_at(np.array([at]))[0])
+            text = int(self._text_at(at))
             parts[int(np.searchsorted(begins, position, "right")) - 1, text].append((at, at + length))
         return [
             TextMatch(record, text, _covered(spans), max(end - start for start, end in spans))
             for (record, text), spans in sorted(parts.items())
         ]
 
-    def _text_at(self, places: Places) -> Places:
+    def _text_at(self, places: npt.ArrayLike) -> Places:
         text_numbers: Places = np.searchsorted(self._starts, places, "right") - 1
         return text_numbers
 

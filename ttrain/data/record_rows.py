@@ -188,7 +188,7 @@ class SeparateDocumentRows(WindowRows):
 
 def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
     """Numbers of the items in the order of their rows, and the place after each row's last; packed block by block."""
-    orders, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    orders, counts = [NONE], [NONE]
     for first in range(0, len(lengths), PACKED_TOGETHER):
         rows = best_fit(lengths[first : first + PACKED_TOGETHER], row_length)
         orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)

@@ -108,9 +108,13 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonObject, pa
         writer.write_batch(batch)
     data = sink.getvalue()
     rows, tokens = len(column), len(column.tokens)
-    live = tokens - rows if column.live is None else int(column.live.sum())
-    digest = hashlib.sha256(data).hexdigest()
-    return {"file": name, "rows": rows, "tokens": tokens, "live_tokens": live, "sha256": digest}, data
+    return {
+        "file": name,
+        "rows": rows,
+        "tokens": tokens,
+        "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }, data
 
 
 def write_shard(path: Path, column: Column, vocab_size: int) -> JsonObject:
@@ -225,7 +229,7 @@ class ShardSet:
     @cached_property
     def lengths(self) -> Offsets:
         """Tokens of each record; reads the offsets of every shard."""
-        return np.concatenate([np.zeros(0, np.int64), *(np.diff(column.offsets) for column in self.columns())])
+        return np.concatenate([self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
     def starts(self) -> Offsets:
@@ -273,7 +277,7 @@ class ShardSet:
         groups = [(shard, order[shards[order] == shard]) for shard in sorted(set(shards.tolist()))]
         parts = [self._in_shard(shard, low[group], high[group]) for shard, group in groups]
         if not parts:
-            return Ranges(*(np.zeros(0, np.int64) for _ in Ranges._fields))
+            return Ranges(*[np.zeros(0, np.int64)] * len(Ranges._fields))
         if len(parts) == 1:
             return Ranges(*parts[0][1:])
         pieces, ids, *records = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -145,7 +145,7 @@ def validate(
         report.check(reading.rejected_fraction, reading.text_field)
     repeated = _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
     if rule:
-        present = ~repeated if reading.deduplicate else np.ones(len(repeated), np.bool_)
+        present = ~(repeated & reading.deduplicate)
         _mark_near_duplicates(list(reports.values()), reading, rule, present, pool)
     return list(reports.values())
 

@@ -152,8 +152,9 @@ def train(
 def _night(runtime: Runtime, ranks: Ranks) -> NightThrottle | None:
     if runtime.night is None:
         return None
-    day = runtime.rows_per_device
-    return NightThrottle(runtime.night, ranks.device, rows_per_device=day, memory_limit=limit_bytes(runtime))
+    return NightThrottle(
+        runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit_bytes(runtime)
+    )
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
