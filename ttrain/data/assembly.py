@@ -87,7 +87,7 @@ def assemble(
     """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
-    _quarantine(output, files, built_blocks, figures)
+    _quarantine(output, built_blocks, figures)
     selection = _Selection(built_blocks, figures, recipe.kind)
     duplicates = selection.select(reading)
     places = selection.places_of(overlaps[1]) if overlaps else []
@@ -107,7 +107,7 @@ def assemble(
     selection.leave_out(HELD_OUT, kept_back)
     overlapping = None
     if overlaps:
-        overlapping = _overlap_report(files, built_blocks, overlaps, places, selection.selected)
+        overlapping = _overlap_report(built_blocks, overlaps, places, selection.selected)
         selection.leave_out(contamination.OVERLAPS, removed)
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
@@ -120,13 +120,13 @@ def assemble(
         for block in built_blocks:
             entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
             if entry:
-                entries[part_name].append({**entry, "group": files[block.role][block.file].group})
+                entries[part_name].append({**entry, "group": block.source.group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
                     near.keep(part_name, block, entry)
     if lowest is not None:
         block, row = lowest
-        entry = _write_lowest_row(output, files[block.role][block.file].location, block.rows[row, :2], recipe)
+        entry = _write_lowest_row(output, block, row, recipe)
         entries["heldout"].append(entry)
         if near:
             near.keep_lowest(block, row, entry)
@@ -168,7 +168,7 @@ def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, wei
     )
 
 
-def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock], figures: Tallies) -> None:
+def _quarantine(output: Path, built_blocks: list[BuiltBlock], figures: Tallies) -> None:
     """Count each file's rows and write the bad ones, numbered within the file, to `run/rejected.jsonl`."""
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
@@ -180,7 +180,7 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock]
             tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
-            figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
+            figures[block.role, block.file].add_block(tally, bad_rows, block.source.location)
 
 
 class _Selection:
@@ -275,7 +275,7 @@ def is_first(table: Table) -> Flags:
 
 
 def _overlap_report(
-    files: FilesByRole, built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
+    built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
     selected: Flags,
 ) -> JsonObject:  # fmt: skip
     """The report on the selected training documents that contain an evaluation item."""
@@ -283,7 +283,7 @@ def _overlap_report(
     file_scans = []
     for block, scanned, rows in zip(built_blocks, scans, places, strict=True):
         matches = [match for match, row in zip(scanned.matches, rows, strict=True) if selected[row]]
-        file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
+        file_scans.append(({"file": block.source.name}, scanned._replace(matches=matches)))
     return contamination.report(against, file_scans)
 
 
@@ -296,9 +296,9 @@ def _write_overlap_report(output: Path, overlapping: JsonObject | None) -> None:
         write_json(output / contamination.REPORT, overlapping)
 
 
-def _write_lowest_row(output: Path, location: str, halves: npt.NDArray[np.uint64], recipe: BlockRecipe) -> Entry:
-    """Read the record with this hash again and write it as a held-out shard. Raises DataError if it is gone."""
-    content_hash = halves.astype(">u8").tobytes()
+def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
+    """Read the record of this row again and write it as a held-out shard. Raises DataError if it is gone."""
+    location, content_hash = block.source.location, block.rows[row, :2].astype(">u8").tobytes()
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:

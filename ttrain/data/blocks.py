@@ -268,7 +268,6 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         size = len(text_of(record).encode("utf-8"))
         parts["heldout" if heldout else "train"].add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
-    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
         lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
@@ -345,7 +344,6 @@ class _ShardBuilder:
         self._encode()
         if not self._done:
             return None
-        directory.mkdir(parents=True, exist_ok=True)
         entry, data = shards.shard_of(f"{name}.arrow", concatenate(self._done), len(self._encoder))
         added: list[tuple[Path, Any]] = [(directory / entry["file"], data)]
         if self._keep_text:

@@ -39,6 +39,7 @@ class BuiltBlock:
 
     role: str
     file: int
+    source: DataFile
     identity: str
     directory: Path
     encoded: bool

@@ -20,7 +20,7 @@ import orjson
 from ttrain.core.files import read_object, write_json
 from ttrain.data import blocks, near_duplicates, shards
 from ttrain.data.blocks import PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Pool
+from ttrain.data.built_blocks import BuiltBlock, Flags, Pool
 from ttrain.data.near_duplicates import NearDuplicate, SimilarityRule, Sketches, Values
 from ttrain.data.overlap import Hashes
 from ttrain.data.tools import JsonObject
@@ -63,7 +63,6 @@ class NearDuplicateSearch:
     def __init__(
         self,
         output: Path,
-        files: FilesByRole,
         built_blocks: Sequence[BuiltBlock],
         recipe: BlockRecipe,
         rule: SimilarityRule,
@@ -71,7 +70,7 @@ class NearDuplicateSearch:
         pool: Pool,
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
-        self.output, self.files, self.built_blocks, self.recipe, self.rule = output, files, built_blocks, recipe, rule
+        self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
         self.places: dict[str, str] = {}
         self.current_names: set[str] = set()
         directories = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
@@ -174,7 +173,7 @@ class NearDuplicateSearch:
         name = _lines_name(shard)
         lines_before = self.lines_before[self.block_numbers[id(block)]]
         shards.write_files([(self.output / FOLDER / name, (lines + np.uint64(lines_before)).astype("<u8").tobytes())])
-        self.places[shard] = self.files[block.role][block.file].name
+        self.places[shard] = block.source.name
         self.current_names.add(name)
 
     def _per_document(self, number: int) -> Values:
@@ -216,7 +215,7 @@ class NearDuplicateSearch:
             number -= len(self.old)
             block = self.built_blocks[number]
             line = self.lines_before[number] + int(block.rows[row, 3])
-            return {"file": self.files[block.role][block.file].name, "line": line}
+            return {"file": block.source.name, "line": line}
 
         (self.output / REPORT).parent.mkdir(parents=True, exist_ok=True)
         with (self.output / REPORT).open("wb") as out:

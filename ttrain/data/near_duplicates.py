@@ -187,7 +187,6 @@ def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule)
 def write_sketches(path: Path, sketches: Sketches) -> None:
     """Write sketches to a file, with a digest before them."""
     data = np.concatenate([sketches.keys.reshape(-1), sketches.counts]).astype("<u4").tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
     shards.write_files([(path, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)])
 
 

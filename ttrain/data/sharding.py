@@ -60,7 +60,7 @@ def build(
     near = None
     if reading.near_duplicates and recipe.kind == "documents":
         rule = SimilarityRule(reading.near_duplicates)
-        near = NearDuplicateSearch(output, files, built_blocks, recipe, rule, earlier, pool)
+        near = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, pool)
     return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near, earlier_heldout)
 
 
@@ -140,7 +140,10 @@ class _BlockMaker:
         names = [f"{file.digest} {recipe.digest} {self.block_bytes}" if file.digest and not enough else "" for file in files]
         reusable_blocks = _reusable_files(self.output, recipe)
         blocks_by_file: dict[int, list[BuiltBlock]] = {
-            number: [_open(role, number, identity, directory, False) for directory, identity in reusable_blocks[name]]
+            number: [
+                _open(role, number, files[number], identity, directory, False)
+                for directory, identity in reusable_blocks[name]
+            ]
             for number, name in enumerate(names)
             if name in reusable_blocks
         }
@@ -156,7 +159,7 @@ class _BlockMaker:
         rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
         with contextlib.closing(self.pool.map(blocks.make, tasks())) as results:
             for index, (identity, directory, encoded) in enumerate(results):
-                block = _open(role, numbers[index], identity, directory, encoded)
+                block = _open(role, numbers[index], files[numbers[index]], identity, directory, encoded)
                 blocks_by_file.setdefault(numbers[index], []).append(block)
                 rows += len(block.rows)
                 self.progress(rows, index + 1)
@@ -185,10 +188,10 @@ class _BlockMaker:
         return np.unique(draws) if self.reading.deduplicate else np.sort(draws)
 
 
-def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> BuiltBlock:
+def _open(role: str, file: int, source: DataFile, identity: str, directory: str, encoded: bool) -> BuiltBlock:
     manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
     rows = np.fromfile(Path(directory) / BLOCKS / f"{identity}.rows", ">u8").astype(np.uint64).reshape(-1, 4)
-    return BuiltBlock(role, file, identity, Path(directory), encoded, manifest, rows)
+    return BuiltBlock(role, file, source, identity, Path(directory), encoded, manifest, rows)
 
 
 def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list[int] | None]:

@@ -42,7 +42,6 @@ def run(config: HeldoutConfig, job: StageContext) -> Figures:
     by_name = _by_name(document for of_night in of_nights for document in of_night)
     lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]
     directory = job.output / "heldout"
-    directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
     write_json(job.output / UNSCORED, sorted({*passed, *documents} - by_name.keys()))
