@@ -191,10 +191,10 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
-def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool]:
+def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str, bool]:
     """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
 
-    Returns (id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
+    Returns (number of its file, id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
     """
     data = read(block, recipe.max_line_bytes)
     content = sources.hash_of(data).hex()
@@ -204,9 +204,9 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool
     )
     for directory in (output, *recipe.reuse):
         if is_built(Path(directory), identity, fast=recipe.fast):
-            return identity, directory, False
+            return block.file, identity, directory, False
     _make(data, block, recipe, Path(output), name, identity)
-    return identity, output, True
+    return block.file, identity, output, True
 
 
 def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:

@@ -149,20 +149,14 @@ class _BlockMaker:
         }
         opened = [number for number in range(len(files)) if number not in blocks_by_file]
         stamps_before = _stamps(files, opened)
-        numbers: list[int] = []
-
-        def tasks() -> Iterator[tuple[Block, BlockRecipe, str]]:
-            for block in self.cut(role, opened, recipe):
-                numbers.append(block.file)
-                yield block, recipe, str(self.output)
-
+        tasks = ((block, recipe, str(self.output)) for block in self.cut(role, opened, recipe))
         rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
-        with contextlib.closing(self.pool.map(blocks.make, tasks())) as results:
-            for index, (identity, directory, encoded) in enumerate(results):
-                block = _open(role, numbers[index], files[numbers[index]], identity, directory, encoded)
-                blocks_by_file.setdefault(numbers[index], []).append(block)
+        with contextlib.closing(self.pool.map(blocks.make, tasks)) as results:
+            for blocks_made, (number, identity, directory, encoded) in enumerate(results, start=1):
+                block = _open(role, number, files[number], identity, directory, encoded)
+                blocks_by_file.setdefault(number, []).append(block)
                 rows += len(block.rows)
-                self.progress(rows, index + 1)
+                self.progress(rows, blocks_made)
                 if enough and enough(block):
                     break
         stamps_after = _stamps(files, opened)

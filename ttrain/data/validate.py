@@ -175,14 +175,14 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule
     return report
 
 
-def plain_texts(block: Block, recipe: BlockRecipe, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
-    """(number, plain text) of the wanted records of a block, as far as it can be read."""
+def plain_texts(block: Block, recipe: BlockRecipe, first: int, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
+    """(position, plain text) of the wanted records of a block, as far as it can be read; its first is at `first`."""
     texts = []
     with contextlib.suppress(DataError):  # the first reading has told it
         rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
-        for number, (_, record) in enumerate(rows):
-            if number in wanted:
-                texts.append((number, overlap.plain(blocks.text_of(record))))
+        for position, (_, record) in enumerate(rows, start=first):
+            if position in wanted:
+                texts.append((position, overlap.plain(blocks.text_of(record))))
     return texts
 
 
@@ -251,9 +251,8 @@ def _spool(
     reports: Sequence[Report], reading: Reading, positions: Places, spool: IO[bytes], pool: Pool
 ) -> dict[int, tuple[int, int]]:
     """Write the plain texts of documents, by position among all, to a file; returns (start, length) of each."""
-    starts: list[int] = []
 
-    def tasks() -> Iterator[tuple[Block, BlockRecipe, frozenset[int]]]:
+    def tasks() -> Iterator[tuple[Block, BlockRecipe, int, frozenset[int]]]:
         first = 0
         for number, report in enumerate(reports):
             recipe, start = _recipe(report, reading), first
@@ -262,18 +261,16 @@ def _spool(
                 cut = blocks.cut(report.file, number, BLOCK_BYTES, recipe)
                 for sketch, block in zip(report.sketches, cut, strict=False):
                     end = start + len(sketch.counts)
-                    numbers = positions[positions.searchsorted(start) : positions.searchsorted(end)] - start
-                    if len(numbers):
-                        starts.append(start)
-                        yield block, recipe, frozenset(numbers.tolist())
+                    wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)]
+                    if len(wanted):
+                        yield block, recipe, start, frozenset(wanted.tolist())
                     start = end
 
     places: dict[int, tuple[int, int]] = {}
     with contextlib.closing(pool.map(plain_texts, tasks())) as results:
-        for index, texts in enumerate(results):
-            for number, text in texts:
-                places[starts[index] + number] = (spool.tell(), len(text))
-                spool.write(text)
+        for position, text in itertools.chain.from_iterable(results):
+            places[position] = (spool.tell(), len(text))
+            spool.write(text)
     return places
 
 
