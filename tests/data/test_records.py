@@ -144,6 +144,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 RESULT = {"role": "tool", "content": "2"}
+NO_TEXT = "a content part is not an object with a text"
+NOT_PAIRS = "'history' is not a list of pairs of texts; write a list of pairs"
 
 
 @pytest.mark.parametrize(
@@ -158,22 +160,20 @@ RESULT = {"role": "tool", "content": "2"}
         (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing, not text"),
         (chat({"role": "system", "content": None}), "the 'content' of a turn of role 'system' is null, not text"),
         (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
-        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
-         "the 'type' of a content part is 'image_url'; only text is read: write"),
-        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}),
-         "the 'text' of a content part is a number; write {\"type\": \"text\""),
-        (chat({"role": "user", "content": ["x"]}), 'a content part is a bare text; write {"type": "text", "text": "..."}'),
-        (chat({"role": "user", "content": [{"text": "x"}]}), "the 'type' of a content part is missing; only text"),
+        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), f"{NO_TEXT} (its type: image_url)"),
+        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}), f"{NO_TEXT} (its type: text); only text is read"),
+        (chat({"role": "user", "content": ["x"]}), f'{NO_TEXT} (its type: text); only text is read: write {{"type": "text"'),
+        (chat({"role": "user", "content": [{"text": "x"}]}), f"{NO_TEXT} (its type: None)"),
         (chat({"role": "assistant", "content": "a", "weight": 0.5}), "the 'weight' of a turn is 0.5; write 1"),
         (chat(system=1), "'system' is a number, not text"),
         (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
         ({"instruction": "x"}, "no key 'output'"),
         ({"instruction": "x", "output": " "}, "'output' is empty"),
         ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
-        ({"instruction": "x", "output": "y", "history": "z"}, "'history' is text; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": ["a", "b"]}, "'history' holds text; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": [["a"]]}, "'history' holds a list of 1; write a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": [["a", None]]}, "'history' holds a pair with null; write"),
+        ({"instruction": "x", "output": "y", "history": "z"}, NOT_PAIRS),
+        ({"instruction": "x", "output": "y", "history": ["a", "b"]}, NOT_PAIRS),
+        ({"instruction": "x", "output": "y", "history": [["a"]]}, NOT_PAIRS),
+        ({"instruction": "x", "output": "y", "history": [["a", None]]}, NOT_PAIRS),
         ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
         ({"completion": "x"}, "no key 'prompt' beside 'completion'"),
         ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),

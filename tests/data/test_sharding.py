@@ -365,6 +365,11 @@ def test_a_limit_counts_what_is_learnt_beside_held_out_rows(sets: Sets) -> None:
     assert [record["text"] for record in sets.heldout("1")] == sets.texts("1", "heldout")
 
 
+def test_files_without_a_row_make_an_empty_set_whatever_the_limit(sets: Sets) -> None:
+    built = sets.build("1", [sets.file("a", [])], Reading(heldout_fraction=0.1, limit=5))
+    assert (built.parts["train"]["rows"], built.parts["heldout"]["rows"], built.blocks) == (0, 0, 0)
+
+
 def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Sets) -> None:
     path = sets.file("a", rows_of(50))
     sets.build("out", [path])

@@ -38,7 +38,7 @@ def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"text": f"{seed}.{n} {text}"} for n, text in enumerate(documents(count, seed))]
 
 
-def make_or_die(*arguments: Any) -> tuple[str, str, bool]:
+def make_or_die(*arguments: Any) -> tuple[int, str, str, bool]:
     """Make a block in the process of a test; kill one that a pool started."""
     if multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)

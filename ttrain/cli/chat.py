@@ -160,16 +160,14 @@ def chat(
 
 def _sample_questions(reference: Reference) -> list[str]:
     """Questions from the chats that were held out from the model's training; none where its shards are not here."""
-    from ttrain.data.encoder import Encoder
-    from ttrain.data.inspect import first_questions
+    from ttrain.stages.shards import first_questions
     from ttrain.store import artifacts, layout
 
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
     if not shards:
         return []
-    heldout_directory = artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
     try:
-        return first_questions(heldout_directory, Encoder(reference.tokenizer), SAMPLE_QUESTIONS)
+        return first_questions(artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]), SAMPLE_QUESTIONS)
     except (TTrainError, OSError):
         return []
 

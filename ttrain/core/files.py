@@ -131,6 +131,16 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     fsync(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link, which takes no space; a copy, at once whole, where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
+
+
 def private_directory(path: Path, *, closes_files: bool = True) -> Path:
     """Make a directory for its owner alone; one that others could look into is closed to them, with all that it holds.
 

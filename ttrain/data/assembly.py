@@ -7,12 +7,11 @@ block's shard is copied without such rows; the whole shard is kept in `run/block
 from __future__ import annotations
 
 import hashlib
-import os
+import itertools
 import re
-import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
-from ttrain.core.files import write_json
+from ttrain.core.files import link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table, row_keys
+from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
+from ttrain.data.near_duplicates import NEAR_DUPLICATE
 from ttrain.data.records import Tally
 from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead
@@ -50,9 +50,9 @@ class ShardSetResult:
     parts: dict[str, JsonObject]
     tallies: dict[str, Tally]
     files: list[JsonObject]
+    duplicates: int
     blocks: int
     encoded_blocks: int
-    duplicates: int
     encoder: str
     contamination: JsonObject | None = None
     near_duplicates: JsonObject | None = None
@@ -61,10 +61,7 @@ class ShardSetResult:
     def to_json(self) -> JsonObject:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
-        figures = (
-            "files", "duplicates", "blocks", "encoded_blocks", "encoder",
-            "contamination", "near_duplicates", "of_earlier_heldout",
-        )  # fmt: skip
+        figures = [field.name for field in fields(self)][2:]
         return {
             **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
@@ -90,18 +87,28 @@ def assemble(
     """
     tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
-    _quarantine(output, files, built_blocks, figures)
-    duplicates = _select_rows(built_blocks, figures, reading, recipe.kind)
-    removed = _removed_overlaps(built_blocks, overlaps)
-    near_figures = near.leave_out(figures, removed) if near else None
-    kept_back = _in_earlier_heldout(built_blocks, earlier_heldout, recipe.kind)
-    of_earlier_heldout = sum(int(flags.sum()) for flags in kept_back)
+    _quarantine(output, built_blocks, figures)
+    selection = _Selection(built_blocks, figures, recipe.kind)
+    duplicates = selection.select(reading)
+    places = selection.places_of(overlaps[1]) if overlaps else []
+    removed = np.zeros_like(selection.selected)
+    for rows in places if overlaps and overlaps[0].remove else ():
+        removed[rows] = True
+    near_figures = None
+    if near:
+        present = selection.selected & ~removed
+        flags, near_figures = near.find(present, present & ~selection.from_heldout)
+        selection.leave_out(NEAR_DUPLICATE, flags)
+    kept_back = selection.in_earlier_heldout(earlier_heldout)
+    of_earlier_heldout = int(kept_back.sum())
     lowest = None
     if recipe.heldout_fraction > 0 and "heldout" not in files:
-        lowest = _hold_out_lowest_row(built_blocks, figures, kept_back, recipe.kind)
-    for block, flags in zip(built_blocks, kept_back, strict=True):
-        _leave_out(figures, HELD_OUT, block, flags)
-    overlapping = _leave_out_overlaps(files, built_blocks, figures, removed, overlaps) if overlaps else None
+        lowest = selection.hold_out_lowest_row(kept_back)
+    selection.leave_out(HELD_OUT, kept_back)
+    overlapping = None
+    if overlaps:
+        overlapping = _overlap_report(built_blocks, overlaps, places, selection.selected)
+        selection.leave_out(contamination.OVERLAPS, removed)
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
     for part_name in PARTS:  # an output that is being changed is not a set of shards
@@ -113,16 +120,16 @@ def assemble(
         for block in built_blocks:
             entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
             if entry:
-                entries[part_name].append({**entry, "group": files[block.role][block.file].group})
+                entries[part_name].append({**entry, "group": block.source.group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
                     near.keep(part_name, block, entry)
     if lowest is not None:
-        block, content_hash = lowest
-        entry = _write_lowest_row(output, files[block.role][block.file].location, content_hash, recipe)
+        block, row = lowest
+        entry = _write_lowest_row(output, block, row, recipe)
         entries["heldout"].append(entry)
         if near:
-            near.keep_lowest(block, content_hash, entry)
+            near.keep_lowest(block, row, entry)
     _copy_block_records(output, built_blocks)
     parts = {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS}
     _remove_stale_files(output, entries, built_blocks)
@@ -161,7 +168,7 @@ def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, wei
     )
 
 
-def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock], figures: Tallies) -> None:
+def _quarantine(output: Path, built_blocks: list[BuiltBlock], figures: Tallies) -> None:
     """Count each file's rows and write the bad ones, numbered within the file, to `run/rejected.jsonl`."""
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
@@ -173,129 +180,114 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: list[BuiltBlock]
             tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
-            figures[block.role, block.file].add_block(tally, bad_rows, files[block.role][block.file].location)
+            figures[block.role, block.file].add_block(tally, bad_rows, block.source.location)
 
 
-def _select_rows(built_blocks: list[BuiltBlock], figures: Tallies, reading: Reading, kind: str) -> int:
-    """Mark the rows of each block to keep and count the others. Returns the number of duplicate rows."""
-    table = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
-    first, shared, beyond = is_first(table), np.zeros(len(table), bool), np.zeros(len(table), bool)
-    from_heldout = np.repeat(
-        [block.role == "heldout" for block in built_blocks], [len(block.rows) for block in built_blocks]
-    )
-    if from_heldout.any():
-        shared = ~from_heldout & np.isin(_split_keys(table, kind), _split_keys(table[from_heldout], kind))
-    selected = ~shared & (first if reading.deduplicate else True)
-    if reading.limit:
-        learnt = selected & ~from_heldout
-        beyond = learnt & (np.cumsum(learnt) > reading.limit * reading.rounds)
-    start = 0
-    for block in built_blocks:
-        end = start + len(block.rows)
-        tally = figures[block.role, block.file]
-        block.selected = selected[start:end] & ~beyond[start:end]
-        tally.leave_out(HELD_OUT, int(shared[start:end].sum()))
-        tally.leave_out(DUPLICATE, int((~selected & ~shared)[start:end].sum()))
-        tally.leave_out(BEYOND_LIMIT, int(beyond[start:end].sum()))
-        start = end
-    return int((~first & ~shared).sum())
+class _Selection:
+    """The rows of all blocks, in order, and which of them are selected; what the blocks have are views of these arrays."""
+
+    def __init__(self, built_blocks: list[BuiltBlock], figures: Tallies, kind: str) -> None:
+        self._blocks, self._figures, self._kind = built_blocks, figures, kind
+        lengths = [len(block.rows) for block in built_blocks]
+        self._starts = shards.offsets_of(lengths)
+        self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
+        self.selected = np.ones(len(self.rows), np.bool_)
+        self.from_heldout = np.repeat(np.array([block.role == "heldout" for block in built_blocks], np.bool_), lengths)
+        self._is_heldout: Flags = np.concatenate([self.selected[:0], *(block.is_heldout for block in built_blocks)])
+        for block, span in self._spans():
+            block.rows, block.selected = self.rows[span], self.selected[span]
+
+    def _spans(self) -> Iterator[tuple[BuiltBlock, slice]]:
+        """Each block with its part of the arrays."""
+        return zip(self._blocks, itertools.starmap(slice, itertools.pairwise(self._starts.tolist())), strict=True)
+
+    def leave_out(self, rule: str, flags: Flags) -> None:
+        """Leave the flagged rows out by a rule, and count those that were selected."""
+        flags = flags & self.selected
+        for block, span in self._spans():
+            self._figures[block.role, block.file].leave_out(rule, int(flags[span].sum()))
+        self.selected &= ~flags
+
+    def select(self, reading: Reading) -> int:
+        """Leave out what is held out, duplicates and what is beyond the limit. Returns the number of duplicate rows."""
+        keys, repeated = _split_keys(self.rows, self._kind), ~is_first(self.rows)
+        if self.from_heldout.any():
+            self.leave_out(HELD_OUT, ~self.from_heldout & np.isin(keys, keys[self.from_heldout]))
+        repeated &= self.selected
+        if reading.deduplicate:
+            self.leave_out(DUPLICATE, repeated)
+        if reading.limit:
+            learnt = self.selected & ~self.from_heldout
+            self.leave_out(BEYOND_LIMIT, learnt & (np.cumsum(learnt) > reading.limit * reading.rounds))
+        return int(repeated.sum())
+
+    def in_earlier_heldout(self, earlier_heldout: Table | None) -> Flags:
+        """A flag per row: whether it is to be learnt, although an earlier held-out set has its content."""
+        if earlier_heldout is None:
+            return np.zeros_like(self.selected)
+        keys, earlier_keys = (_split_keys(table, self._kind) for table in (self.rows, earlier_heldout))
+        return self.selected & ~self._is_heldout & np.isin(keys, earlier_keys)
+
+    def hold_out_lowest_row(self, kept_back: Flags) -> tuple[BuiltBlock, int] | None:
+        """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
+
+        This lets a small set be evaluated too. Returns the first block with the row, and its number there. Other pairs of
+        the same prompt leave the training part with it. The last row that may be learnt stays: then it is one of those
+        `kept_back`, which are not learnt anyway.
+        """
+        if (self._is_heldout & self.selected).any():
+            return None
+        can_spare_one = int((self.selected & ~kept_back).sum()) > 1
+        rows = np.flatnonzero(self.selected if can_spare_one else self.selected & kept_back)
+        if not len(rows):
+            return None
+        lowest = int(rows[np.lexsort((self.rows[rows, 1], self.rows[rows, 0]))[0]])
+        same = self.selected & (self.rows[:, 0] == self.rows[lowest, 0])
+        if self._kind != "pairs":
+            same &= self.rows[:, 1] == self.rows[lowest, 1]
+        self.selected[same.argmax()] = False  # it is kept, in the held-out part
+        self.leave_out(HELD_OUT, same)
+        number = int(self._starts.searchsorted(lowest, "right")) - 1
+        return self._blocks[number], lowest - int(self._starts[number])
+
+    def places_of(self, scans: Sequence[ShardScan]) -> list[npt.NDArray[np.int64]]:
+        """For each block, the number of the row of each match in its training part."""
+        return [
+            span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]
+            for (block, span), scanned in zip(self._spans(), scans, strict=True)
+        ]
 
 
 def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
     """What may not stand in both parts: the content of a row, of a pair its prompt (`records.content_hash`)."""
-    return table[:, 0] if kind == "pairs" else row_keys(table)
+    return table[:, 0] if kind == "pairs" else np.ascontiguousarray(table[:, :2]).view([("", np.uint64)] * 2).ravel()
 
 
 def is_first(table: Table) -> Flags:
     """A flag per row: whether no earlier row has the same content."""
-    halves = np.sort(table[:, 0])
-    if len(halves) < 2 or (halves[1:] != halves[:-1]).all():  # most often; sorting with indexes takes forty times as long
-        return np.ones(len(table), np.bool_)
-    order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
-    ordered = table[order, :2]
     flags = np.ones(len(table), np.bool_)
-    flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    halves = np.sort(table[:, 0])
+    if (halves[1:] == halves[:-1]).any():  # seldom; sorting with indexes takes forty times as long
+        order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
+        ordered = table[order, :2]
+        flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return flags
 
 
-def _in_earlier_heldout(built_blocks: list[BuiltBlock], earlier_heldout: Table | None, kind: str) -> list[Flags]:
-    """For each block, a flag per row: whether it is to be learnt, although an earlier held-out set has its content."""
-    if earlier_heldout is None:
-        return [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
-    keys = _split_keys(earlier_heldout, kind)
-    return [block.selected & ~block.is_heldout & np.isin(_split_keys(block.rows, kind), keys) for block in built_blocks]
-
-
-def _leave_out(figures: Tallies, rule: str, block: BuiltBlock, flags: Flags) -> None:
-    """Leave the flagged rows of a block out by a rule, and count those that were selected."""
-    figures[block.role, block.file].leave_out(rule, int((flags & block.selected).sum()))
-    block.selected &= ~flags
-
-
-def _hold_out_lowest_row(
-    built_blocks: list[BuiltBlock], figures: Tallies, kept_back: Sequence[Flags], kind: str
-) -> tuple[BuiltBlock, bytes] | None:
-    """If nothing was held out, move the row with the lowest hash (and its copies) out of the training part.
-
-    This lets a small set be evaluated too. Returns the first block with the row, and its hash. Other pairs of the same
-    prompt leave the training part with it. The last row that may be learnt stays: then it is one of those `kept_back`, which
-    are not learnt anyway.
-    """
-    if any((block.is_heldout & block.selected).any() for block in built_blocks):
-        return None
-    learnable = [block.selected & ~flags for block, flags in zip(built_blocks, kept_back, strict=True)]
-    can_spare_one = sum(int(flags.sum()) for flags in learnable) > 1
-    selected_rows = [
-        block.rows[block.selected if can_spare_one else block.selected & flags]
-        for block, flags in zip(built_blocks, kept_back, strict=True)
-    ]
-    lowest_rows = [
-        (rows[np.lexsort((rows[:, 1], rows[:, 0]))[0], :2].tolist(), n) for n, rows in enumerate(selected_rows) if len(rows)
-    ]
-    if not lowest_rows:
-        return None
-    (first, second), number = min(lowest_rows)
-    copies = 0
-    for block in built_blocks:
-        same = block.selected & (block.rows[:, 0] == np.uint64(first))
-        same &= (block.rows[:, 1] == np.uint64(second)) | (kind == "pairs")
-        block.selected &= ~same
-        figures[block.role, block.file].leave_out(HELD_OUT, max(0, int(same.sum()) - (not copies)))
-        copies += int(same.sum())
-    return built_blocks[number], first.to_bytes(8, "big") + second.to_bytes(8, "big")
-
-
-def _leave_out_overlaps(
-    files: FilesByRole,
-    built_blocks: list[BuiltBlock],
-    figures: Tallies,
-    removed: Sequence[Flags],
-    overlaps: Overlaps,
-) -> JsonObject:
-    """Count the training documents that contain an evaluation item, and leave the `removed` rows out.
-
-    Returns the report. Documents that are not selected anyway do not count.
-    """
+def _overlap_report(
+    built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
+    selected: Flags,
+) -> JsonObject:  # fmt: skip
+    """The report on the selected training documents that contain an evaluation item."""
     against, scans = overlaps
     file_scans = []
-    for block, scanned, flags in zip(built_blocks, scans, removed, strict=True):
-        rows = np.flatnonzero(~block.is_heldout)  # of the block, by number of the record in its training part
-        matches = [match for match in scanned.matches if block.selected[rows[match.record]]]
-        file_scans.append(({"file": files[block.role][block.file].name}, scanned._replace(matches=matches)))
-        _leave_out(figures, contamination.OVERLAPS, block, flags)
+    for block, scanned, rows in zip(built_blocks, scans, places, strict=True):
+        matches = [match for match, row in zip(scanned.matches, rows, strict=True) if selected[row]]
+        file_scans.append(({"file": block.source.name}, scanned._replace(matches=matches)))
     return contamination.report(against, file_scans)
 
 
-def _removed_overlaps(built_blocks: list[BuiltBlock], overlaps: Overlaps | None) -> list[Flags]:
-    """For each block, a flag per row: whether it is to be left out, since it holds an evaluation item."""
-    removed = [np.zeros(len(block.rows), np.bool_) for block in built_blocks]
-    if overlaps and overlaps[0].remove:
-        for flags, block, scanned in zip(removed, built_blocks, overlaps[1], strict=True):
-            flags[np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]] = True
-    return removed
-
-
-def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -> None:
+def _write_overlap_report(output: Path, overlapping: JsonObject | None) -> None:
     """Write the report for people, and for evaluations the items that the training part still contains."""
     (output / contamination.REPORT).unlink(missing_ok=True)
     items = overlapping["items"] if overlapping and not overlapping["removed"] else ()
@@ -304,8 +296,9 @@ def _write_overlap_report(output: Path, overlapping: Mapping[str, Any] | None) -
         write_json(output / contamination.REPORT, overlapping)
 
 
-def _write_lowest_row(output: Path, location: str, content_hash: bytes, recipe: BlockRecipe) -> Entry:
-    """Read the record with this hash again and write it as a held-out shard. Raises DataError if it is gone."""
+def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
+    """Read the record of this row again and write it as a held-out shard. Raises DataError if it is gone."""
+    location, content_hash = block.source.location, block.rows[row, :2].astype(">u8").tobytes()
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
@@ -340,7 +333,7 @@ def _place_shard(output: Path, part_name: str, block: BuiltBlock, used_names: se
     return {key: value for key, value in (entry | new_names).items() if key != "files"}
 
 
-def _file_names(entry: Mapping[str, Any]) -> dict[str, str]:
+def _file_names(entry: JsonObject) -> dict[str, str]:
     """The names of the files of a shard, by their keys in its entry."""
     return {kind: entry[kind] for kind in ("file", "records") if kind in entry}
 
@@ -349,7 +342,7 @@ def _write_selection(
     output: Path,
     part_name: str,
     block: BuiltBlock,
-    entry: Mapping[str, Any],
+    entry: JsonObject,
     selected: Flags,
     in_part: Flags,
     recipe: BlockRecipe,
@@ -375,17 +368,7 @@ def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, k
     if not keep and target.is_relative_to(block.directory):
         source.rename(target)
     else:
-        _link(source, target)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link `source` to `target`; copy it across file systems."""
-    try:
-        os.link(source, target)
-    except OSError:
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        shutil.copyfile(source, temporary)
-        temporary.replace(target)
+        link_or_copy(source, target)
 
 
 def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
@@ -394,7 +377,7 @@ def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
         for ending in ("rows", "rejected.jsonl", "json"):  # the last one makes it exist
             source, target = (directory / BLOCKS / f"{block.identity}.{ending}" for directory in (block.directory, output))
             if source != target and source.exists() and not target.exists():
-                _link(source, target)
+                link_or_copy(source, target)
 
 
 def _remove_stale_files(output: Path, entries: Mapping[str, list[Entry]], built_blocks: list[BuiltBlock]) -> None:

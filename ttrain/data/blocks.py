@@ -191,22 +191,22 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
-def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[str, str, bool]:
+def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str, bool]:
     """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
 
-    Returns (id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
+    Returns (number of its file, id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
     """
     data = read(block, recipe.max_line_bytes)
-    content = hashlib.blake2b(data, digest_size=16).hexdigest()
+    content = sources.hash_of(data).hex()
     identity, name = (
         hashlib.blake2b(f"{digest} {content}".encode(), digest_size=size).hexdigest()
         for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
     )
     for directory in (output, *recipe.reuse):
         if is_built(Path(directory), identity, fast=recipe.fast):
-            return identity, directory, False
+            return block.file, identity, directory, False
     _make(data, block, recipe, Path(output), name, identity)
-    return identity, output, True
+    return block.file, identity, output, True
 
 
 def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:
@@ -268,7 +268,6 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         size = len(text_of(record).encode("utf-8"))
         parts["heldout" if heldout else "train"].add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
-    (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
         lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
@@ -345,7 +344,6 @@ class _ShardBuilder:
         self._encode()
         if not self._done:
             return None
-        directory.mkdir(parents=True, exist_ok=True)
         entry, data = shards.shard_of(f"{name}.arrow", concatenate(self._done), len(self._encoder))
         added: list[tuple[Path, Any]] = [(directory / entry["file"], data)]
         if self._keep_text:

@@ -39,6 +39,7 @@ class BuiltBlock:
 
     role: str
     file: int
+    source: DataFile
     identity: str
     directory: Path
     encoded: bool
@@ -60,8 +61,3 @@ class BuiltBlock:
     def lines(self) -> int:
         """Lines of the file that the block is made of."""
         return int(self.manifest["lines"])
-
-
-def row_keys(table: Table) -> npt.NDArray[Any]:
-    """The 16 bytes that identify each row, as one comparable value."""
-    return np.ascontiguousarray(table[:, :2]).view([("", np.uint64), ("", np.uint64)]).ravel()

@@ -8,16 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import chat_templates, preferences
 from ttrain.data.chat_templates import Message, Messages, Segment, Template
-
-if TYPE_CHECKING:
-    from ttrain.data.encoder import Encoder
+from ttrain.data.encoder import Encoder
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
@@ -27,8 +24,7 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
 
     Raises DataError for a role or a conversation that the template does not accept.
     """
-    template = template_of(encoder)
-    return assemble(encoder, template.segments_of_all(conversations))
+    return assemble(encoder, template_of(encoder).segments_of_all(conversations))
 
 
 def encode_preferences(

@@ -24,6 +24,7 @@ PROMPT_KEYS = ("prompt", "completion")
 CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
+Row = Mapping[str, Any]
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
 # A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
@@ -35,17 +36,16 @@ def is_blank(text: str) -> bool:
     return VISIBLE.search(text) is None
 
 
-def is_chat(row: Mapping[str, Any]) -> bool:
+def is_chat(row: Row) -> bool:
     """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents have that key too."""
     return any(row.get(key) is not None for key in CHAT_KEYS) or all(row.get(key) is not None for key in PROMPT_KEYS)
 
 
-def messages_of(row: Mapping[str, Any]) -> list[Message]:
+def messages_of(row: Row) -> list[Message]:
     """The turns of a chat in one of the known formats, with or without an answer. Raises Malformed with the reason."""
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
     if shape is None:
-        keys = ", ".join(f"'{key}'" for key in (*CHAT_KEYS, PROMPT_KEYS[0]))
-        raise Malformed(f"none of the keys {keys} holds a conversation")
+        raise Malformed(f"none of the keys {', '.join(map(repr, (*CHAT_KEYS, PROMPT_KEYS[0])))} holds a conversation")
     has_tools = bool(row.get("tools"))
     if shape == "instruction":
         messages = [*alpaca_question(row), Message("assistant", visible_text(row, "output", "instruction"))]
@@ -56,7 +56,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return with_system_and_tools(messages, row)
 
 
-def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
     system = _optional_text(row, "system")
     if not is_blank(system):
         if any(message.role == "system" for message in messages):
@@ -70,7 +70,7 @@ def with_system_and_tools(messages: list[Message], row: Mapping[str, Any]) -> li
     return [first, *messages[int(begins) :]]
 
 
-def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
+def alpaca_question(row: Row) -> list[Message]:
     """The turns up to the answer."""
     instruction = visible_text(row, "instruction", "instruction")
     extra = _optional_text(row, "input")
@@ -80,32 +80,27 @@ def alpaca_question(row: Mapping[str, Any]) -> list[Message]:
 
 def _history(pairs: object) -> list[Message]:
     """The exchanges before the instruction, as turns."""
-    rule = '; write a list of pairs ["question", "answer"], or leave it out'
     if pairs is None or (isinstance(pairs, str) and is_blank(pairs)):  # exports of CSV have an empty text for none
         return []
-    if not isinstance(pairs, list):
-        raise Malformed(f"'history' is {kind_of(pairs)}{rule}")
-    messages = []
-    for pair in pairs:
-        if not isinstance(pair, list):
-            raise Malformed(f"'history' holds {kind_of(pair)}{rule}")
-        if len(pair) != 2:
-            raise Malformed(f"'history' holds a list of {len(pair)}{rule}")
-        wrong = next((text for text in pair if not isinstance(text, str)), "")
-        if wrong != "":
-            raise Malformed(f"'history' holds a pair with {kind_of(wrong)}{rule}")
-        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    return messages
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+        raise Malformed(
+            '\'history\' is not a list of pairs of texts; write a list of pairs ["question", "answer"], or leave it out'
+        )
+    return [Message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _optional_text(row: Mapping[str, Any], key: str) -> str:
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+
+
+def _optional_text(row: Row, key: str) -> str:
     text = row.get(key)
     if not (text is None or isinstance(text, str)):
         raise Malformed(f"'{key}' is {kind_of(text)}, not text")
     return text or ""
 
 
-def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
+def visible_text(row: Row, key: str, other_key: str) -> str:
     text = row.get(key)
     if key not in row:
         raise Malformed(f"no key '{key}' beside '{other_key}'")
@@ -116,7 +111,7 @@ def visible_text(row: Mapping[str, Any], key: str, other_key: str) -> str:
     return text
 
 
-def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Message]:
+def _prompt_and_completion(row: Row, has_tools: bool) -> list[Message]:
     """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
     prompt = turns_under(row, "prompt", "completion", "user")
     completion = turns_under(row, "completion", "prompt", "assistant")
@@ -124,7 +119,7 @@ def _prompt_and_completion(row: Mapping[str, Any], has_tools: bool) -> list[Mess
     return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
 
 
-def turns_under(row: Mapping[str, Any], key: str, other_key: str, role: str) -> list[Any]:
+def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:
     """The turns under a key, as they stand in the row: a list of them, or a text, which is one turn of the role."""
     value = row.get(key)
     if isinstance(value, str):
@@ -195,7 +190,7 @@ def _turn(turn: JsonObject, has_tools: bool) -> tuple[Message, list[JsonObject]]
     return Message(role, tools.with_tools(tools.with_calls(content, calls), functions), in_loss), calls
 
 
-def _in_loss(turn: Mapping[str, Any]) -> bool:
+def _in_loss(turn: Row) -> bool:
     """Whether an answer is learnt or is context only, by `weight` as in OpenAI's fine-tuning files."""
     weight = turn.get("weight")
     if weight is None:
@@ -205,7 +200,7 @@ def _in_loss(turn: Mapping[str, Any]) -> bool:
     return bool(weight)
 
 
-def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool) -> str:
+def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     """The text under `key`, joined if it is a list of parts; `is_optional`: null counts as empty."""
     content = turn.get(key)
     if content is None and is_optional:
@@ -213,22 +208,16 @@ def _content(turn: Mapping[str, Any], key: str, role: str, *, is_optional: bool)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        kind = kind_of(content) if key in turn else "missing"
-        raise Malformed(f"the '{key}' of a turn of role '{role}' is {kind}, not text")
+        raise Malformed(
+            f"the '{key}' of a turn of role '{role}' is {kind_of(content) if key in turn else 'missing'}, not text"
+        )
     return "".join(_part_text(content_part) for content_part in content)
 
 
 def _part_text(content_part: object) -> str:
-    if isinstance(content_part, str):
-        raise Malformed(f"a content part is a bare text; write {A_PART}")
-    if not isinstance(content_part, dict):
-        raise Malformed(f"a content part is {kind_of(content_part)}; write {A_PART}")
-    if content_part.get("type") != "text":
-        kind = repr(str(content_part["type"])[:40]) if "type" in content_part else "missing"
-        raise Malformed(f"the 'type' of a content part is {kind}; only text is read: write {A_PART}")
-    text = content_part.get("text")
-    if not isinstance(text, str):
-        raise Malformed(
-            f"the 'text' of a content part is {kind_of(text) if 'text' in content_part else 'missing'}; write {A_PART}"
-        )
-    return text
+    if isinstance(content_part, dict) and content_part.get("type") == "text" and isinstance(content_part.get("text"), str):
+        return str(content_part["text"])
+    kind = content_part.get("type") if isinstance(content_part, dict) else kind_of(content_part)
+    raise Malformed(
+        f"a content part is not an object with a text (its type: {str(kind)[:40]}); only text is read: write {A_PART}"
+    )

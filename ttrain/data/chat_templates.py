@@ -13,13 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import END, IM_END, ROLES, TINYSEEK_NAMES
 from ttrain.errors import DataError
-
-if TYPE_CHECKING:
-    from ttrain.data.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -100,16 +98,20 @@ class TurnTemplate(Template):
 def role_tokens(encoder: Encoder) -> TurnTemplate:
     """`ttrain`: every text lies between special tokens, so no token spans a border, and no text can forge one."""
     roles = {role: Segment((encoder.special(f"<|{role}|>"),), False) for role in ROLES}
-    ends = [Segment((encoder.special(END),), live) for live in (False, True)]
-    return TurnTemplate([Segment((encoder.bos_id,), False)], roles, dict.fromkeys(ROLES, ends))
+    return TurnTemplate([Segment((encoder.bos_id,), False)], roles, dict.fromkeys(ROLES, _ends(encoder.special(END))))
 
 
 def named_turns(encoder: Encoder) -> TurnTemplate:
     """`tinyseek`: role names in plain text. Only an answer ends with a special token, so a user can write `Assistant：`,
     as in TinySeek itself; the loss mask does not depend on it."""
     roles = {role: Segment(name, False) for role, name in TINYSEEK_NAMES.items()}
-    ends = [Segment((encoder.special(IM_END),), live) for live in (False, True)]
-    return TurnTemplate([], roles, {**dict.fromkeys(ROLES, (Segment("\n", False),)), "assistant": ends})
+    ends = {**dict.fromkeys(ROLES, (Segment("\n", False),)), "assistant": _ends(encoder.special(IM_END))}
+    return TurnTemplate([], roles, ends)
+
+
+def _ends(token: int) -> list[Segment]:
+    """The token as the end of a turn that the loss does not count, and of one that it counts."""
+    return [Segment((token,), live) for live in (False, True)]
 
 
 def is_live(turn: Message) -> bool:

@@ -11,7 +11,6 @@ the share of the text that 8-grams of tokens cover (https://arxiv.org/abs/2407.2
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +24,12 @@ from ttrain.data import locations, overlap, records, shards
 from ttrain.data.chat_templates import Messages
 from ttrain.data.overlap import TextIndex
 from ttrain.data.preferences import Preference, is_preference
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError
 
 NGRAM_BYTES, SHARE = 32, 0.5
 
 MAX_LINE_BYTES = 32 << 20
-
-DIGEST_BYTES = 16
 
 BEGINNING_TOKENS, EXCERPT_LETTERS = 40, 80
 
@@ -110,7 +108,7 @@ def item_of(task: str, location: str, text: str) -> EvaluationItem:
 
 def digest_of_text(plain: bytes) -> str:
     """Digest of a plain text."""
-    return hashlib.blake2b(plain, digest_size=DIGEST_BYTES).hexdigest()
+    return records.hash_of(plain).hex()
 
 
 def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tally]:
@@ -176,8 +174,7 @@ def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> TextIndex:
 
 def read_item_shares(directory: Path) -> dict[str, float]:
     """{digest: share} of the checked items that the training shards in this directory contain."""
-    shares: dict[str, float] = read_object(directory / ITEM_SHARES)
-    return shares
+    return read_object(directory / ITEM_SHARES)
 
 
 def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
@@ -187,7 +184,7 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> dict[str, Any]:
+def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> JsonObject:
     """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
 
     {"removed", "documents": number with an item, "tasks": {task: {"items", "too_short", "touched", "overlapping", "share",
@@ -196,7 +193,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
      "begins"}]}], the largest share first}
     """
     items, rule = against.items, against.rule
-    best: dict[int, list[dict[str, Any]]] = {}
+    best: dict[int, list[JsonObject]] = {}
     touched: set[int] = set()
     documents = 0
     for origin, scanned in scans:
@@ -207,7 +204,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
             best.setdefault(match.text, []).append({**origin, **figures, "begins": match.beginning})
     searchable = _prepared(against.texts, rule.ngram_bytes).searchable
     number_of = {text: number for number, text in enumerate(against.texts)}
-    tasks: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, JsonObject] = {}
     lines = []
     for item in items:
         number = number_of[item.text]
@@ -245,15 +242,8 @@ def of_row(record: Mapping[str, Any]) -> str | None:
         choices = record.get("choices")
         if isinstance(choices, list):
             return f"{question}\n{_right_choice(choices, answer)}"
-        answer_text = next(
-            (
-                candidate
-                for candidate in (answer, record.get("final"))
-                if isinstance(candidate, str | int | float) and str(candidate).strip()
-            ),
-            None,
-        )
-        return question if answer_text is None else f"{question}\n{answer_text}"
+        answers = (str(text) for text in (answer, record.get("final")) if isinstance(text, str | int | float))
+        return "\n".join([question, *[text for text in answers if text.strip()][:1]])
     if isinstance(context, str):
         return f"{context}{record.get('target') or ''}"
     if is_preference(record):

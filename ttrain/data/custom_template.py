@@ -12,17 +12,14 @@ import itertools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
-from ttrain.data.chat_templates import Message, Segment, Template, is_live
+from ttrain.data.chat_templates import Message, Messages, Segment, Template, is_live
+from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
-
-if TYPE_CHECKING:
-    from ttrain.data.chat_templates import Messages
-    from ttrain.data.encoder import Encoder
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date is fixed. The empty
@@ -85,19 +82,16 @@ class JinjaTemplate(Template):
         return self._filled([messages], prompt=True)[0]
 
     def _filled(self, conversations: Sequence[Messages], *, prompt: bool) -> list[list[Segment]]:
+        filled = []
         rendered = self._render([(messages, {}) for messages in conversations], prompt=prompt)
-        return [
-            self._segments(messages, text, self._skeleton(messages, prompt=prompt))
-            for messages, (text, _) in zip(conversations, rendered, strict=True)
-        ]
-
-    def _segments(self, messages: Messages, rendered: str, skeleton: Skeleton) -> list[Segment]:
-        contents = self._contents(messages, rendered, skeleton)
-        live = [is_live(turn) for turn in messages]
-        return [
-            Segment(ids if turn is None else contents[turn], answer is not None and live[answer])
-            for turn, ids, answer in skeleton.parts
-        ]
+        for messages, (text, _) in zip(conversations, rendered, strict=True):
+            skeleton = self._skeleton(messages, prompt=prompt)
+            contents = self._contents(messages, text, skeleton)
+            filled.append([
+                Segment(ids if turn is None else contents[turn], answer is not None and is_live(messages[answer]))
+                for turn, ids, answer in skeleton.parts
+            ])  # fmt: skip
+        return filled
 
     def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, str]:
         """The contents as the template writes them: as they are, or without white space around them."""
@@ -193,8 +187,7 @@ class JinjaTemplate(Template):
         texts: list[Rendered] = []
         for (messages, _), rendering in zip(conversations, renderings, strict=True):
             if isinstance(rendering, str):
-                roles = ", ".join(turn.role for turn in messages)
-                raise self._refused(f"it does not render the turns {roles}: {rendering}")
+                raise self._refused(f"it does not render the turns {', '.join(turn.role for turn in messages)}: {rendering}")
             texts.append(rendering)
         return texts
 

@@ -83,8 +83,8 @@ class Encoder:
         self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
         self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
         self.digest = digest_of([sha256_file(path), ids])
-        added = self._reference.get_added_tokens_decoder()
-        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        added = self._reference.get_added_tokens_decoder().items()
+        self._special_ids = frozenset(number for number, token in added if token.special)
         self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
         self._fast = self._checked_fast(path) if fast else None
 
@@ -181,13 +181,13 @@ def _read(path: Path, tokenizer: Path, parse: Callable[[bytes], T]) -> T:
 
 
 def _compare(fast: Any, reference: Tokenizer, texts: Sequence[str]) -> None:
-    (fast_ids, fast_offsets), (reference_ids, reference_offsets) = _fast_flat(fast, texts), _reference_flat(reference, texts)
-    if np.array_equal(fast_ids, reference_ids) and np.array_equal(fast_offsets, reference_offsets):
-        return
-    for text in texts:
-        if not np.array_equal(_fast_flat(fast, [text])[0], _reference_flat(reference, [text])[0]):
-            raise EncoderDiffers(f"fastokens and tokenizers make different ids of {text[:80]!r}")
-    raise EncoderDiffers("fastokens and tokenizers make different ids of a batch of texts")
+    def are_equal(texts: Sequence[str]) -> bool:
+        (fast_ids, fast_offsets), (ids, offsets) = _fast_flat(fast, texts), _reference_flat(reference, texts)
+        return np.array_equal(fast_ids, ids) and np.array_equal(fast_offsets, offsets)
+
+    if not are_equal(texts):
+        different = next((repr(text[:80]) for text in texts if not are_equal([text])), "a batch of texts")
+        raise EncoderDiffers(f"fastokens and tokenizers make different ids of {different}")
 
 
 def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:

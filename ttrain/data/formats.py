@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import orjson
 
@@ -38,6 +39,14 @@ _ESCAPES = {bytes([code]): json.dumps(chr(code))[1:-1].encode() for code in (*ra
 ReadStored = Callable[[], bytes]  # gives the first bytes of a file as it is stored, which show whether it is an archive
 
 
+class Problem(NamedTuple):
+    """What is wrong with a whole text, and the program that makes a file with this ending of it."""
+
+    description: str
+    program: str
+    ending: str = ".jsonl"
+
+
 class Format(enum.Enum):
     LINES = enum.auto()  # JSON Lines, good or bad: every line is judged on its own
     ARRAY = enum.auto()  # one JSON array of objects, over any number of lines
@@ -51,8 +60,8 @@ def check_encoding(head: bytes, location: str, read_stored: ReadStored) -> None:
         encoding = "GB18030"
     if encoding:
         ending = ".txt" if _is_named_text(location) else ".jsonl"
-        command = _command(f"iconv -f {encoding} -t UTF-8", location, read_stored, ending)
-        raise DataError(f"{location} is {encoding}, but ttrain reads UTF-8; {command}")
+        problem = Problem(f"is {encoding}, but ttrain reads UTF-8", f"iconv -f {encoding} -t UTF-8", ending)
+        raise _refused(problem, location, read_stored)
 
 
 def format_of(head: bytes, location: str, read_stored: ReadStored) -> Format:
@@ -66,7 +75,8 @@ def format_of(head: bytes, location: str, read_stored: ReadStored) -> Format:
         first, _, remainder = start.partition(b"\n")
         return Format.LINES if remainder.strip() and _is_json(first) else Format.ARRAY
     if _OBJECT.match(start):
-        _check_lines(start, location, read_stored)
+        if problem := _problem_of_lines(start):
+            raise _refused(problem, location, read_stored)
         return Format.LINES
     if _is_named_text(location):
         return Format.DOCUMENT
@@ -74,7 +84,7 @@ def format_of(head: bytes, location: str, read_stored: ReadStored) -> Format:
     is_text = start.startswith(b'"') and _suffix(location) not in CSV_NAMES  # where tables have names in quotes
     if not start or is_text or _VALUE_LINE.search(head) or _is_json(first) or is_binary(head):
         return Format.LINES
-    raise DataError(_of_text(start, location, read_stored))
+    raise _refused(_problem_of_text(start, _suffix(location)), location, read_stored)
 
 
 def as_json_lines(pieces: Iterable[bytes], form: Format, location: str, text_field: str) -> Iterator[bytes]:
@@ -152,15 +162,14 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
         )
 
 
-def _check_lines(start: bytes, location: str, read_stored: ReadStored) -> None:
-    """Raise DataError if objects span several lines, or lines do not end with a newline."""
+def _problem_of_lines(start: bytes) -> Problem | None:
+    """What is wrong where objects span several lines, or lines do not end with a newline."""
     first, _, remainder = start.partition(b"\r")
     if b"\n" not in start and remainder.strip() and _is_json(first):
-        command = _command("tr '\\r' '\\n'", location, read_stored, ".jsonl")
-        raise DataError(f"{location} ends its lines with a carriage return alone, but ttrain reads newlines; {command}")
+        return Problem("ends its lines with a carriage return alone, but ttrain reads newlines", "tr '\\r' '\\n'")
     if _OPEN_OBJECT.match(start) or _is_spread(start):
-        command = _command("jq -c .", location, read_stored, ".jsonl")
-        raise DataError(f"{location} is pretty-printed JSON, but ttrain reads one JSON object a line; {command}")
+        return Problem("is pretty-printed JSON, but ttrain reads one JSON object a line", "jq -c .")
+    return None
 
 
 def _is_spread(start: bytes) -> bool:
@@ -175,20 +184,18 @@ def _is_spread(start: bytes) -> bool:
     return end > len(first.decode("utf-8", "replace"))
 
 
-def _of_text(start: bytes, location: str, read_stored: ReadStored) -> str:
-    """The error message for a text without JSON."""
-    delimiter = _delimiter(start, CSV_NAMES.get(_suffix(location)))
-    if delimiter is not None:
-        reader = "sys.stdin" if delimiter == "," else f'sys.stdin,delimiter="{delimiter}"'.replace("\t", "\\t")
-        program = (
-            'import csv,json,sys;sys.stdin.reconfigure(encoding="utf-8-sig",newline="");csv.field_size_limit(2**31-1);'
-            f"[print(json.dumps(row)) for row in csv.DictReader({reader})]"
-        )
-        command = _command(f"python3 -c {shlex.quote(program)}", location, read_stored, ".jsonl")
-        kind = "tab-separated values" if delimiter == "\t" else "CSV"
-        return f"{location} is {kind}, not JSON Lines; {command}"
-    command = _command("cat", location, read_stored, ".txt")
-    return f"{location} is plain text, not JSON Lines; to read all of it as one document, name it .txt: {command}"
+def _problem_of_text(start: bytes, suffix: str) -> Problem:
+    """What a text without JSON is."""
+    delimiter = _delimiter(start, CSV_NAMES.get(suffix))
+    if delimiter is None:
+        return Problem("is plain text, not JSON Lines; to read all of it as one document, name it .txt", "cat", ".txt")
+    reader = "sys.stdin" if delimiter == "," else f'sys.stdin,delimiter="{delimiter}"'.replace("\t", "\\t")
+    program = (
+        'import csv,json,sys;sys.stdin.reconfigure(encoding="utf-8-sig",newline="");csv.field_size_limit(2**31-1);'
+        f"[print(json.dumps(row)) for row in csv.DictReader({reader})]"
+    )
+    description = "is tab-separated values, not JSON Lines" if delimiter == "\t" else "is CSV, not JSON Lines"
+    return Problem(description, f"python3 -c {shlex.quote(program)}")
 
 
 def _delimiter(start: bytes, usual: str | None) -> str | None:
@@ -197,32 +204,30 @@ def _delimiter(start: bytes, usual: str | None) -> str | None:
     delimiter that gives its header the most names."""
     lines = start.decode("utf-8", "replace").splitlines(keepends=True)
     lines = lines[:-1] if len(start) >= HEAD_BYTES - len(_SPACE) else lines
-    even: dict[str, int] = {}  # values of a row
-    names: dict[str, int] = {usual: 1} if usual else {}  # values of the header
+    candidates = {usual: (False, 1)} if usual else {}  # whether its rows are even, and the values of its header
     for delimiter in DELIMITERS:
         rows: list[list[str]] = []
         with contextlib.suppress(csv.Error):  # the last record may be cut
             rows.extend(itertools.islice(csv.reader(lines, delimiter=delimiter, strict=True), CSV_RECORDS))
         sizes = {len(row) for row in rows if row}
-        if usual and rows:
-            names[delimiter] = max(len(rows[0]), names.get(delimiter, 0))
-        if len(rows) > 1 and len(sizes) == 1 and min(sizes) > 1 and all(name.strip() for name in rows[0]):
-            even[delimiter] = min(sizes)
-    candidates = even or names
+        is_even = len(rows) > 1 and len(sizes) == 1 and min(sizes) > 1 and all(name.strip() for name in rows[0])
+        if is_even or (usual and rows):
+            candidates[delimiter] = max((is_even, len(rows[0])), candidates.get(delimiter, (False, 0)))
     return max(candidates, key=candidates.__getitem__) if candidates else None
 
 
-def _command(program: str, location: str, read_stored: ReadStored, ending: str) -> str:
-    """The shell command that pipes the text through a program into a new file."""
+def _refused(problem: Problem, location: str, read_stored: ReadStored) -> DataError:
+    """The error for a text, with the shell command that pipes it through the program into a new file."""
     is_remote = locations.is_remote(location)
     source = locations.name(location) if is_remote else str(locations.local_path(location))
     source = f"./{source}" if source.startswith("-") else source
     stored = read_stored()
-    target = shlex.quote(str(PurePosixPath(source).with_name(f"{_stem(source)}.converted{ending}")))
+    target = shlex.quote(str(PurePosixPath(source).with_name(f"{_stem(source)}.converted{problem.ending}")))
     packer = next((packer for magic, packer in UNPACK.items() if stored.startswith(magic)), None)
     quoted = shlex.quote(source)
-    command = f"{packer} -dc {quoted} | {program} > {target}" if packer else f"{program} < {quoted} > {target}"
-    return f"{'download it, then run' if is_remote else 'run'} `{command}`"
+    read = f"{packer} -dc {quoted} | {problem.program}" if packer else f"{problem.program} < {quoted}"
+    run = "download it, then run" if is_remote else "run"
+    return DataError(f"{location} {problem.description}; {run} `{read} > {target}`")
 
 
 def _stem(location: str) -> str:

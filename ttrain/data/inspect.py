@@ -13,11 +13,10 @@ import numpy as np
 from ttrain.core.files import read_json, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data.blocks import PARTS
-from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Rows
-from ttrain.data.pair_rows import PairBatch, PairRows
-from ttrain.data.record_rows import ChatRows, DocumentRows
+from ttrain.data.pair_rows import PairBatch, answer_rows
+from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
 from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError, UsageError
@@ -155,10 +154,7 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
-    if shards.index["kind"] == "pairs":
-        header = header_length(encoder)
-        return PairRows(shards, row_length, encoder.pad_id, encoder.end_id, header_length=header)
-    return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id)
+    return answer_rows(shards, row_length, encoder)
 
 
 def lengths_json(lengths: Array, unit: str) -> JsonObject:
@@ -219,25 +215,6 @@ def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenVie
         shown.segments[:] = shards.preference(number)[2].tolist()
         shown.headings[:] = ["prompt", "chosen", "rejected"]
     return shown
-
-
-def first_questions(shards: Path, encoder: Encoder, count: int) -> list[str]:
-    """What the user says before the first answer in some chats of a part of shards, evenly spread, in one line each."""
-    chats, special = ShardSet(shards), encoder.special_ids()
-    questions = []
-    for number in range(0, len(chats), max(1, len(chats) // count)):
-        tokens, live = chats.row(number)
-        if live is None or not live.any():
-            continue
-        segments: list[list[int]] = [[]]
-        for token in tokens[: int(live.argmax())].tolist():
-            if token in special:
-                segments.append([])
-            else:
-                segments[-1].append(token)
-        texts = [encoder.decode(segment).strip() for segment in segments]
-        questions += [" ".join(text.removeprefix("user\n").split()) for text in texts if text and text != "assistant"][-1:]
-    return questions[:count]
 
 
 class TokenDecoder:

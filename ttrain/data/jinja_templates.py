@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import orjson
 
 from ttrain.core.sandbox import Sandbox, WorkFailed
-from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE
+from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE, JsonObject
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -83,7 +82,7 @@ def name_of(jinja: str) -> str:
     return next((name for name, text in JINJA.items() if text == jinja), "own")
 
 
-Turns = Sequence[Mapping[str, Any]]
+Turns = Sequence[JsonObject]
 
 Rendered = tuple[str, list[tuple[int, int]]]
 # A conversation takes 0.1 ms; one of 1,000 turns in a template that is quadratic in them 50 ms.
@@ -95,7 +94,7 @@ ERROR_CHARACTERS = 200
 
 
 def render(
-    template: str, variables: Mapping[str, Any], conversations: Sequence[Turns], *, prompt: bool, spans: bool
+    template: str, variables: JsonObject, conversations: Sequence[Turns], *, prompt: bool, spans: bool
 ) -> list[Rendered | str]:
     """(text, spans of `{% generation %}` in it, where `spans`) of each conversation, or why it does not render.
 
@@ -137,7 +136,7 @@ def answer(request: bytes) -> Iterator[bytes]:
             yield orjson.dumps(str(error)[:ERROR_CHARACTERS].encode("utf-8", "replace").decode("utf-8"))
 
 
-def _check_length(text: str, turns: Turns, variables: Mapping[str, Any]) -> None:
+def _check_length(text: str, turns: Turns, variables: JsonObject) -> None:
     if len(text) <= WRITTEN_CHARACTERS:
         return
     read = len(orjson.dumps([turns, variables]))

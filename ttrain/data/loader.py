@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,12 @@ from ttrain.data.packing import Array, Rows
 from ttrain.errors import DataError
 
 
-class LossBatch(Protocol):
-    """A batch that can be copied without its targets, so that the loss does not count it."""
-
-    def without_targets(self) -> Self: ...
-
-
 class BatchSource(Protocol):
-    """Rows that can be read by number."""
+    """Rows that can be read by number, in batches that `without_targets` copies so that the loss does not count them."""
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: Collection[int], /) -> LossBatch: ...
+    def batch(self, rows: Collection[int], /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -65,16 +59,13 @@ class Loader:
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:
         """Steps `first` to `last` (not included), the next one in preparation."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
             coming: Future[list[MicroBatch]] | None = None
             for step in range(first, last):
                 micro_batches = (coming or pool.submit(self.step, step)).result()
                 coming = pool.submit(self.step, step + 1) if step + 1 < last else None
                 self.consumed = step + 1
                 yield micro_batches
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         self.close()
@@ -314,4 +305,4 @@ def quotas(weights: Sequence[float], draws: int) -> list[int]:
     exact = np.asarray(weights, float) / np.sum(weights) * draws
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: draws - int(counts.sum())]] += 1
-    return [int(quota) for quota in counts]
+    return list(counts.tolist())

@@ -225,9 +225,8 @@ def _hub_files(pattern: str) -> list[str]:
     commit, files = remote.listing(dataset.repo, dataset.revision)
     matches = _matching(files, dataset.path, pattern.rstrip("/"))
     if not matches:
-        shown = first_of(sorted(files), 5) or "nothing"
         raise UsageError(
-            f"there is no such file: {dataset.repo} holds {shown}; name some that end in "
+            f"there is no such file: {dataset.repo} holds {first_of(sorted(files), 5) or 'nothing'}; name some that end in "
             f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{dataset.repo}@refs/convert/parquet"
         )
     return [f"{remote.PREFIX}{dataset.repo}@{commit}/{match}" for match in sorted(matches)]
@@ -251,8 +250,7 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     rows = [path for path in paths if path.endswith(ROWS)]
     counts = {ending: sum(path.endswith(ending) for path in paths) for ending in (*(TEXTS if rows else ()), *TABLES)}
     if left_out := [ending for ending, count in counts.items() if count]:
-        shown = redact.url(folder)
-        numbers = ", ".join(f"{counts[ending]} {ending}" for ending in left_out)
+        shown, numbers = redact.url(folder), ", ".join(f"{counts[ending]} {ending}" for ending in left_out)
         line = f"left out of {shown}: {numbers}; name {shown}/*{left_out[0]} too"
         if line not in _logged:  # a run looks a folder up several times
             _logged.add(line)

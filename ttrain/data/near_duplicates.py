@@ -76,15 +76,14 @@ class NearDuplicate(NamedTuple):
     jaccard: float
 
 
-def shingles_of(plain: Bytes) -> Hashes:
+def shingles_of(plain: bytes) -> Hashes:
     """Sorted distinct hashes of the shingles of a plain text."""
-    if not len(plain):
-        return np.zeros(0, np.uint64)
-    hashes = _seeds(_padded(plain))
-    hashes.sort()
-    distinct = np.ones(len(hashes), np.bool_)
-    distinct[1:] = hashes[1:] != hashes[:-1]
-    return hashes if distinct.all() else hashes[distinct]
+    return np.unique(_seeds(np.frombuffer(_padded(plain), np.uint8)))
+
+
+def _padded(plain: bytes) -> bytes:
+    """The text, filled up to one shingle with zeros, which no plain text has; a text without letters has none."""
+    return plain and plain.ljust(SEED_BYTES, b"\0")
 
 
 def _seeds(data: Bytes) -> Hashes:
@@ -109,33 +108,16 @@ def jaccard(first: Hashes, second: Hashes) -> float:
 
 def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
     """The sketches of plain texts."""
-    data = np.frombuffer(b"".join(RECORD_BYTES + text for text in texts), np.uint8)
-    lengths = np.array([len(text) for text in texts], np.int64)
-    return _sketches(data, (lengths + len(RECORD_BYTES)).cumsum() - lengths, lengths, rule)
-
-
-def _padded(plain: Bytes) -> Bytes:
-    """The text, filled up to one shingle with zeros, which no plain text has."""
-    return np.pad(plain, (0, max(0, SEED_BYTES - len(plain))))
-
-
-def _sketches(data: Bytes, starts: Places, lengths: Places, rule: SimilarityRule) -> Sketches:
-    """The sketches of the texts at these places of the data."""
-    windows = np.maximum(lengths - SEED_BYTES + 1, 0)
-    short = np.flatnonzero((lengths > 0) & (windows == 0))
-    flat = _seeds(data)
-    inside = np.zeros(len(flat), np.bool_)
-    for start, count in zip(starts[windows > 0].tolist(), windows[windows > 0].tolist(), strict=True):
-        inside[start : start + count] = True
-    flat = flat[inside]
-    owners = np.repeat(np.arange(len(starts), dtype=np.int32), windows)
-    if len(short):
-        padded = [overlap.seeds(_padded(data[starts[n] : starts[n] + lengths[n]])) for n in short.tolist()]
-        flat, owners = np.concatenate([flat, *padded]), np.concatenate([owners, short.astype(np.int32)])
-        order = owners.argsort(kind="stable")
-        flat, owners = flat[order], owners[order]
-    keys = _band_keys(flat, owners, len(starts), rule)
-    return Sketches(keys, _distinct(flat, owners, len(starts)))  # which sorts them in place
+    padded = [_padded(text) for text in texts]
+    flat = _seeds(np.frombuffer(b"".join(padded), np.uint8))
+    inside, windows, start = np.zeros(len(flat), np.bool_), list[int](), 0
+    for text in padded:
+        windows.append(max(0, len(text) - SEED_BYTES + 1))
+        inside[start : start + windows[-1]] = True
+        start += len(text)
+    flat, owners = flat[inside], np.repeat(np.arange(len(texts), dtype=np.int32), windows)
+    keys = _band_keys(flat, owners, len(texts), rule)
+    return Sketches(keys, _distinct(flat, owners, len(texts)))  # which sorts them in place
 
 
 def _mixed(hashes: Hashes) -> Values:
@@ -196,8 +178,8 @@ def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule)
     parts = [Sketches.none(rule)]
     for first, last in overlap.chunks(column):
         data, begins = overlap.records(column, token_bytes, first, last)
-        starts = begins + len(RECORD_BYTES)
-        parts.append(_sketches(data, starts, np.append(begins[1:], len(data)) - starts, rule))
+        texts = (text[len(RECORD_BYTES) :].tobytes() for text in np.split(data, begins)[1:])
+        parts.append(sketches_of([*texts], rule))
     keys, counts = (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
     write_sketches(Path(target), Sketches(keys, counts))
 
@@ -205,7 +187,6 @@ def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule)
 def write_sketches(path: Path, sketches: Sketches) -> None:
     """Write sketches to a file, with a digest before them."""
     data = np.concatenate([sketches.keys.reshape(-1), sketches.counts]).astype("<u4").tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
     shards.write_files([(path, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)])
 
 
@@ -224,7 +205,7 @@ def has_sketches(path: Path, documents: int, rule: SimilarityRule) -> bool:
 def shingles_in(column: shards.Column, record: int, tokenizer: str) -> Hashes:
     """The shingles of one record of a shard."""
     data, begins = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
-    return shingles_of(data[begins[0] + len(RECORD_BYTES) :])
+    return shingles_of(data[begins[0] + len(RECORD_BYTES) :].tobytes())
 
 
 # Which documents are dropped
@@ -284,7 +265,9 @@ def confirm(
             for original, times in shared.items()
             if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
         ]
-        hashes = shingles(position) if similar else np.zeros(0, np.uint64)
+        if not similar:
+            return None
+        hashes = shingles(position)
         for _, original in sorted(similar)[:MOST_COMPARED]:
             if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
                 return NearDuplicate(position, original, similarity)

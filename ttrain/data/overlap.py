@@ -112,14 +112,14 @@ class TextIndex:
         """Find the texts in the records that begin at these positions of plain text."""
         parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for position, at, length in self._parts(data):
-            text = int(self._text_at(np.array([at]))[0])
+            text = int(self._text_at(at))
             parts[int(np.searchsorted(begins, position, "right")) - 1, text].append((at, at + length))
         return [
             TextMatch(record, text, _covered(spans), max(end - start for start, end in spans))
             for (record, text), spans in sorted(parts.items())
         ]
 
-    def _text_at(self, places: Places) -> Places:
+    def _text_at(self, places: npt.ArrayLike) -> Places:
         text_numbers: Places = np.searchsorted(self._starts, places, "right") - 1
         return text_numbers
 
@@ -282,14 +282,12 @@ class TokenBytes:
         path = encoder.directory / "tokenizer.json"
         tokenizer = parse_json(path.read_bytes())
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
-        added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-        special = encoder.special_ids()
         token_bytes = [b""] * (len(encoder) + 1)
         for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=False).items():
             token_bytes[number] = _bytes_of(piece, is_bytes=is_bytes)
-        for number, content in added.items():
-            token_bytes[number] = content.encode("utf-8")
-        for number in special:
+        for token in tokenizer["added_tokens"]:
+            token_bytes[token["id"]] = token["content"].encode("utf-8")
+        for number in encoder.special_ids():
             token_bytes[number] = SPECIAL_BYTES
         self.record = len(encoder)
         token_bytes[self.record] = RECORD_BYTES
@@ -364,6 +362,9 @@ def _letters() -> dict[str, int]:
 
     As in GPT-2's encoder (https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode).
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [number for number in range(256) if number not in printable]
-    return {chr(number): number for number in printable} | {chr(256 + index): number for index, number in enumerate(others)}
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(map(ord, ByteLevel.alphabet()))
+    printable = [number for number in letters if number < 256]
+    others = sorted({*range(256)} - {*printable})
+    return dict(zip(map(chr, letters), [*printable, *others], strict=True))

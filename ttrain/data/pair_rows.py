@@ -11,9 +11,11 @@ from typing import ClassVar, Self, final
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data.packing import IGNORE, Array, Batch, Counts
+from ttrain.data.chat import header_length
+from ttrain.data.encoder import Encoder
+from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Intervals
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
-from ttrain.data.record_rows import NONE, PieceRows, sums_by_record
+from ttrain.data.record_rows import NONE, ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
 PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
@@ -153,7 +155,7 @@ class PairRows(PieceRows):
             "fill": self.filled,
         }
 
-    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+    def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one."""
         sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
         prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]
@@ -180,6 +182,16 @@ class PairRows(PieceRows):
         borders = np.flatnonzero(prompt == self._end_id) + 1
         fitting = borders[(len(prompt) - 1 - borders <= room) & (len(prompt) - borders > max(1, self._header_length))]
         return int(fitting[0]) if len(fitting) else -1
+
+
+def answer_rows(
+    shards: ShardSet, row_length: int, encoder: Encoder, *, packed: bool = True, masks: Intervals = NO_MASKS
+) -> PieceRows:
+    """The rows of a set of chats, or of pairs, which have no masks."""
+    if shards.index["kind"] == "chats":
+        return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)
+    header = header_length(encoder)
+    return PairRows(shards, row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed)
 
 
 def _counted(column: Column, *, only_live: bool) -> Array:

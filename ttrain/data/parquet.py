@@ -65,7 +65,8 @@ def answer(request: bytes) -> Iterator[bytes]:
     if chosen is None:
         yield orjson.dumps(streams.parquet_groups(location))
         return
-    remaining_bytes = given_bytes + OUTPUT_BYTES_PER_BYTE * streams.parquet_bytes(location)
+    with streams.open_stream(location) as stream:
+        remaining_bytes = given_bytes + OUTPUT_BYTES_PER_BYTE * stream.seek(0, os.SEEK_END)
     rows, size, last = list[bytes](), 0, 0
     for last, row in streams.parquet_rows(location, *chosen):
         line = orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME)

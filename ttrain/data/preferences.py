@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from ttrain.data import chat_shapes
-from ttrain.data.chat_shapes import A_TURN, is_blank
+from ttrain.data.chat_shapes import A_TURN, Row, is_blank
 from ttrain.data.chat_templates import Message, Messages
-from ttrain.data.tools import Malformed, kind_of
+from ttrain.data.tools import JsonObject, Malformed, kind_of
 
 ANSWER_KEYS = ("chosen", "rejected")
 RATED_KEYS = ("prompt", "completion")
@@ -26,7 +26,8 @@ PREFERENCE_FIELDS = (
 PROMPT, CHOSEN, REJECTED = 0, 1, 2  # parts of a record's tokens; a single rated answer is CHOSEN if it is desirable
 AN_ANSWER = f"not text, a turn or a list of turns such as {A_TURN}"
 Labels = tuple[tuple[str, str], ...]  # of a row, by key
-Sides = tuple[Sequence[Message], Sequence[Message], Sequence[Message]]  # prompt, chosen, rejected
+Turns = Sequence[Message]
+Sides = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Preference:
         """What identifies the prompt: the held-out part is chosen by it, so that no prompt is on both sides."""
         return orjson.dumps(_identity(self.prompt))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         parts = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
         label: dict[str, bool] = {}
         if not (self.chosen and self.rejected):
@@ -63,7 +64,7 @@ class Preference:
         return {name: [message.to_json() for message in turns] for name, turns in parts.items()} | label | dict(self.labels)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Preference:
+    def from_json(cls, row: Row) -> Preference:
         """The record that `to_json` wrote, without its labels."""
         if "completion" in row:
             row = {"prompt": row["prompt"], "chosen" if row["label"] else "rejected": row["completion"]}
@@ -73,13 +74,13 @@ class Preference:
         return cls(prompt, chosen, rejected)
 
 
-def is_preference(row: Mapping[str, Any]) -> bool:
+def is_preference(row: Row) -> bool:
     """Whether a row has the keys of a preference. A completion counts as rated only by a label that is true or false."""
     is_rated = all(row.get(key) is not None for key in RATED_KEYS) and isinstance(row.get("label"), bool)
     return is_rated or all(row.get(key) is not None for key in ANSWER_KEYS)
 
 
-def preference_of(row: Mapping[str, Any], labels: Labels = ()) -> Preference:
+def preference_of(row: Row, labels: Labels = ()) -> Preference:
     """The preference in a row. A key that is null counts as absent. Raises Malformed with the reason."""
     if any(row.get(key) is not None for key in ANSWER_KEYS):
         prompt, chosen, rejected = _pair(row)
@@ -91,7 +92,7 @@ def preference_of(row: Mapping[str, Any], labels: Labels = ()) -> Preference:
     return Preference(prompt, tuple(chosen), tuple(rejected), labels)
 
 
-def _pair(row: Mapping[str, Any]) -> Sides:
+def _pair(row: Row) -> Sides:
     turns = {key: _answer_turns(row, key) for key in ANSWER_KEYS}
     prompt_key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
     if prompt_key is None:
@@ -107,7 +108,7 @@ def _pair(row: Mapping[str, Any]) -> Sides:
     return prompt, chosen, rejected
 
 
-def _rated(row: Mapping[str, Any]) -> Sides:
+def _rated(row: Row) -> Sides:
     """The sides of a single answer with a label."""
     label = row.get("label")
     if not isinstance(label, bool):
@@ -122,7 +123,7 @@ def _rated(row: Mapping[str, Any]) -> Sides:
     return (prompt, answer, ()) if label else (prompt, (), answer)
 
 
-def _prompt_turns(row: Mapping[str, Any], key: str) -> list[Any]:
+def _prompt_turns(row: Row, key: str) -> list[Any]:
     """The turns of the prompt as they stand in the row."""
     if key == "instruction":
         return [message.to_json() for message in chat_shapes.alpaca_question(row)]
@@ -131,11 +132,11 @@ def _prompt_turns(row: Mapping[str, Any], key: str) -> list[Any]:
     return chat_shapes.turns_under(row, key, "chosen", "user")
 
 
-def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
+def _answer_turns(row: Row, key: str) -> list[Any]:
     """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
     value = row.get(key)
     if value is None:
-        other_key = next(name for name in ANSWER_KEYS if name != key)
+        other_key = "chosen" if key == "rejected" else "rejected"
         raise Malformed(f"'{key}' is {'null' if key in row else 'missing'} beside '{other_key}'; write both answers")
     if isinstance(value, dict):
         return [value]
@@ -144,9 +145,7 @@ def _answer_turns(row: Mapping[str, Any], key: str) -> list[Any]:
     return chat_shapes.turns_under(row, key, "prompt", "assistant")
 
 
-def _answer(
-    prompt: Sequence[Message], prompt_turns: list[Any], turns: list[Any], key: str, row: Mapping[str, Any]
-) -> list[Message]:
+def _answer(prompt: Turns, prompt_turns: list[Any], turns: list[Any], key: str, row: Row) -> list[Message]:
     """The turns of an answer, without those of the prompt where they stand before it once more."""
     size = len(prompt)
     if len(turns) > size and _begins_with(turns, prompt, row):
@@ -154,14 +153,14 @@ def _answer(
     return _turns([*prompt_turns, *turns], key, row)[size:]
 
 
-def _begins_with(turns: list[Any], prompt: Sequence[Message], row: Mapping[str, Any]) -> bool:
+def _begins_with(turns: list[Any], prompt: Turns, row: Row) -> bool:
     try:
         return _identity(_turns(turns[: len(prompt)], "prompt", row)) == _identity(prompt)
     except Malformed:
         return False
 
 
-def _common_beginning(row: Mapping[str, Any], turns: Mapping[str, list[Any]]) -> Sides:
+def _common_beginning(row: Row, turns: Mapping[str, list[Any]]) -> Sides:
     """(common turns, the others of `chosen`, those of `rejected`)."""
     for key in ANSWER_KEYS:
         if isinstance(row[key], str):
@@ -175,14 +174,14 @@ def _common_beginning(row: Mapping[str, Any], turns: Mapping[str, list[Any]]) ->
     return chosen[:size], chosen[size:], rejected[size:]
 
 
-def _check_answer(answer: Sequence[Message], key: str) -> None:
+def _check_answer(answer: Turns, key: str) -> None:
     if not any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in answer):
         raise Malformed(f"'{key}' has no answer of its own: no assistant's turn with a text after the prompt")
 
 
-def _turns(turns: object, key: str, row: Mapping[str, Any]) -> list[Message]:
+def _turns(turns: object, key: str, row: Row) -> list[Message]:
     return chat_shapes.turns_of(turns, key, has_tools=bool(row.get("tools")))
 
 
-def _identity(turns: Sequence[Message]) -> list[list[object]]:
+def _identity(turns: Turns) -> list[list[object]]:
     return [message.identity() for message in turns]

@@ -113,8 +113,7 @@ def make_pairs(chats: Iterable[Row]) -> Iterator[Row]:
         answers[subject][answer] = None
     for subject, prompt, answer, source in turns:
         others = (other for other in answers[subject] if not (other.startswith(answer) or answer.startswith(other)))
-        question = prompt[-1]["content"]
-        rejected = min(others, key=lambda other: sha256(f"{question}{other}".encode()).digest(), default=None)
+        rejected = min(others, key=lambda other: sha256(f"{prompt[-1]['content']}{other}".encode()).digest(), default=None)
         if rejected is not None:
             yield {"prompt": prompt, "chosen": answer, "rejected": rejected, "source": source}
 

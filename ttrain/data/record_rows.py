@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
 from ttrain.data.shards import Column, ShardSet, counted_up, offsets_of
 
+ThreeArrays = tuple[Array, Array, Array]
 NONE: Array = np.zeros(0, np.int64)
 
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
@@ -35,7 +36,7 @@ class WindowRows(Rows):
         assert 1 <= self.stride <= row_length, f"stride {stride} with rows of {row_length} would leave tokens out"
 
     @abstractmethod
-    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+    def windows(self, rows: Array) -> ThreeArrays:
         """(position of the first input, number of inputs) of each window of these rows, and the windows of each row."""
 
     @abstractmethod
@@ -115,7 +116,7 @@ class DocumentRows(WindowRows):
     def __len__(self) -> int:
         return 0 if self.shards.tokens < 2 else int(window_count(self.shards.tokens - 1, self.row_length, self.stride))
 
-    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+    def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
         return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
 
@@ -162,7 +163,7 @@ class SeparateDocumentRows(WindowRows):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def windows(self, rows: Array) -> tuple[Array, Array, Array]:
+    def windows(self, rows: Array) -> ThreeArrays:
         begins = np.where(rows, self._ends[rows - 1], 0)
         windows = self._ends[rows] - begins
         numbers = self._order[counted_up(begins, windows)]
@@ -187,7 +188,7 @@ class SeparateDocumentRows(WindowRows):
 
 def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
     """Numbers of the items in the order of their rows, and the place after each row's last; packed block by block."""
-    orders, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    orders, counts = [NONE], [NONE]
     for first in range(0, len(lengths), PACKED_TOGETHER):
         rows = best_fit(lengths[first : first + PACKED_TOGETHER], row_length)
         orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)
@@ -200,7 +201,7 @@ def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
     return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
 
 
-def document_windows(lengths: Array, row_length: int, stride: int) -> tuple[Array, Array, Array]:
+def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArrays:
     """(windows of each document; of each window the number of its document, and the document's tokens before it)."""
     counts = np.where(lengths > 1, window_count(lengths - 1, row_length, stride), 0)
     documents = np.repeat(np.arange(len(lengths)), counts)
@@ -233,7 +234,7 @@ class PieceRows(Rows):
         np.add.at(self._lengths, row_of_piece, self.sizes[list(chain.from_iterable(self._rows))])
 
     @abstractmethod
-    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+    def plan(self, column: Column, first: int) -> ThreeArrays:
         """(record, its first token, positions) of every piece of a shard, whose records are numbered from `first`."""
 
     @abstractmethod
@@ -310,7 +311,7 @@ class ChatRows(PieceRows):
             "fill": self.filled,
         }
 
-    def plan(self, column: Column, first: int) -> tuple[Array, Array, Array]:
+    def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one, so 200,000 chats take a second."""
         lengths, live = np.diff(column.offsets), self._live(column)
         targets = sums_by_record(live, column.offsets)

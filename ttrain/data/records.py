@@ -131,9 +131,9 @@ def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Sk
             return missing
         text = value[key]
         if key == "paragraphs" and isinstance(text, list):
-            wrong_paragraph = next((paragraph for paragraph in text if not isinstance(paragraph, str)), "")
-            if wrong_paragraph != "":
-                return Rejected(f"'paragraphs' holds {kind_of(wrong_paragraph)}; write a text, or a list of texts")
+            for paragraph in text:
+                if not isinstance(paragraph, str):
+                    return Rejected(f"'paragraphs' holds {kind_of(paragraph)}; write a text, or a list of texts")
             text = "\n".join(text)
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
@@ -202,7 +202,7 @@ def content_hash(record: Record) -> bytes:
 
 
 def hash_of(content: bytes) -> bytes:
-    """16-byte hash of the content of a record."""
+    """16-byte hash, such as of the content of a record."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -323,8 +323,7 @@ class Tally:
         self.check_bad(setting, limit, expected_fields, prefix)
         if not self.kept:
             skipped = "".join(f"; {count} skipped: {rule}" for rule, count in self.skipped.items())
-            all_read = self.rows and not self.rejected
-            advice = "" if all_read else f". {self._looked_for(expected_fields)}"
+            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:

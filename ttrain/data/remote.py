@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from ttrain.core import redact
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line
+from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead, DataError, TTrainError, UsageError
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def filesystem(location: str) -> tuple[Any, str]:
         protocol = link.partition(":")[0].lower()
         if protocol in RUNS_CODE:
             raise UsageError(f"{protocol}:// is refused, since its servers may run code here; name the files themselves")
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if is_http(location):
         import aiohttp
 
@@ -68,18 +69,18 @@ def filesystem(location: str) -> tuple[Any, str]:
     return files, path
 
 
-def info(location: str) -> dict[str, Any]:
+def info(location: str) -> JsonObject:
     """Current details of a file, not from the file system's cache. Raises its errors, such as FileNotFoundError."""
     files, path = filesystem(location)
 
-    def ask() -> dict[str, Any]:
+    def ask() -> JsonObject:
         files.invalidate_cache()
         return dict(files.info(path))
 
     return retried(ask)
 
 
-def version_in(details: Mapping[str, Any], location: str) -> str | None:
+def version_in(details: JsonObject, location: str) -> str | None:
     """Digest that changes with the content of the file; None if the details have no checksum or time.
 
     The location is part of it, since an ETag is unique there only (nginx makes it from time and size). A renewed signature
@@ -281,8 +282,9 @@ def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
         commit = str(api.dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
         files = tuple(api.list_repo_files(repo, repo_type="dataset", revision=commit))
     except GatedRepoError:
-        link = f"{api.endpoint}/datasets/{repo}"
-        raise UsageError(f"{repo} is gated; accept its conditions at {link} and log in with `hf auth login`") from None
+        raise UsageError(
+            f"{repo} is gated; accept its conditions at {api.endpoint}/datasets/{repo} and log in with `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
         raise UsageError(f"the Hub shows no data set {repo}; correct its name, or log in with `hf auth login`") from None
     except RevisionNotFoundError:

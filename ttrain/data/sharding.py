@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core.files import read_json, read_object, write_json
-from ttrain.data import blocks, contamination, locations, near_duplicate_sets, shard_worker
+from ttrain.data import blocks, contamination, locations, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
 from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.encoder import EncoderDiffers
-from ttrain.data.near_duplicate_sets import EarlierSet
+from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
 
@@ -60,7 +60,7 @@ def build(
     near = None
     if reading.near_duplicates and recipe.kind == "documents":
         rule = SimilarityRule(reading.near_duplicates)
-        near = near_duplicate_sets.search(output, files, built_blocks, recipe, rule, earlier, pool)
+        near = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, pool)
     return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near, earlier_heldout)
 
 
@@ -95,24 +95,6 @@ def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: Overl
     return [next(scans) if path else ShardScan({}, []) for path in paths]
 
 
-@dataclass
-class _RowLimit:
-    """Whether the blocks so far have `limit` rows, not counting those that are held out."""
-
-    limit: int
-    kept_back: Set[bytes]
-    distinct: bool
-    rows: int = 0
-    seen: set[bytes] = field(default_factory=set)
-
-    def __call__(self, block: BuiltBlock) -> bool:
-        keys = [key for row in block.rows if (key := row[:2].tobytes()) not in self.kept_back]
-        self.rows += len(keys)
-        if self.distinct:
-            self.seen.update(keys)
-        return (len(self.seen) if self.distinct else self.rows) >= self.limit
-
-
 @dataclass(frozen=True)
 class _BlockMaker:
     """Makes or reuses the blocks of files; `names` receives the blocks of each file that did not change meanwhile."""
@@ -132,12 +114,17 @@ class _BlockMaker:
             built_blocks += self.make_role("heldout", replace(recipe, heldout_fraction=1.0, keep_below=None))
         kept_back = {row[:2].tobytes() for block in built_blocks for row in block.rows}
         limit = reading.limit * reading.rounds if reading.limit else None
-        enough = None
+        enough: Callable[[BuiltBlock], bool] | None = None
         if limit and reading.sample == "reservoir":
             draws = self.draws(recipe, kept_back)
             recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
         elif limit:
-            enough = _RowLimit(limit, kept_back, distinct=reading.deduplicate)
+            seen: Counter[bytes] = Counter()  # rows so far that are not held out
+
+            def enough(block: BuiltBlock) -> bool:
+                seen.update(key for row in block.rows if (key := row[:2].tobytes()) not in kept_back)
+                return (len(seen) if reading.deduplicate else seen.total()) >= limit
+
         built_blocks += self.make_role("train", recipe, enough)
         if self.names:
             path = self.output / BLOCKS / FILES
@@ -145,32 +132,31 @@ class _BlockMaker:
             write_json(path, self.names)
         return built_blocks
 
-    def make_role(self, role: str, recipe: BlockRecipe, enough: _RowLimit | None = None) -> list[BuiltBlock]:
+    def make_role(
+        self, role: str, recipe: BlockRecipe, enough: Callable[[BuiltBlock], bool] | None = None
+    ) -> list[BuiltBlock]:
         """The blocks of a role's files, in order. A file whose blocks all exist is not opened."""
         files = self.files[role]
         names = [f"{file.digest} {recipe.digest} {self.block_bytes}" if file.digest and not enough else "" for file in files]
         reusable_blocks = _reusable_files(self.output, recipe)
         blocks_by_file: dict[int, list[BuiltBlock]] = {
-            number: [_open(role, number, identity, directory, False) for directory, identity in reusable_blocks[name]]
+            number: [
+                _open(role, number, files[number], identity, directory, False)
+                for directory, identity in reusable_blocks[name]
+            ]
             for number, name in enumerate(names)
             if name in reusable_blocks
         }
         opened = [number for number in range(len(files)) if number not in blocks_by_file]
         stamps_before = _stamps(files, opened)
-        numbers: list[int] = []
-
-        def tasks() -> Iterator[tuple[Block, BlockRecipe, str]]:
-            for block in self.cut(role, opened, recipe):
-                numbers.append(block.file)
-                yield block, recipe, str(self.output)
-
+        tasks = ((block, recipe, str(self.output)) for block in self.cut(role, opened, recipe))
         rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
-        with contextlib.closing(self.pool.map(blocks.make, tasks())) as results:
-            for index, (identity, directory, encoded) in enumerate(results):
-                block = _open(role, numbers[index], identity, directory, encoded)
-                blocks_by_file.setdefault(numbers[index], []).append(block)
+        with contextlib.closing(self.pool.map(blocks.make, tasks)) as results:
+            for blocks_made, (number, identity, directory, encoded) in enumerate(results, start=1):
+                block = _open(role, number, files[number], identity, directory, encoded)
+                blocks_by_file.setdefault(number, []).append(block)
                 rows += len(block.rows)
-                self.progress(rows, index + 1)
+                self.progress(rows, blocks_made)
                 if enough and enough(block):
                     break
         stamps_after = _stamps(files, opened)
@@ -196,21 +182,19 @@ class _BlockMaker:
         return np.unique(draws) if self.reading.deduplicate else np.sort(draws)
 
 
-def _open(role: str, file: int, identity: str, directory: str, encoded: bool) -> BuiltBlock:
+def _open(role: str, file: int, source: DataFile, identity: str, directory: str, encoded: bool) -> BuiltBlock:
     manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
-    data = (Path(directory) / BLOCKS / f"{identity}.rows").read_bytes()
-    rows = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, 4)
-    return BuiltBlock(role, file, identity, Path(directory), encoded, manifest, rows)
+    rows = np.fromfile(Path(directory) / BLOCKS / f"{identity}.rows", ">u8").astype(np.uint64).reshape(-1, 4)
+    return BuiltBlock(role, file, source, identity, Path(directory), encoded, manifest, rows)
 
 
 def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list[int] | None]:
     """Size, modification time and inode of the local files, which change with their bytes; None for remote ones."""
     stamps: dict[int, list[int] | None] = dict.fromkeys(numbers)
     for number in numbers:
-        location = files[number].location
-        if not locations.is_remote(location):
+        if not locations.is_remote(files[number].location):
             with contextlib.suppress(OSError):  # a missing file is reported when it is opened
-                stat = locations.local_path(location).stat()
+                stat = locations.local_path(files[number].location).stat()
                 stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stamps
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import read_json, write_json
+from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
@@ -71,7 +72,7 @@ class Ranges(NamedTuple):
 
 def offsets_of(lengths: npt.ArrayLike) -> Offsets:
     """Where pieces of these lengths begin, one after the other, and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
 def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
@@ -95,7 +96,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any], pa.Buffer]:
+def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonObject, pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
     arrays = {"tokens": _large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))}
     for field, mask in (("live", column.live), ("branches", column.branches)):
@@ -107,12 +108,16 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[dict[str, Any]
         writer.write_batch(batch)
     data = sink.getvalue()
     rows, tokens = len(column), len(column.tokens)
-    live = tokens - rows if column.live is None else int(column.live.sum())
-    digest = hashlib.sha256(data).hexdigest()
-    return {"file": name, "rows": rows, "tokens": tokens, "live_tokens": live, "sha256": digest}, data
+    return {
+        "file": name,
+        "rows": rows,
+        "tokens": tokens,
+        "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }, data
 
 
-def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
+def write_shard(path: Path, column: Column, vocab_size: int) -> JsonObject:
     """Write one shard; returns its counts and digest."""
     entry, data = shard_of(path.name, column, vocab_size)
     write_files([(path, data)])
@@ -120,11 +125,13 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> dict[str, Any]:
 
 
 def write_files(files: Sequence[tuple[Path, Any]]) -> None:
-    """Write files atomically: under temporary names, fsynced, then renamed in their order.
+    """Write files atomically, in folders that it makes: under temporary names, fsynced, then renamed in their order.
 
     All are written before the first is synced, since each sync of a journalled file system also waits for other writers:
     when files were synced one by one, two workers were idle for a third of their time.
     """
+    for path, _ in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in files]
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(path.open("wb")) for path in temporary]
@@ -152,8 +159,8 @@ def read_shard(path: Path) -> Column:
 
 
 def write_index(
-    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[dict[str, Any]], **extra_fields: object
-) -> dict[str, Any]:
+    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[JsonObject], **extra_fields: object
+) -> JsonObject:
     """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
@@ -176,8 +183,7 @@ def arrow_array(values: Ids) -> pa.Array:
 
 def _view(array: pa.Array) -> Ids:
     """A numpy view of an Arrow array. `np.asarray` would import pandas."""
-    kind = "i" if pa.types.is_signed_integer(array.type) else "u"
-    values = np.frombuffer(array.buffers()[1] or b"", f"<{kind}{array.type.bit_width // 8}")
+    values = np.frombuffer(array.buffers()[1] or b"", str(array.type))
     return values[array.offset : array.offset + len(array)]
 
 
@@ -225,7 +231,7 @@ class ShardSet:
     @cached_property
     def lengths(self) -> Offsets:
         """Tokens of each record; reads the offsets of every shard."""
-        return np.concatenate([np.zeros(0, np.int64), *(np.diff(column.offsets) for column in self.columns())])
+        return np.concatenate([self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
     def starts(self) -> Offsets:
@@ -273,7 +279,7 @@ class ShardSet:
         groups = [(shard, order[shards[order] == shard]) for shard in sorted(set(shards.tolist()))]
         parts = [self._in_shard(shard, low[group], high[group]) for shard, group in groups]
         if not parts:
-            return Ranges(*(np.zeros(0, np.int64) for _ in Ranges._fields))
+            return Ranges(*[np.zeros(0, np.int64)] * len(Ranges._fields))
         if len(parts) == 1:
             return Ranges(*parts[0][1:])
         pieces, ids, *records = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -296,7 +302,7 @@ class ShardSet:
         """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""
         self._verify(self._shards)
 
-    def _verify(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def _verify(self, entries: Sequence[JsonObject]) -> None:
         """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
         files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
         if files:

@@ -190,17 +190,7 @@ def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: b
 def parquet_groups(location: str) -> list[tuple[int, int]]:
     """(rows, bytes before compression) of every row group."""
     with _parquet(location) as file:
-        return [(group.num_rows, group.total_byte_size) for group in _groups_of(file)]
-
-
-def parquet_bytes(location: str) -> int:
-    """The bytes that the columns take in the file, by its footer; at most those of the file."""
-    path = local_file(location)
-    with _parquet(location) as file:
-        size: int = sum(
-            group.column(number).total_compressed_size for group in _groups_of(file) for number in range(group.num_columns)
-        )
-        return max(0, min(size, path.stat().st_size) if path else size)
+        return _groups_of(file)
 
 
 def parquet_rows(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -210,16 +200,16 @@ def parquet_rows(location: str, first_group: int, last_group: int) -> Iterator[t
     where they are large, and some megabytes of each column.
     """
     with _parquet(location) as file:
-        rows = _rows_of(file)
-        number = sum(rows[:first_group])
-        for group in range(first_group, last_group):
-            row_bytes = file.metadata.row_group(group).total_byte_size // max(1, rows[group])
-            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+        groups = _groups_of(file)
+        number = end = sum(rows for rows, _ in groups[:first_group])
+        for group, (rows, group_bytes) in enumerate(groups[first_group:last_group], start=first_group):
+            end += rows
+            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, group_bytes // max(1, rows))))
             for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
                 for row in _values(batch):
                     number += 1
                     yield number, row
-            if number != sum(rows[: group + 1]):  # the checksum of a page leaves out its header
+            if number != end:  # the checksum of a page leaves out its header
                 raise DataError(f"{location} is corrupt: the row count of a group is wrong; fetch it again")
 
 
@@ -234,7 +224,7 @@ def _parquet(location: str) -> Iterator[Any]:
     buffer_bytes = CHUNK_BYTES if path else REMOTE_BUFFER_BYTES
     try:
         with ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True) as file:
-            if sum(_rows_of(file)) != file.metadata.num_rows:
+            if sum(rows for rows, _ in _groups_of(file)) != file.metadata.num_rows:
                 raise DataError(f"{location} is corrupt: the row counts of its groups do not add up; fetch it again")
             yield file
     except MemoryError:  # Arrow's memory errors are a subclass
@@ -246,12 +236,10 @@ def _parquet(location: str) -> Iterator[Any]:
             source.close()
 
 
-def _groups_of(file: Any) -> list[Any]:
-    return [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-
-
-def _rows_of(file: Any) -> list[int]:
-    return [group.num_rows for group in _groups_of(file)]
+def _groups_of(file: Any) -> list[tuple[int, int]]:
+    """(rows, bytes before compression) of every row group."""
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
 def _values(batch: Any) -> Any:

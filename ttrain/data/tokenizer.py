@@ -164,8 +164,8 @@ class Reservoir:
     def sample(self) -> TextSample:
         """The current sample."""
         entries = self._heap or ([self._lowest] if self._lowest else [])
-        in_order = sorted(entries, key=lambda entry: -entry[1])
-        return TextSample([text for *_, text in in_order], sum(size for _, _, size, _ in entries), self.documents_seen)
+        entries = sorted(entries, key=lambda entry: -entry[1])
+        return TextSample([text for *_, text in entries], sum(size for _, _, size, _ in entries), self.documents_seen)
 
 
 def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:

@@ -9,7 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ttrain.data.inspect import lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
 from ttrain.data.overlap import Hashes, Places
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
@@ -51,7 +52,7 @@ class Report:
     near_duplicates: int | None = None  # None: they were not looked for
     error: str | None = None
     bytes: int = 0
-    bad_rows: Iterable[dict[str, Any]] = ()  # of a block
+    bad_rows: Iterable[JsonObject] = ()  # of a block
     keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
     sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
     sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
@@ -78,7 +79,7 @@ class Report:
             except DataError as error:
                 self.error = str(error)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
         figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
         if self.near_duplicates is not None:
@@ -123,7 +124,7 @@ def validate(
     pool: Pool,
     kind: str | None = None,
     measured: bool = False,
-    quarantine: Callable[[dict[str, Any]], object] | None = None,
+    quarantine: Callable[[JsonObject], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[Report]:
     """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate", and a document that is
@@ -144,7 +145,7 @@ def validate(
         report.check(reading.rejected_fraction, reading.text_field)
     repeated = _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
     if rule:
-        present = ~repeated if reading.deduplicate else np.ones(len(repeated), np.bool_)
+        present = ~(repeated & reading.deduplicate)
         _mark_near_duplicates(list(reports.values()), reading, rule, present, pool)
     return list(reports.values())
 
@@ -174,14 +175,14 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule
     return report
 
 
-def plain_texts(block: Block, recipe: BlockRecipe, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
-    """(number, plain text) of the wanted records of a block, as far as it can be read."""
+def plain_texts(block: Block, recipe: BlockRecipe, first: int, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
+    """(position, plain text) of the wanted records of a block, as far as it can be read; its first is at `first`."""
     texts = []
     with contextlib.suppress(DataError):  # the first reading has told it
         rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
-        for number, (_, record) in enumerate(rows):
-            if number in wanted:
-                texts.append((number, overlap.plain(blocks.text_of(record))))
+        for position, (_, record) in enumerate(rows, start=first):
+            if position in wanted:
+                texts.append((position, overlap.plain(blocks.text_of(record))))
     return texts
 
 
@@ -189,10 +190,9 @@ def _tasks(
     reports: Iterable[Report], kind: str | None, reading: Reading, listed: int, rule: SimilarityRule | None
 ) -> Iterator[tuple[Block, BlockRecipe, int, bool, SimilarityRule | None]]:
     """The blocks of every file. An error in a file ends that file only."""
-    limit = reading.max_line_bytes
     for number, report in enumerate(reports):
         try:
-            report.kind = kind or kind_of(report.file, limit) or "documents"
+            report.kind = kind or kind_of(report.file, reading.max_line_bytes) or "documents"
             recipe = _recipe(report, reading)
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
                 yield block, recipe, listed, report.measured, rule
@@ -208,7 +208,7 @@ def _recipe(report: Report, reading: Reading) -> BlockRecipe:
 
 def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
     """Count the rows that equal an earlier one; returns a flag for each good row."""
-    keys = [block_keys for report in reports for block_keys in report.keys]
+    keys = itertools.chain.from_iterable(report.keys for report in reports)
     repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
     for report in reports:
         end = start + sum(map(len, report.keys))
@@ -235,7 +235,7 @@ def _mark_near_duplicates(
         def shingles(position: int) -> Hashes:
             start, length = places.get(position, (0, 0))
             spool.seek(start)
-            return near_duplicates.shingles_of(np.frombuffer(spool.read(length), np.uint8))
+            return near_duplicates.shingles_of(spool.read(length))
 
         dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
     positions = np.array([near.position for near in dropped], np.int64)
@@ -251,9 +251,8 @@ def _spool(
     reports: Sequence[Report], reading: Reading, positions: Places, spool: IO[bytes], pool: Pool
 ) -> dict[int, tuple[int, int]]:
     """Write the plain texts of documents, by position among all, to a file; returns (start, length) of each."""
-    starts: list[int] = []
 
-    def tasks() -> Iterator[tuple[Block, BlockRecipe, frozenset[int]]]:
+    def tasks() -> Iterator[tuple[Block, BlockRecipe, int, frozenset[int]]]:
         first = 0
         for number, report in enumerate(reports):
             recipe, start = _recipe(report, reading), first
@@ -262,18 +261,16 @@ def _spool(
                 cut = blocks.cut(report.file, number, BLOCK_BYTES, recipe)
                 for sketch, block in zip(report.sketches, cut, strict=False):
                     end = start + len(sketch.counts)
-                    numbers = positions[positions.searchsorted(start) : positions.searchsorted(end)] - start
-                    if len(numbers):
-                        starts.append(start)
-                        yield block, recipe, frozenset(numbers.tolist())
+                    wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)]
+                    if len(wanted):
+                        yield block, recipe, start, frozenset(wanted.tolist())
                     start = end
 
     places: dict[int, tuple[int, int]] = {}
     with contextlib.closing(pool.map(plain_texts, tasks())) as results:
-        for index, texts in enumerate(results):
-            for number, text in texts:
-                places[starts[index] + number] = (spool.tell(), len(text))
-                spool.write(text)
+        for position, text in itertools.chain.from_iterable(results):
+            places[position] = (spool.tell(), len(text))
+            spool.write(text)
     return places
 
 

@@ -7,21 +7,18 @@ as well; they keep more of what the champion knew (arXiv:2203.05482, 2109.01903)
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ttrain.config import AverageConfig
 from ttrain.errors import ArtifactError
-from ttrain.stages.job import StageContext
-from ttrain.stages.new_model import DIRECTORY
-from ttrain.train import checkpoint_format
+from ttrain.stages.job import Figures, StageContext
+from ttrain.stages.new_model import DIRECTORY, write_weights
 from ttrain.train.checkpoint_format import SAFETENSORS, load_tensors
 
 
-def run(config: AverageConfig, job: StageContext) -> dict[str, Any]:
+def run(config: AverageConfig, job: StageContext) -> Figures:
     """Write `model/`: of each tensor this share of the champion's and the rest of the night's; returns the counts.
 
     A tensor that the champion does not have, as a new second head, and numbers that are no weights stay the night's.
@@ -35,13 +32,12 @@ def run(config: AverageConfig, job: StageContext) -> dict[str, Any]:
         if file.suffix != SAFETENSORS:
             shutil.copyfile(file, output / file.name)
             continue
-        tensors, champion_tensors = load_tensors(file), _champion_tensors(champion / file.name)
+        tensors = load_tensors(file)
+        champion_tensors = load_tensors(champion / file.name) if (champion / file.name).exists() else {}
         mixed = {name: average(tensor, champion_tensors.get(name), share, name) for name, tensor in tensors.items()}
-        averaged += sum(mixed[name] is not tensor for name, tensor in tensors.items())
-        unchanged += sum(mixed[name] is tensor for name, tensor in tensors.items())
-        target = output / file.name
-        target.unlink(missing_ok=True)
-        checkpoint_format.write(target, checkpoint_format.tensor_parts(mixed, {"format": "pt"}))
+        kept = sum(mixed[name] is tensor for name, tensor in tensors.items())
+        averaged, unchanged = averaged + len(tensors) - kept, unchanged + kept
+        write_weights(output / file.name, mixed)
     return {"share": share, "averaged_tensors": averaged, "kept_tensors": unchanged}
 
 
@@ -56,7 +52,3 @@ def average(tensor: Tensor, champion: Tensor | None, share: float, name: str = "
             f"{list(champion.shape)} in the champion's; set nightly.average= (empty) for this night"
         )
     return torch.lerp(tensor.float(), champion.float(), share).to(tensor.dtype)
-
-
-def _champion_tensors(file: Path) -> dict[str, Tensor]:
-    return load_tensors(file) if file.exists() else {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ttrain.config import Runtime, TaskConfig, Training, flatten
@@ -23,7 +24,7 @@ from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines, statistics
 from ttrain.loggers.callback import Loggers
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
@@ -74,7 +75,7 @@ def training_callbacks(
     return callbacks
 
 
-def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> dict[str, Any]:
+def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     from ttrain.core.redact import masked
 
@@ -126,19 +127,24 @@ def sampler(
 ) -> Callable[[], Sequence[tuple[str, str]]]:
     """Return a function that generates the most likely continuation of each prompt, as a document or as an assistant."""
     _refuse_sharded_models(runtime, ranks, "sample_every_steps", "write")
-    stops = [encoder.eos_id, encoder.end_id]
+    prompts = [(prompt, documents) for prompt in runtime.sample_prompts]
+    return lambda: continuations(model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
 
-    def write() -> list[tuple[str, str]]:
-        samples = []
-        for prompt in runtime.sample_prompts:
-            ids = chat.prompt_ids(encoder, (chat_templates.Message("user", prompt),))
-            if documents:
-                ids = [encoder.bos_id, *map(int, encoder.encode([prompt])[0])]
-            tokens = baselines.greedy(model, ids, new_tokens=SAMPLE_TOKENS, stop_ids=stops, device=ranks.device)
-            samples.append((prompt, encoder.decode(tokens)))
-        return samples
 
-    return write
+def continuations(
+    model: nn.Module, encoder: Encoder, prompts: Iterable[tuple[str, bool]], *, new_tokens: int, device: torch.device
+) -> list[tuple[str, str]]:
+    """(prompt, its most likely continuation) of each prompt that begins a document, or is a question to an assistant."""
+    samples = []
+    for text, is_document in prompts:
+        if is_document:
+            ids = [encoder.bos_id, *encoder.encode([text])[0]]
+        else:
+            ids = chat.prompt_ids(encoder, (chat_templates.Message("user", text),))
+        stops = [encoder.eos_id, encoder.end_id]
+        tokens = baselines.greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
+        samples.append((text, encoder.decode(tokens)))
+    return samples
 
 
 def is_without_effect(curve: Path) -> bool:

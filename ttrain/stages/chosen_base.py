@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
 from ttrain.config import ChosenBaseConfig, Promotion
 from ttrain.config.training import BITS_PER_BYTE
@@ -13,10 +12,10 @@ from ttrain.evaluate.scores import Evaluation
 from ttrain.evaluate.task_result import finite
 from ttrain.stages import CANDIDATES
 from ttrain.stages.heldout import read_nights
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 
 
-def run(config: ChosenBaseConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ChosenBaseConfig, job: StageContext) -> Figures:
     """Copy the better model as `model/`; returns its name, and what speaks for and against each.
 
     Both are compared with the champion by the rules of the gate, in bits per byte. The night's own is taken where the two
@@ -37,7 +36,7 @@ def run(config: ChosenBaseConfig, job: StageContext) -> dict[str, Any]:
     return {"chosen": chosen, "candidates": {name: _figures(candidate) for name, candidate in judged.items()}}
 
 
-def _figures(candidate: Judged) -> dict[str, Any]:
+def _figures(candidate: Judged) -> Figures:
     decision = candidate.decision
     figures = {"figure": decision.challenger, "better_by": decision.difference, "would_be_promoted": decision.promote}
     return {**finite(figures), "lost": list(decision.lost)}

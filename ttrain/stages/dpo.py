@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +14,7 @@ from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
 from ttrain.model import adapters
 from ttrain.stages import lora, new_model, training
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.stages.reference import ReferencedRows
 from ttrain.store.model_files import weights_digest
 from ttrain.train.preference_tuning import PreferenceTuning
@@ -24,7 +22,7 @@ from ttrain.train.preference_tuning import PreferenceTuning
 ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
 
 
-def run(config: Section, job: StageContext) -> dict[str, Any]:
+def run(config: Section, job: StageContext) -> Figures:
     """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
     ranks, settings = training.start(job.runtime), settings_of(config, Dpo)
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
@@ -42,7 +40,7 @@ def run(config: Section, job: StageContext) -> dict[str, Any]:
     return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
 
 
-def prepare(config: Section, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
+def prepare(config: Section, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     settings, base = settings_of(config, Dpo), inputs["base"] / new_model.DIRECTORY
     if settings.adapter == "none":

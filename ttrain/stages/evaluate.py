@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -32,12 +32,16 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.stages import BASE_OF, heldout
-from ttrain.stages.job import StageContext
+from ttrain.stages.callbacks import continuations
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
 from ttrain.train.distributed import Ranks, share_cores
 
+Scores = dict[str, list[perplexity.Score]]  # of each record, by part
+Data = Mapping[str, Sequence[perplexity.Tokens]]  # the records, by part
+ItemsOfModels = dict[str, list[Items[Any]]]
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
 PART_NAMES = tuple(METRICS)
@@ -46,7 +50,7 @@ PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suit
 log = logging.getLogger("ttrain")
 
 
-def run(config: EvaluateConfig, job: StageContext) -> dict[str, Any]:
+def run(config: EvaluateConfig, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
     Writes `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; with suites also
@@ -154,7 +158,7 @@ def _preference_figures(table: task_result.ScoreTable, model: str, scores: Seque
     }
 
 
-def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
+def _read_items(settings: Evaluate, job: StageContext) -> ItemsOfModels:
     """The items of each model's suites; a suite of several models is read once."""
     heldout = {
         part_name: items_of.comparable(heldout_records(job.inputs[part_name]))
@@ -163,8 +167,8 @@ def _read_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[A
     }
     overlap_digests = {digest for part_name in heldout for digest in contamination.read_item_shares(job.inputs[part_name])}
     leave_out = settings.overlapping == "leave_out"
-    read: dict[str, list[Items[Any]]] = {}
-    items_by_model: dict[str, list[Items[Any]]] = {}
+    read: ItemsOfModels = {}
+    items_by_model: ItemsOfModels = {}
     for name in _models(job):
         for suite in settings.suites.of(name):
             if suite not in read:
@@ -228,9 +232,7 @@ def join_ranks(runtime: Runtime) -> Ranks:
     return Ranks.join(precision.resolve_device(runtime.device, share_cores(runtime.threads)))
 
 
-def _shared_scores(
-    data: Mapping[str, Sequence[perplexity.Tokens]], settings: Evaluate, job: StageContext, ranks: Ranks
-) -> dict[str, dict[str, list[perplexity.Score]]]:
+def _shared_scores(data: Data, settings: Evaluate, job: StageContext, ranks: Ranks) -> dict[str, Scores]:
     """Score every model with all ranks together; then each rank may end on its own, since samples and suites can take
     longer than a collective's timeout."""
     scores_by_model = {
@@ -245,14 +247,14 @@ def _shared_scores(
 
 def _scores(
     model: nn.Module,
-    data: Mapping[str, Sequence[perplexity.Tokens]],
+    data: Data,
     settings: Evaluate,
     job: StageContext,
     number: int,
     ranks: Ranks,
-) -> dict[str, list[perplexity.Score]]:
+) -> Scores:
     """Score of each record by part; a part without a token to score is left out. In fp32: no figure depends on the batch."""
-    scores_by_part: dict[str, list[perplexity.Score]] = {}
+    scores_by_part: Scores = {}
     for at, (part_name, sequences) in enumerate(data.items()):
         if any(any(live[1:]) for _, live in sequences):
             scores_by_part[part_name] = perplexity.score_each(
@@ -268,18 +270,8 @@ def _scores(
 
 
 def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: torch.device) -> list[dict[str, str]]:
-    stops = [encoder.eos_id, encoder.end_id]
-    samples = []
-    for prompt, ids in _prompts(encoder, settings):
-        tokens = baselines.greedy(model, ids, new_tokens=settings.new_tokens, stop_ids=stops, device=device)
-        samples.append({"prompt": prompt, "answer": encoder.decode(tokens)})
-    return samples
-
-
-def _prompts(encoder: Encoder, settings: Evaluate) -> Iterable[tuple[str, list[int]]]:
+    prompts = [*((text, True) for text in settings.documents), *((text, False) for text in settings.chats)]
     if not settings.new_tokens:
-        return
-    for text in settings.documents:
-        yield text, [encoder.bos_id, *encoder.encode([text])[0]]
-    for text in settings.chats:
-        yield text, chat.prompt_ids(encoder, (chat_templates.Message("user", text),))
+        return []
+    samples = continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in samples]

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
 from ttrain.model import multi_token
 from ttrain.stages import new_model
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +28,13 @@ WORDS = re.compile(r"[^\W_]+")
 log = logging.getLogger("ttrain")
 
 
-def run(config: ExistingModelConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ExistingModelConfig, job: StageContext) -> Figures:
     """Write the model as `model/`, in the layout of the training stages; returns what was changed."""
     files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
 
-def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path) -> dict[str, Any]:
+def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path) -> Figures:
     """Load the files, give the model a row for each token of the tokenizer, and write both under `directory`.
 
     `files` by the roles of `existing_model.files`. Raises ArtifactError that lists each tensor which is missing, left over
@@ -56,7 +56,7 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
     _set_ids(model, encoder)
     new_model.write(model, tokenizer, directory)
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": new_model.count_parameters(model),
         "model_type": model.config.model_type,
         "vocab_size": embedding_rows(model),
         "vocab_size_before": rows_before,
@@ -103,8 +103,7 @@ def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
     """Set the tokenizer's special ids, also where the model has others; the model's own stop tokens stay."""
     generation = model.generation_config
     stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    ids = {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
-    for name, number in ids.items():
+    for name, number in new_model.special_ids(encoder).items():
         setattr(model.config, name, number)
         setattr(generation, name, number)
     stop_ids = [number for number in stops if number is not None]

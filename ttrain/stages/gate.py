@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,14 @@ from ttrain.inference.gate_files import GateFile
 from ttrain.inference.gate_router import Ids, Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
 from ttrain.stages import trainable_model, user_task
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.train import optim, schedules
 from ttrain.train.task import LossSum, UserTask
 
 log = logging.getLogger("ttrain")
 
 
-def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
+def run(config: GateConfig, job: StageContext) -> Figures:
     """Train a gate: write `gate.json` beside the files that the training of a task writes, and return its figures.
 
     No weight of an expert changes: they are loaded to be scored, and freed before the router is built.
@@ -48,7 +48,7 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     records = read(config.data, settings)
     losses = score(config.experts, records, settings, job, ranks.device)
     scored = losses.tokens_RE.min(axis=1) > 0
-    records, unscored = [record for record, live in zip(records, scored, strict=True) if live], int((~scored).sum())
+    records, unscored = [*itertools.compress(records, scored)], int((~scored).sum())
     if not records:
         raise DataError("--data: no record has a token to score")
     if unscored:
@@ -68,9 +68,8 @@ def run(config: GateConfig, job: StageContext) -> dict[str, Any]:
     router, figures = user_task.train(task, job, ranks, identity=identity, allow=allow)
     assert isinstance(router, Router), "it is what the task builds"
 
-    heldout = [text for text, out in zip(texts, heldout_R.tolist(), strict=True) if out]
     bytes_R = np.array([bytes_of(record) for record in records])
-    chosen_R = router.probabilities(heldout).argmax(-1).numpy()
+    chosen_R = router.probabilities([*itertools.compress(texts, heldout_R)]).argmax(-1).numpy()
     routing_figures = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     gate_files.check(config.experts)
     digest = sha256_file(job.output / gate_files.WEIGHTS)
@@ -90,16 +89,16 @@ class Routing(UserTask):
     def __init__(self, config: Gate, experts: int, texts: Sequence[str], best_R: Ints, heldout_R: Flags) -> None:
         super().__init__(config)
         self._experts = experts
-        rows = list(zip(texts, best_R.tolist(), heldout_R.tolist(), strict=True))
-        self._parts = {
-            is_heldout: [(text, best) for text, best, out in rows if out == is_heldout] for is_heldout in (False, True)
-        }
+        parts: tuple[list[tuple[str, int]], ...] = [], []
+        for text, best, out in zip(texts, best_R.tolist(), heldout_R.tolist(), strict=True):
+            parts[out].append((text, best))
+        self._train, self._heldout = (Labelled(part, config) for part in parts)
 
     def rows(self) -> Labelled:
-        return Labelled(self._parts[False], self.config)
+        return self._train
 
     def heldout_rows(self) -> Labelled:
-        return Labelled(self._parts[True], self.config)
+        return self._heldout
 
     def collate(self, rows: list[tuple[Ids, int]]) -> tuple[Tensor, Tensor]:
         return padded([ids for ids, _ in rows]), torch.tensor([best for _, best in rows])
@@ -162,13 +161,8 @@ def text_of(record: Record) -> str:
     """The text for the router: that of a document, or what the user says in a chat before the first answer."""
     if isinstance(record, TextDocument):
         return record.text
-    questions = []
-    for message in record.messages:
-        if message.role == "assistant":
-            break
-        if message.role == "user":
-            questions.append(message.content)
-    return "\n".join(questions)
+    before = itertools.takewhile(lambda message: message.role != "assistant", record.messages)
+    return "\n".join(message.content for message in before if message.role == "user")
 
 
 def bytes_of(record: Record) -> int:
@@ -213,8 +207,7 @@ def _sort_key(record: Record, settings: Gate) -> bytes:
 
 
 # --- the experts' losses ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ExpertLosses:
+class ExpertLosses(NamedTuple):
     """Summed negative log-likelihood in nats, and scored tokens, both of shape [R, E]."""
 
     nats_RE: Floats
@@ -255,7 +248,7 @@ def score(
 
 def _scored(
     expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device, report_progress: Callable[[float], None]
-) -> dict[str, Any]:
+) -> Figures:
     speaker = loading.load(gate_files.reference_of(expert), device=device.type)
     if not speaker.can_chat and any(isinstance(record, Conversation) for record in records):
         raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
@@ -305,7 +298,7 @@ def best(nats_RE: Floats) -> Ints:
     return best_R
 
 
-def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: Ints) -> dict[str, Any]:
+def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: Ints) -> Figures:
     """Compute the metrics of records routed to `chosen_R`.
 
     accuracy            share of records that went to the expert with the least loss

@@ -11,10 +11,11 @@ import orjson
 from ttrain.config import HeldoutConfig
 from ttrain.core.files import read_json, write_json
 from ttrain.data import contamination, shards
+from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
 from ttrain.stages import EARLIER_HELDOUT
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 
 NIGHT_SHARE = 10  # nights whose text has `evaluate.max_bytes` together
@@ -23,7 +24,7 @@ UNSCORED = Path("heldout", "unscored.json")  # names of records beyond the share
 NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest first: what identifies its records in scores
 
 
-def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
+def run(config: HeldoutConfig, job: StageContext) -> Figures:
     """Write the held-out texts of both inputs that are scored, each once, ordered by their digests; returns the counts.
 
     A night reads new documents alone, but a model must not forget the old ones. Each night brings a tenth of
@@ -32,7 +33,7 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     """
     earlier = job.inputs[EARLIER_HELDOUT]
     earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
-    unscored = set(_read(earlier / UNSCORED) if (earlier / UNSCORED).exists() else ())
+    unscored = set(_read(earlier / UNSCORED))
     of_nights = _scored(earlier_documents, read_nights(earlier), config.evaluate.max_bytes)
     passed = {*unscored, *earlier_documents}
     brought = [document for name, document in sorted(documents.items()) if name not in passed]
@@ -41,7 +42,6 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     by_name = _by_name(document for of_night in of_nights for document in of_night)
     lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]
     directory = job.output / "heldout"
-    directory.mkdir(parents=True, exist_ok=True)
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
     write_json(job.output / UNSCORED, sorted({*passed, *documents} - by_name.keys()))
@@ -55,7 +55,7 @@ def run(config: HeldoutConfig, job: StageContext) -> dict[str, Any]:
     return {**counts, "nights": [len(night) for night in nights]}
 
 
-def scored_by_night(directory: Path, max_bytes: int) -> list[list[dict[str, Any]]]:
+def scored_by_night(directory: Path, max_bytes: int) -> list[list[JsonObject]]:
     """The documents of a set that are scored, by the night that brought them: of each a tenth of `max_bytes` at most.
 
     The same choice again from what was chosen; a set of an earlier build has all documents.
@@ -63,9 +63,7 @@ def scored_by_night(directory: Path, max_bytes: int) -> list[list[dict[str, Any]
     return _scored(_by_name(heldout_records(directory)), read_nights(directory), max_bytes)
 
 
-def _scored(
-    documents: Mapping[str, dict[str, Any]], nights: Sequence[Sequence[str]], max_bytes: int
-) -> list[list[dict[str, Any]]]:
+def _scored(documents: Mapping[str, JsonObject], nights: Sequence[Sequence[str]], max_bytes: int) -> list[list[JsonObject]]:
     return [
         scored_documents((documents[name] for name in sorted(names) if name in documents), max_bytes // NIGHT_SHARE)
         for names in nights or [[*documents]]
@@ -77,22 +75,18 @@ def read_nights(directory: Path) -> list[list[str]]:
 
     Raises ArtifactError if the file is damaged.
     """
-    path = directory / NIGHTS
-    if not path.exists():
-        return []
-    nights = _read(path)
-    if not all(isinstance(night, list) for night in nights):
-        raise ArtifactError(f"{path} is damaged: it is not a list of lists; restore it from a copy of the home")
-    return [[str(name) for name in night] for night in nights]
+    nights: list[list[str]] = _read(directory / NIGHTS)
+    return nights
 
 
 def _read(path: Path) -> list[Any]:
-    names = read_json(path)
-    if not isinstance(names, list):
+    """A list that the stage wrote; [] if it wrote none."""
+    values = read_json(path) if path.exists() else []
+    if not isinstance(values, list):
         raise ArtifactError(f"{path} is damaged: it is not a list; restore it from a copy of the home")
-    return names
+    return values
 
 
-def _by_name(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_name(documents: Iterable[JsonObject]) -> dict[str, JsonObject]:
     """Documents by what identifies them among the scores: other fields, such as the source, do not make another record."""
     return {record_name(document["text"]): document for document in documents}

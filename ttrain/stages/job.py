@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ttrain.config import Runtime
 from ttrain.core.files import ProgressWriter
+
+Figures = dict[str, Any]  # of a stage, as JSON for its manifest
+Inputs = Mapping[str, Path]  # outputs of other stages, by the names of the inputs
 
 
 @dataclass(frozen=True)
 class StageContext:
     """Inputs, output and surroundings of one stage. A stage writes under `output` only."""
 
-    inputs: Mapping[str, Path]
+    inputs: Inputs
     files: Mapping[str, list[str]]
     arguments: Mapping[str, str]
     output: Path

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import Lora, LoraConfig
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
 from ttrain.stages import training
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.store.model_files import weights_digest
 
 
-def run(config: LoraConfig, job: StageContext) -> dict[str, Any]:
+def run(config: LoraConfig, job: StageContext) -> Figures:
     """Train an adapter; leaves `adapter/` (PEFT), `checkpoints/` and the curves."""
-    ranks = training.start(job.runtime)
-    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
-    return training.fit(config.lora, prepare(config, job.inputs, encoder), job, ranks, encoder)
+    return training.run(config, config.lora, job, prepare)
 
 
-def prepare(config: LoraConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
+def prepare(config: LoraConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     return with_adapter(inputs["base"] / "model", config.lora)
 
@@ -31,7 +27,8 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     """A new adapter on the frozen model in the directory `base`."""
     model = adapters.attach(adapters.load_quantized(base, config), config)
     held_in = None if config.quantize == "none" else config.quantize
-    name = _name_of_base(config.start_from)
+    start = config.start_from  # the name for people, which reveals no path; what binds the adapter to its base is the digest
+    name = f"ttrain-{start}" if start in TRAININGS else "ttrain-new-model" if start == NONE else "ttrain-base-model"
     own_files = adapters.files(model, base=name, base_digest=weights_digest(base), held_in=held_in)
     return training.TrainableModel(
         model,
@@ -41,8 +38,3 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
         directory="adapter",
         weights_file=adapters.WEIGHTS,
     )
-
-
-def _name_of_base(start: str) -> str:
-    """The base's name for people, which reveals no path; what binds the adapter to its base is the digest."""
-    return f"ttrain-{start}" if start in TRAININGS else "ttrain-new-model" if start == NONE else "ttrain-base-model"

@@ -7,11 +7,9 @@ annealed; a rate as high as the peak would raise its loss on what it has learnt 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 
-from ttrain.core.files import read_json, remove_tree
+from ttrain.core.files import link_or_copy, read_json, remove_tree
 from ttrain.store.model_files import PLATEAU
 from ttrain.train import checkpoint
 from ttrain.train.checkpoint import Snapshot
@@ -32,17 +30,9 @@ def write(output: Path, step: int) -> bool:
     temporary.mkdir()
     for name in read_json(source / checkpoint.STATE)["files"]:
         if name.endswith(SAFETENSORS):
-            _link(source / name, temporary / name)
+            link_or_copy(source / name, temporary / name)
     temporary.rename(output / PLATEAU)
     return True
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link, which takes no space; a copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def read(directory: Path, weights_file: str) -> Snapshot:

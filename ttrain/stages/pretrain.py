@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from ttrain.config import PretrainConfig, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.model import multi_token
 from ttrain.stages import new_model, training
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, Inputs, StageContext
 
 
-def run(config: PretrainConfig, job: StageContext) -> dict[str, Any]:
+def run(config: PretrainConfig, job: StageContext) -> Figures:
     """Train a new model, or the base where there is one; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
-    ranks = training.start(job.runtime)
-    encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, no text is encoded
-    return training.fit(config.pretrain, prepare(config, job.inputs, encoder), job, ranks, encoder)
+    return training.run(config, config.pretrain, job, prepare)
 
 
-def prepare(config: PretrainConfig, inputs: Mapping[str, Path], encoder: Encoder) -> training.TrainableModel:
+def prepare(config: PretrainConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs.get("base")
     model = (

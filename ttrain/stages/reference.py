@@ -26,7 +26,7 @@ from ttrain.data.pair_rows import PairBatch
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
 from ttrain.stages import new_model
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.rows import open_rows
 from ttrain.stages.trainable_model import start
 from ttrain.train import leakage_check, precision
@@ -43,7 +43,7 @@ LOG_PROBABILITIES, TOKENS, ANSWERS = "log_probabilities", "tokens", "answers"
 Floats = npt.NDArray[np.float64]
 
 
-def run(config: ReferenceConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ReferenceConfig, job: StageContext) -> Figures:
     """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens of each answer, by its number.
 
     The ranks take turns in blocks of rows, each of which is a file until the end, so that a pass which is killed goes on
@@ -93,7 +93,7 @@ class _Scorer:
         for number, first in enumerate(range(0, len(rows), BLOCK_ROWS)):
             self.job.progress.update(first, len(rows), "rows")
             path = directory / f"{number:06}.safetensors"
-            if number % self.ranks.world == self.ranks.rank and _read(path) is None:
+            if number % self.ranks.world == self.ranks.rank and not _is_whole(path):
                 write_bytes(path, save(self._block(rows, range(first, min(first + BLOCK_ROWS, len(rows))))))
         self.job.progress.update(len(rows), len(rows), "rows")
 
@@ -125,13 +125,12 @@ def _join(directory: Path, path: Path, answers: int) -> tuple[int, float | None]
     return int(scored.sum()), float(log_probs_A[scored].mean()) if scored.any() else None
 
 
-def _read(path: Path) -> dict[str, npt.NDArray[Any]] | None:
-    """A block that is whole, or None."""
+def _is_whole(path: Path) -> bool:
+    """Whether the block is there and can be read."""
     try:
-        scores: dict[str, npt.NDArray[Any]] = load_file(path)
+        return bool(load_file(path))
     except (OSError, SafetensorError):
-        return None
-    return scores
+        return False
 
 
 @final

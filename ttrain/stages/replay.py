@@ -7,7 +7,6 @@ A model that learns new documents alone forgets the old ones; a share of 5 % of 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -20,9 +19,10 @@ from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.loader import permute
 from ttrain.data.record_rows import document_windows
+from ttrain.data.records import hash_of
 from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
 from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_documents
 
 STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
@@ -30,7 +30,7 @@ GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights 
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
-def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
     """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
     sources have weights, and by place, so that each file has its share, and each source that stands together in one.
 
@@ -145,6 +145,4 @@ def _digests_of_earlier(job: StageContext) -> Iterator[bytes]:
 
 def _digest(column: Column, record: int) -> bytes:
     """The digest of a record's tokens, which is the same in every set of one tokenizer."""
-    return hashlib.blake2b(
-        column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes(), digest_size=16
-    ).digest()
+    return hash_of(column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes())

@@ -10,12 +10,11 @@ import numpy as np
 
 from ttrain.config import Training
 from ttrain.core.hashing import digest_of
-from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.packing import Intervals, MixedRows, Rows
-from ttrain.data.pair_rows import PairRows
-from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
+from ttrain.data.pair_rows import answer_rows
+from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
 from ttrain.stages import SHARE
@@ -49,27 +48,21 @@ def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training)
 
 
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
-    masks, packed = _intervals(config, encoder), config.packing != "none"
-    if shards.index["kind"] == "documents":
+    masks, packed, kind = _intervals(config, encoder), config.packing != "none", shards.index["kind"]
+    if kind == "documents":
         stride = config.stride if overlap else None
         if config.packing == "stream":
             return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
         return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
-    kind = shards.index["kind"]
     if config.packing == "stream":
         raise UsageError(
             f"{config.section}.packing is stream, but {kind} are not one stream; set {config.section}.packing=best-fit"
         )
     if config.stride is not None:
         raise UsageError(f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null")
-    if kind == "pairs":
-        if masks:
-            raise UsageError(
-                f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out"
-            )
-        header = header_length(encoder)
-        return PairRows(shards, config.row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed)
-    return ChatRows(shards, config.row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)
+    if kind == "pairs" and masks:
+        raise UsageError(f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out")
+    return answer_rows(shards, config.row_length, encoder, packed=packed, masks=masks)
 
 
 def _intervals(config: Training, encoder: Encoder) -> Intervals:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -21,14 +21,15 @@ from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Processes
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, NothingNew
 from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
 
 
-def run(config: ShardsConfig, job: StageContext) -> dict[str, Any]:
+def run(config: ShardsConfig, job: StageContext) -> Figures:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
     with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
         built = build(config, job, pool)
@@ -140,9 +141,19 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
         raise DataError(f"{name}: all {built.tallies['train'].kept} rows {reason}; bring more rows")
 
 
-def heldout_records(directory: Path) -> list[dict[str, Any]]:
+def heldout_records(directory: Path) -> list[JsonObject]:
     """The held-out records of a set of shards, as text."""
     return list(_heldout_records(directory))
+
+
+def first_questions(directory: Path, count: int) -> list[str]:
+    """What the user says last before the first answer in some held-out chats or pairs, evenly spread, in one line each."""
+    records, questions = heldout_records(directory), list[str]()
+    for record in records[:: max(1, len(records) // count)]:
+        turns = record.get("messages") or record.get("prompt") or ()
+        before = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
+        questions += [" ".join(turn["content"].split()) for turn in before if turn["role"] == "user"][-1:]
+    return questions[:count]
 
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
@@ -156,19 +167,19 @@ def heldout_hashes(directory: Path) -> Table:
     return np.frombuffer(hashes, ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _heldout_records(directory: Path) -> Iterator[dict[str, Any]]:
+def _heldout_records(directory: Path) -> Iterator[JsonObject]:
     heldout = directory / "heldout"
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
             yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
-def scored_documents(documents: Iterable[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
+def scored_documents(documents: Iterable[JsonObject], max_bytes: int) -> list[JsonObject]:
     """Of held-out documents those from the beginning on that have this many bytes of text together.
 
     One that does not fit is passed over while less than half is taken; where none fits, the shortest is taken.
     """
-    scored: list[dict[str, Any]] = []
+    scored: list[JsonObject] = []
     total = 0
     sized = [(len(document["text"].encode("utf-8")), document) for document in documents]
     for size, document in sized:

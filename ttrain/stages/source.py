@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ttrain.config import SourceConfig
 from ttrain.data import python_docs
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 
 
-def run(config: SourceConfig, job: StageContext) -> dict[str, Any]:
+def run(config: SourceConfig, job: StageContext) -> Figures:
     """Write pretrain, sft, dpo and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
     return python_docs.build(job.output, config.python_docs)

@@ -14,7 +14,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.records import Tally
 from ttrain.data.tokenizer import Reservoir, sample
 from ttrain.errors import DataError
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 
 MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file at most, to say how well the tokenizer fits it
 MEASURED_BYTES_OF_ALL = 200_000_000  # these samples are in memory until the tokenizer is trained
@@ -22,7 +22,7 @@ MAX_READ_DOCUMENTS = 2000  # documents of each file that are read at all, where 
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
-def run(config: TokenizerConfig, job: StageContext) -> dict[str, Any]:
+def run(config: TokenizerConfig, job: StageContext) -> Figures:
     """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
     reading, paths = config.reading, job.files.get("train")
     if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
@@ -47,7 +47,7 @@ def train_directory(
     existing_files: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda done: None,
     setting: str = SETTING,
-) -> dict[str, Any]:
+) -> Figures:
     """Train on the files and write the tokenizer under `output`, or copy `config.existing` (its `existing_files`, if known).
 
     An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too

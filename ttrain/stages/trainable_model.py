@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,11 @@ from torch import Tensor, nn
 from ttrain.config import Runtime
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
-from ttrain.stages import plateau
+from ttrain.evaluate.task_result import finite
+from ttrain.stages import new_model, plateau
 from ttrain.stages.callbacks import GUARDS
-from ttrain.stages.job import StageContext
-from ttrain.train import checkpoint, checkpoint_format, guards, precision
+from ttrain.stages.job import Figures, StageContext
+from ttrain.train import checkpoint, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks, share_cores
@@ -91,7 +90,7 @@ def train(
     quick: Sequence[Any] = (),
     start: Snapshot | None = None,
     plateau_snapshot: Snapshot | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
     config, order, runtime = task.config, loader.order, job.runtime
     checkpoints = Checkpoints(
@@ -141,7 +140,8 @@ def train(
     weights = trainer.parallel.whole(trained.state())
     if ranks.first:
         with ranks.busy("writing the model"):
-            _write_model(job.output / trained.directory, trained, weights)
+            directory = job.output / trained.directory
+            new_model.write_files(directory, trained.files, weights, trained.weights_file, trained.left_out)
             if (step := plateau_end(config.schedule, order.steps)) is not None:
                 plateau.write(job.output, step)
     ranks.barrier()
@@ -152,19 +152,19 @@ def train(
 def _night(runtime: Runtime, ranks: Ranks) -> NightThrottle | None:
     if runtime.night is None:
         return None
-    day = runtime.rows_per_device
-    return NightThrottle(runtime.night, ranks.device, rows_per_device=day, memory_limit=limit_bytes(runtime))
+    return NightThrottle(
+        runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit_bytes(runtime)
+    )
 
 
-def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> dict[str, Any]:
+def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
     """The figures of a training, for the manifest."""
     order, ranks = trainer.loader.order, trainer.ranks
     return {
         "steps": result.step,
         "target_tokens": result.live_tokens,
         "loss": result.loss,
-        "validation_loss": _finite(result.validation_loss),
-        "best_validation_loss": _finite(trainer.counters.best_loss),
+        **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
         "resumed_from_step": result.resumed_from_step,
         "stop_reason": result.stop_reason,
         "skipped_steps": result.skipped_steps,
@@ -177,24 +177,6 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "device": ranks.device.type,
         "ranks": ranks.world,
         "threads": torch.get_num_threads(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters": new_model.count_parameters(model),
+        "trainable_parameters": new_model.count_parameters(model, trained=True),
     }
-
-
-def _write_model(directory: Path, trained: TrainableModel, weights: dict[str, Tensor]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in trained.files.items():
-        (directory / name).write_bytes(data)
-    for file, tensors in checkpoint_format.by_file(checkpoint.copy_tensors(weights), trained.weights_file).items():
-        if file in trained.left_out:
-            (directory / file).unlink(missing_ok=True)
-            continue
-        temporary = directory / f".{file}.writing"
-        temporary.unlink(missing_ok=True)
-        checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
-        temporary.replace(directory / file)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import cuda, nn
 from transformers import PreTrainedModel
 
-from ttrain.config import TRAINING_STAGES, Runtime, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, Section, Training, flatten
 from ttrain.core.machine import VERSION, processor, versions
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Order, pad_fraction
@@ -20,8 +20,8 @@ from ttrain.errors import UsageError
 from ttrain.model import factory, multi_token
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
-from ttrain.stages.job import StageContext
-from ttrain.stages.new_model import tokenizer_files
+from ttrain.stages.job import Figures, Inputs, StageContext
+from ttrain.stages.new_model import count_parameters, tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, compiles, loader_of, start, train
 from ttrain.store.tunings import Choice
@@ -34,7 +34,7 @@ from ttrain.train.losses import default_chunk_tokens
 from ttrain.train.precision import Precision
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
 
-__all__ = ["TrainableModel", "fit", "start", "task_of", "tokenizer_files", "whole_model"]
+__all__ = ["TrainableModel", "fit", "run", "start", "task_of", "tokenizer_files", "whole_model"]
 
 TUNED = tuple(field.name for field in fields(Choice))
 SHAPE = (
@@ -72,6 +72,16 @@ def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageMod
     )
 
 
+def run(
+    config: Section, settings: Training, job: StageContext, prepare: Callable[[Any, Inputs, Encoder], TrainableModel]
+) -> Figures:
+    """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
+    ranks = start(job.runtime)
+    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
+    return fit(settings, prepare(config, job.inputs, encoder), job, ranks, encoder)
+
+
 def fit(
     config: Training,
     trained: TrainableModel,
@@ -81,7 +91,7 @@ def fit(
     *,
     task: CausalTask | None = None,
     batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
-) -> dict[str, Any]:
+) -> Figures:
     """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
 
     `task`: next-token prediction unless given. `batches`: the batches of the rows of a part, `train` or `heldout`.
@@ -241,8 +251,8 @@ def _described(
         "versions": {"ttrain": VERSION, **{name: installed.get(name) for name in LIBRARIES}},
         "model": type(causal).__name__,
         "shape": {name: value for name in SHAPE if isinstance(value := getattr(causal.config, name, None), int)},
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        "parameters": count_parameters(module),
+        "trained": count_parameters(module, trained=True),
         "row_length": rows.row_length,
         "trimmed": rows.trimmed,
         "rows_per_step": order.rows_per_step,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import yaml
@@ -21,18 +21,17 @@ from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.model.factory import overwrite
 from ttrain.stages import trainable_model
 from ttrain.stages.callbacks import training_callbacks
-from ttrain.stages.job import StageContext
+from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.rows import validation_batches
 from ttrain.train import precision, task
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
-from ttrain.train.optim import Optimizers
 from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
 
 SETTINGS = "settings.yaml"
 
 
-def run(config: UserTaskConfig, job: StageContext) -> dict[str, Any]:
+def run(config: UserTaskConfig, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
     settings, _ = merge(kind.Config, [Override(*override) for override in config.given])
@@ -56,7 +55,7 @@ def train(
     torch.manual_seed(settings.seed)
     model = task.build_model()
     figures = trainable_model.train(
-        Adapted(task, model),
+        cast("TrainingTask", Adapted(task, model)),
         loader,
         trainable_model.TrainableModel(
             model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."
@@ -165,20 +164,17 @@ class Batches:
 
 
 @final
-class Adapted(TrainingTask):
-    """Adapts a user's task to the trainer's interface: its model, built once, and batches of which some do not count."""
+class Adapted:
+    """A user's task as the trainer calls it: with its model, built once, and batches of which some do not count."""
 
     def __init__(self, task: UserTask, model: nn.Module) -> None:
-        self.config, self._task, self._model = task.config, task, model
+        self._task, self._model = task, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
 
     def build_model(self) -> nn.Module:
         return self._model
-
-    def build_optimizer(self, model: nn.Module) -> Optimizers:
-        return self._task.build_optimizer(model)
-
-    def build_scheduler(self, steps: int) -> Callable[[int], float]:
-        return self._task.build_scheduler(steps)
 
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self._task.criterion
@@ -200,21 +196,6 @@ class Adapted(TrainingTask):
             return loss
         nothing = [{name: value * 0 for name, value in tensors.items()} for tensors in (loss.parts, loss.sums)]
         return LossSum(loss.total * 0.0, 0, *nothing)
-
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
-        self._task.after_step(sums)
-
-    def state(self) -> dict[str, float]:
-        return self._task.state()
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        self._task.load_state(state)
-
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
-        return self._task.figures(sums)
-
-    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
-        return self._task.derived(losses)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
