@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -327,30 +327,18 @@ def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict
     return artifacts
 
 
-def learnt_documents(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
-    """References ("stage/key") of the documents that the champion has learnt and that are in the store, the oldest first.
-
-    Those of its night and of the nights before; of a champion that no night made, those of its base model.
-    """
-    return _learnt_shards("pretrain", champion, nights, store, lambda night: night.learnt_documents)
-
-
-def learnt_chats(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
-    """The same of the chats that the champion's SFT model has learnt."""
-    return _learnt_shards("sft", champion, nights, store, lambda night: night.learnt_chats)
-
-
-def _learnt_shards(
-    stage: str,
-    champion: Champion | None,
-    nights: Iterable[NightRecord],
-    store: ArtifactStore,
-    recorded: Callable[[NightRecord], tuple[str, ...]],
+def learnt_shards(
+    stage: str, champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore
 ) -> tuple[str, ...]:
+    """References ("stage/key") of what the champion's model of a stage of `LEARNT` has learnt and the store has, the oldest
+    first.
+
+    That of its night and of the nights before; of a champion that no night made, that of the model itself.
+    """
     if champion is None:
         return ()
     its_night = next((n for n in nights if n.outcome in COMPLETED and n.data.get("version") == champion.version), None)
-    references = recorded(its_night) if its_night else ()
+    references = its_night.learnt_shards(stage) if its_night else ()
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
         references = (_reference(shards),)
@@ -379,8 +367,7 @@ def _reference(recorded: Mapping[str, Any]) -> str:
 
 def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
     """Find the artifact of a "stage/key" reference; None if it was removed."""
-    stage, _, key = reference.partition("/")
-    return store.find(stage, key)
+    return store.find(*reference.split("/"))
 
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
