@@ -209,11 +209,8 @@ class Run:
     @functools.cached_property
     def artifacts(self) -> Artifacts:
         """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
-        places = {stage["name"]: self._place(stage) for stage in self.record["stages"] if stage.get("key")}
-        return {name: artifact for name, path in places.items() if (artifact := self.store.at(path))}
-
-    def _place(self, stage: Mapping[str, Any]) -> Path:
-        return self.store.path(stage["name"], stage["key"])
+        keys = run_records.keys_of(self.record).items()
+        return {name: artifact for name, key in keys if key and (artifact := self.store.at(self.store.path(name, key)))}
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline status --json` prints."""

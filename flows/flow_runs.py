@@ -67,21 +67,17 @@ def label_with_process(home: Path, record: str = "") -> None:
             _end_tasks(client, FlowRunFilter.model_validate({"id": {"any_": [run.id]}}))
 
 
-def note_shown() -> None:
-    """Label the current flow run as one whose failure its own process has shown, for who watches its output."""
-    with sync_client() as client:
-        client.update_flow_run_labels(current_flow_run().id, {LABEL_SHOWN: True})
+def note_shown(*, is_final: bool) -> None:
+    """Label the current flow run as one whose failure its own process has shown, for who watches its output.
 
-
-def forbid_retries() -> None:
-    """Let the current flow run end with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set.
-
-    A retry in the UI or by the API starts it again nevertheless.
+    `is_final`: it ends with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set. A retry in the UI or by the API
+    starts it again nevertheless.
     """
     run = current_flow_run()
-    policy = run.empirical_policy.model_copy(update={"retries": 0})
     with sync_client() as client:
-        client.update_flow_run(run.id, empirical_policy=policy)
+        client.update_flow_run_labels(run.id, {LABEL_SHOWN: True})
+        if is_final:
+            client.update_flow_run(run.id, empirical_policy=run.empirical_policy.model_copy(update={"retries": 0}))
 
 
 def current_flow_run() -> FlowRun:

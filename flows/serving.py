@@ -309,6 +309,11 @@ class ScheduleServer:
         """Run one flow run in its process, to its end; an error of it ends no other run."""
         from prefect.runner._starter_engine import EngineCommandStarter
 
+        from ttrain.flows import deployments as deployed
+
+        async def flow_of(run: Any) -> Any:
+            return getattr(deployed, ENTRY_POINTS[entry_point])
+
         starter = EngineCommandStarter(
             cwd=schedule_files.folder_of(self._home),  # Python looks for modules where it is, and Prefect for settings
             env={"TTRAIN_HOME": str(self._home)},
@@ -321,8 +326,7 @@ class ScheduleServer:
         try:
             if not self._stop.is_set() and await self._context._state_proposer.propose_pending(run):
                 self._say(f"{run.name} of {ENTRY_POINTS[entry_point]}/{deployment}: started")
-                executor = self._context.create_executor(run, starter, resolve_flow=_flow_of(entry_point))
-                await executor.submit()
+                await self._context.create_executor(run, starter, resolve_flow=flow_of).submit()
                 await self._say_how_it_ended(run)
         except Exception as error:
             log.warning("%s: %s", run.name, error, exc_info=True)
@@ -407,16 +411,6 @@ class ScheduleServer:
     def _end(self) -> None:
         self._stop.set()
         self._looking.cancel()
-
-
-def _flow_of(entry_point: str) -> Callable[[Any], Awaitable[Any]]:
-    """A function by which Prefect finds the flow of a run."""
-    from ttrain.flows import deployments as deployed
-
-    async def flow_of(run: Any) -> Any:
-        return getattr(deployed, ENTRY_POINTS[entry_point])
-
-    return flow_of
 
 
 def slot_name(when: datetime) -> str:

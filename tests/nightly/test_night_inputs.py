@@ -282,7 +282,8 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
         night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
         night.end_try("promoted", "", closed=True)
     learnt = {
-        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store) for number in "1235"
+        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store)
+        for number in "1235"
     }
     assert learnt["1"] == ("shards-pretrain/s",)
     assert learnt["2"] == learnt["3"] == ("shards-pretrain/s", "shards-pretrain/b")

@@ -134,16 +134,14 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
     old = find_artifact(store, stage, prefix)
     if old.key == planned.key:
         raise UsageError(f"{stage} {old.key[:SHOWN_KEY]} is what the plan takes already; there is nothing to adopt")
-    refused = differences(_without_code(old.manifest["ingredients"]), _without_code(planned.ingredients))
-    if refused:
+    if refused := differences({**old.manifest["ingredients"], "code": {}}, {**planned.ingredients, "code": {}}):
         raise UsageError(
             f"{stage} {old.key[:SHOWN_KEY]} cannot be adopted, since more than code differs: {'; '.join(refused)}; "
             f"give the settings that it was made with (`ttrain artifacts show {stage} {old.key[:SHOWN_KEY]}`)"
         )
     if old.absent:
         raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} was fetched in part; only a whole one is adopted")
-    problems = verify(old)
-    if problems:
+    if problems := verify(old):
         raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} is damaged, so it is not adopted: {'; '.join(problems)}")
     with store.lock(stage, planned.key):
         if store.find(stage, planned.key):
@@ -160,10 +158,6 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
         earlier = old.manifest.get("adopted", [])
         manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": [*earlier, entry]}
         return store.publish(stage, planned.key, output, manifest)
-
-
-def _without_code(ingredients: Mapping[str, Any]) -> dict[str, Any]:
-    return {**ingredients, "code": {}}
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -207,18 +201,14 @@ def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[
         present = store.at(removal.path)
         if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
             continue  # it was rebuilt meanwhile
-        if artifact and _has_second_names(artifact):
+        paths = (artifact.path / name for name in artifact.files_of(())) if artifact else ()
+        # hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too
+        if artifact and any(path.stat().st_nlink > 1 for path in paths if path.exists()):
             store.distrust(removal.stage, removal.key, artifact.manifest["published"])
         with contextlib.suppress(FileNotFoundError):  # another run has already moved it
             store.set_aside(removal.stage, removal.key)
             moved.append(removal)
     return moved
-
-
-def _has_second_names(artifact: Artifact) -> bool:
-    """Whether files of an artifact are hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too."""
-    paths = (artifact.path / name for name in artifact.files_of(()))
-    return any(path.stat().st_nlink > 1 for path in paths if path.exists())
 
 
 class InTracker:

@@ -199,12 +199,6 @@ class PipelineRun(StopRequest):
         self._tags |= tags
         self._parent.set_tags(tags)
 
-    def note_night(self, child: tracking.AnyRun | None) -> None:
-        """Tag this run and the stage's tracked run as trained in night mode."""
-        for run in (self._parent, child):
-            if run is not None:
-                run.set_tags({NIGHT: "1"})
-
     def _add_artifact(self, artifact: Artifact) -> None:
         self.artifacts[artifact.stage] = artifact
         self._parent.log_inputs(tracking.data_of(artifact))
@@ -268,8 +262,10 @@ class PipelineRun(StopRequest):
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
         self.outcome = outcome
-        if notes := {**({"error": error} if error else {}), **({"stopped": self.stop_reason} if self.signum else {})}:
-            self.record.note(**notes)
+        if error:
+            self.record.note(error=error)
+        if self.signum:
+            self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.finish(outcome, self.metrics())
@@ -310,10 +306,6 @@ class PipelineRun(StopRequest):
         write_json(work / "tracking.json", {**reference, "experiment": self.settings.tracking.experiment})
         self._tracked[stage.name] = child
         return child
-
-    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
-        """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
-        return self._models.register(artifact, run) if self.registers else None
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
@@ -374,7 +366,8 @@ class StageWatcher(DisplayObserver):
         self._followers = []
         may_be_night = self._execution.settings.runtime.night is not None
         if may_be_night and self.log_path and trained_at_night(self.log_path.with_name("metrics.jsonl")):
-            self._execution.note_night(self.child)
+            for run in filter(None, (self._execution._parent, self.child)):
+                run.set_tags({NIGHT: "1"})
         if self._samples:
             self._samples.log_new()
 
@@ -395,7 +388,8 @@ class StageWatcher(DisplayObserver):
         )
         if self.child:
             tracking.log_result(self.child, artifact)
-            run.register(artifact, self.child)
+            if run.registers:
+                run._models.register(artifact, self.child)
             self.child.finish("FINISHED")
         else:
             run._parent.link_made_by(name, artifact.key)

@@ -90,15 +90,17 @@ def build(
             if isinstance(error, StageFailed) and error.damaged:
                 raise _set_aside(stage, store, inputs, error.damaged, str(error)) from None
             raise
-        _check_inputs_did_not_change(stage, settings, store, planned)
+        if file_digests(stage, settings, store) != planned.ingredients["files"]:  # costs one stat per unchanged file
+            raise StageFailed(
+                f"stage {stage.name}: its input files changed while they were read; run the same command again"
+            )
         state, artifact = "completed", None
         manifest = _manifest(planned, inputs, settings, work, result, time.monotonic() - began)
         if forced and stored:
             artifact = store.compare(stored, work / "output")
             state = "equal" if artifact else "different"
-            artifact = (
-                artifact if artifact and not artifact.absent else None
-            )  # an incomplete stored one is replaced by the one just built
+            if artifact and artifact.absent:
+                artifact = None  # an incomplete stored one is replaced by the one just built
         artifact = artifact or store.publish(stage.name, planned.key, work / "output", manifest)
         remove_tree(work)
     return StageOutcome(artifact, state, time.monotonic() - began)
@@ -126,20 +128,11 @@ def setting_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iter
 def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
     """Set a damaged input aside; return the error to raise."""
     artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
-    removals = (
-        artifact_commands.set_aside(store, [artifact_commands.DamagedArtifact(artifact.path, "damaged", artifact)])
-        if artifact
-        else []
-    )
+    damaged = [artifact_commands.DamagedArtifact(artifact.path, "damaged", artifact)] if artifact else []
+    removals = artifact_commands.set_aside(store, damaged)
     names = ", ".join(map(str, removals))
     moved = f"moved to {store.root / 'replaced'}: {names}; run the same command again to rebuild them"
     return StageFailed(message.replace(DamagedFile.fix, moved) if removals else message, DamagedFile.__name__, path)
-
-
-def _check_inputs_did_not_change(stage: Stage, settings: Settings, store: ArtifactStore, planned: Planned) -> None:
-    """Raise StageFailed if the input files no longer match the key; costs one stat per unchanged file."""
-    if file_digests(stage, settings, store) != planned.ingredients["files"]:
-        raise StageFailed(f"stage {stage.name}: its input files changed while they were read; run the same command again")
 
 
 def _prepare(

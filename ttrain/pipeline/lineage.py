@@ -55,30 +55,27 @@ def lineage_of(home: Path, text: str) -> Lineage:
     Raises UsageError if the text names nothing.
     """
     target = lineage_names.find_target(home, text)
-    walk = _Walk(home, target)
-    for stage, key in sorted(target.roots, key=_models_first):
-        walk.visit(stage, key)
-    return Lineage(target, tuple(walk.links.values()), target.notes)
+    begin = _Walk(home, target).begin
+    links = [link for root in begin(target.roots) for link in _inputs_first(root, lambda of: begin(of.inputs.values()))]
+    return Lineage(target, tuple(links), target.notes)
 
 
 class _Walk:
-    """Walk from the roots to their inputs; each artifact once, after its inputs."""
+    """Walk from the roots to their inputs: makes a link of each artifact once."""
 
     def __init__(self, home: Path, target: LineageTarget) -> None:
         self._home, self._store, self._target = home, ArtifactStore(home), target
-        self.links: dict[str, Link] = {}
         self._begun: set[str] = set()
 
-    def visit(self, stage: str, key: str) -> None:
-        for root in self._begin([(stage, key)]):
-            self.links |= {link.key: link for link in _inputs_first(root, lambda link: self._begin(link.inputs.values()))}
-
-    def _begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
+    def begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
         for stage, key in sorted(names, key=_models_first):
             if key not in self._begun:
                 self._begun.add(key)
-                yield self._link(stage or self._stages.get(key, ""), key)
+                in_set = (
+                    tag.removeprefix(KEY) for tag, of in self._target.tags.items() if tag.startswith(KEY) and of == key
+                )
+                yield self._link(stage or next(in_set, ""), key)
 
     def _link(self, stage: str, key: str) -> Link:
         stored = self._store.at(self._store.path(stage, key)) if stage else None
@@ -94,11 +91,6 @@ class _Walk:
     @cached_property
     def _tracked(self) -> MlflowArtifacts:
         return MlflowArtifacts(self._home)
-
-    @cached_property
-    def _stages(self) -> Mapping[str, str]:
-        """The stage of each key in a set's tags."""
-        return {key: tag.removeprefix(KEY) for tag, key in self._target.tags.items() if tag.startswith(KEY)}
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:

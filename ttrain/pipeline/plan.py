@@ -103,19 +103,14 @@ def plan(
     recipe(chosen, settings)
     store.cache.save()
     stages = list(planner.stages.values())
-    _check_all_taken([planned for planned in stages if planned.stage.name in parts.reused and not planned.reused], selection)
-    return stages
-
-
-def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
-    """Raise UsageError for needed stages that are not in the store, with the command that makes them."""
-    if missing:
+    if missing := [planned for planned in stages if planned.stage.name in parts.reused and not planned.reused]:
         names = [planned.stage.name for planned in missing]
         raise UsageError(
             f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
             f"({names[0]}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
             f"`ttrain pipeline run full --only {','.join(names)}`"
         )
+    return stages
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:

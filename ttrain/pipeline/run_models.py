@@ -146,11 +146,11 @@ class RunModels:
         self.versions: dict[str, str] = {}  # that this run registered, by name
         self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
 
-    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
-        """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
+    def register(self, artifact: Artifact, run: tracking.AnyRun) -> None:
+        """Log the artifact's files to the tracker, and register a model or tokenizer."""
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
-            return None
+            return
         self._runs[artifact.stage] = run
         model = self._registered(artifact)
         extra_files = model.extra_files(run, self._prompts)
@@ -166,15 +166,14 @@ class RunModels:
             tags={**model.tags, **extra_files.tags},
             **model.descriptions(opens=extra_files.is_whole),
         )
-        return self._noted(model.name, version)
+        self._note(model.name, version)
 
     def _registered(self, artifact: Artifact) -> Registered:
         return Registered(artifact, self._pipeline, self._store)
 
-    def _noted(self, name: str, version: str | None) -> str | None:
+    def _note(self, name: str, version: str | None) -> None:
         if version is not None:
             self.versions[name] = version
-        return version
 
     def log_cards(self, artifacts: Artifacts) -> None:
         """Rewrite the cards of the models that this run made, now with their evaluation."""
@@ -210,7 +209,8 @@ class RunModels:
             ),
             about=registration.SETS.format(name=self._pipeline),
         )
-        return self._noted(self._pipeline, version)
+        self._note(self._pipeline, version)
+        return version
 
     def _registration(self, model: Registered, run: tracking.AnyRun) -> dict[str, Any]:
         """The model as `register_models` takes it, with its extra files if this run registers it from the store."""

@@ -102,7 +102,11 @@ def main() -> int:
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
             os._exit(1)  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
-        _leave_ranks()
+        if world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return int(outcome["outcome"] == "failed")
 
 
@@ -196,14 +200,6 @@ def _give_up(work: Path, rank: int, why: str) -> None:
     sys.stdout.flush()
     write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
     os._exit(1)
-
-
-def _leave_ranks() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 RESULT = "result.json"
