@@ -159,7 +159,7 @@ class ScheduleServer:
         self._stopping_ids: set[Any] = set()  # ids of flow runs that have been asked to stop
         self._is_away = False
         self._error: TTrainError | None = None
-        self._known: frozenset[str] = frozenset()
+        self._known: set[str] = set()
         self._refused: set[str] = set()  # schedules whose deployment the server refuses
 
     async def run(self) -> int:
@@ -172,7 +172,10 @@ class ScheduleServer:
         self._looking = anyio.CancelScope()  # so that a stop does not wait for a server that is away
         zone = schedule_files.local_timezone()
         self._say(f"serving the schedules of {self._home}; times are of {zone}")  # only now: its reader may stop it at once
-        self._say(f"Prefect  {self._url.removesuffix('/api')}{self._hint()}\nstop with Ctrl-C or SIGTERM")
+        hint = ""  # how a browser gets access; not the token, since this message goes to the log of a service
+        if server_records.token_for(self._home, "prefect", self._url) is not None:
+            hint = f"/?token=...  (the text of {server_records.token_file(self._home)}; a browser keeps it)"
+        self._say(f"Prefect  {self._url.removesuffix('/api')}{hint}\nstop with Ctrl-C or SIGTERM")
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             proposer = self._context._state_proposer
@@ -192,12 +195,6 @@ class ScheduleServer:
         if self._error:
             raise self._error
         return self._signum
-
-    def _hint(self) -> str:
-        """How a browser gets access; not the token, since this message goes to the log of a service."""
-        if server_records.token_for(self._home, "prefect", self._url) is None:
-            return ""
-        return f"/?token=...  (the text of {server_records.token_file(self._home)}; a browser keeps it)"
 
     async def try_start_due_runs(self) -> None:
         """Start what is due; a server that is away is waited for, and no other error ends the runs in progress."""
@@ -272,18 +269,14 @@ class ScheduleServer:
 
     async def make_missing_deployments(self, existing: set[str]) -> None:
         """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
-        served_schedules = {
-            name: schedule for name, schedule in schedule_files.read_all(self._home).items() if not schedule.pool
-        }
-        if frozenset(served_schedules) != self._known:
-            self._known = frozenset(served_schedules)
-            self._say(
-                f"scheduled: {', '.join(served_schedules)}"
-                if served_schedules
-                else "nothing is scheduled yet: ttrain pipeline schedule nightly"
-            )
-        self._refused &= served_schedules.keys() - existing
-        for name in served_schedules.keys() - existing:
+        names = [name for name, schedule in schedule_files.read_all(self._home).items() if not schedule.pool]
+        if set(names) != self._known:
+            self._known = set(names)
+            nothing = "nothing is scheduled yet: ttrain pipeline schedule nightly"
+            self._say(f"scheduled: {', '.join(names)}" if names else nothing)
+        missing = self._known - existing
+        self._refused &= missing
+        for name in missing:
             try:
                 await asyncio.to_thread(schedules.make_missing, self._home, name)
             except schedules.RefusedError as error:  # other schedules are served

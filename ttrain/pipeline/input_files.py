@@ -123,20 +123,17 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
         length = section.row_length
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
-            fitting = section.longest_row(limit - virtual)
-            fix = f"set {name}.row_length={fitting}" if fitting else f"set {_length_advice(name, virtual)}"
+            other = "stride" if name == "evaluate" else "tokens_per_step"
+            fix = f"{name}.row_length to at most that, and {name}.{other} to fit it"
+            if fitting := section.longest_row(limit - virtual):
+                fix = f"{name}.row_length={fitting}"
+            elif virtual:
+                fix = "fewer lora.virtual_tokens"
             raise UsageError(
                 f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
-                f"positions; {fix}"
+                f"positions; set {fix}"
             )
     return files
-
-
-def _length_advice(name: str, virtual: int) -> str:
-    """The settings to change so that rows fit the existing model."""
-    if virtual:
-        return "fewer lora.virtual_tokens"
-    return f"{name}.row_length to at most that, and {name}.{'stride' if name == 'evaluate' else 'tokens_per_step'} to fit it"
 
 
 def _tokenizer_files(settings: Settings) -> list[Path]:

@@ -56,7 +56,7 @@ def resolve(
     Raises UsageError for a missing model, listing what exists, and ArtifactError for a damaged one.
     """
     root = layout.home() if home is None else home
-    run = searched_run or run_of(_with_base([text], base), root)
+    run = searched_run or run_of([text], root, base=base)
     return _Resolver(ArtifactStore(root), base, run, from_hub=from_hub).find(text)
 
 
@@ -69,11 +69,13 @@ def resolve_all(
     run: str | None = None,
 ) -> list[Reference]:
     """Find the models that a command names; all stages among them are taken from one run."""
-    searched_run = run_of(_with_base(texts, base), home, run_name=run)
+    searched_run = run_of(texts, home, run_name=run, base=base)
     return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
 
 
-def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str | None = None) -> runs.RecordedRun | None:
+def run_of(
+    texts: Sequence[str | None], home: Path | None = None, *, run_name: str | None = None, base: str | None = None
+) -> runs.RecordedRun | None:
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
@@ -83,6 +85,7 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
     stages exist only in different runs.
     """
     root = layout.home() if home is None else home
+    texts = [*texts, base] if base else texts
     stages = {text for text in texts if text in STAGES}
     if not stages and None not in texts:
         if run_name is not None:
@@ -121,11 +124,6 @@ def _rank(run: runs.RecordedRun) -> int | None:
     return 0 if is_finished else 1
 
 
-def _with_base(texts: Sequence[str | None], base: str | None) -> list[str | None]:
-    """All model names of a command."""
-    return [*texts, base] if base else [*texts]
-
-
 def _name_in_environment() -> str | None:
     """The setting `name`, if the environment sets it. No other variable is read: models are found without settings."""
     loaded = load(environment={name: os.environ[name] for name in os.environ if name.upper() == NAME_VARIABLE})
@@ -134,11 +132,10 @@ def _name_in_environment() -> str | None:
 
 def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
     """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
-    artifacts = {
-        stage["name"]: _artifact_of(home, stage) for stage in run["stages"] if stage["name"] in stages or with_model
-    }
-    models = [artifact for artifact in artifacts.values() if artifact and _model_directory_of(artifact.path)]
-    return all(artifacts.get(str(stage)) for stage in stages) and (bool(models) or not with_model)
+    listed = (stage for stage in run["stages"] if stage["name"] in stages or with_model)
+    artifacts = {stage["name"]: artifact for stage in listed if (artifact := _artifact_of(home, stage))}
+    has_model = any(_model_directory_of(artifact.path) for artifact in artifacts.values())
+    return stages <= artifacts.keys() and (has_model or not with_model)
 
 
 class _Resolver:
@@ -193,11 +190,8 @@ class _Resolver:
             artifact = _artifact_of(self.store, stage)
             if artifact and (stage["name"] == stage_name or (not stage_name and _model_directory_of(artifact.path))):
                 return replace(self._of_artifact(text, artifact), run=record)
-            if (
-                stage["name"] == stage_name
-                and stage.get("key")
-                and (problem := self.store.damage_at(stage_name, stage["key"]))
-            ):
+            key = stage.get("key") if stage["name"] == stage_name else None
+            if key and (problem := self.store.damage_at(stage_name, key)):
                 raise ArtifactError(
                     f"the stage {stage_name} of the run {record['run']} is damaged: {problem}; {DamagedFile.fix}"
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tracking import data_of
 from ttrain.tracking.model_description import HERE
 from ttrain.tracking.runs import AnyRun
-
-log = logging.getLogger("ttrain")
 
 LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
@@ -77,9 +74,14 @@ def of_model(exported: Exported | None, history: History, *, opens: bool) -> str
     `HERE` stands for NAME/VERSION, which only MLflow knows.
     """
     model = history.artifacts[-1]
-    summary_text = summary(exported, model) if exported else _of_tokenizer(model)
-    parts = [summary_text, _list(_facts(model, history)), *_metrics_section(evaluation_rows(history) if exported else [])]
-    return "\n\n".join([*parts, _open(exported, model.stage, opens=opens), _lineage_hint(card=exported is not None)])
+    parts = [
+        summary(exported, model) if exported else _of_tokenizer(model.result),
+        _list(_facts(model, history)),
+        *_metrics_section(evaluation_rows(history) if exported else []),
+        _open(exported, model.stage, opens=opens),
+        _lineage_hint(card=exported is not None),
+    ]
+    return "\n\n".join(parts)
 
 
 def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float]) -> str:
@@ -90,8 +92,10 @@ def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float])
         f"The models of the run `{run}` of the pipeline `{name}`. As a whole it opens as the last one that MLflow can open.",
         _list(members),
         *_metrics_section(report.rows(metrics)),
+        _through_mlflow(chats=chats),
+        _lineage_hint(card=False),
     ]
-    return "\n\n".join([*parts, _through_mlflow(chats=chats), _lineage_hint(card=False)])
+    return "\n\n".join(parts)
 
 
 def of_all_versions(stage: str, name: str) -> str:
@@ -112,11 +116,10 @@ def _metrics_section(rows: Sequence[report.EvaluationRow]) -> list[str]:
     return [f"On held-out data:\n\n{listing}"] if listing else []
 
 
-def _of_tokenizer(artifact: Artifact) -> str:
-    result = artifact.result
-    fits = (
-        f", {result['bytes_per_token']:.2f} bytes per token of what it was trained on" if "bytes_per_token" in result else ""
-    )
+def _of_tokenizer(result: Mapping[str, Any]) -> str:
+    fits = ""
+    if "bytes_per_token" in result:
+        fits = f", {result['bytes_per_token']:.2f} bytes per token of what it was trained on"
     return f"A tokenizer of {result.get('vocab_size', 0):,} tokens{fits}, with a chat template. Made with ttrain."
 
 
@@ -149,12 +152,12 @@ def _data_summary(documents: int | None, tokens: int | None, files: tuple[Mappin
 def _open(exported: Exported | None, stage: str, *, opens: bool) -> str:
     if opens:
         return _through_mlflow(chats=stage in CHAT_STAGES)
-    lines = ["import mlflow"]
-    lines += ["from transformers import AutoTokenizer"] if exported is None else ["from peft import PeftModel"]
-    lines += ["", f'place = mlflow.artifacts.download_artifacts("models:/{HERE}")']
-    lines += ["tokenizer = AutoTokenizer.from_pretrained(place)"] if exported is None else []
-    lines += ["model = PeftModel.from_pretrained(base, place)  # base: the model below it"] if exported else []
-    return "```python\n" + "\n".join(lines) + "\n```"
+    imports, load = "from transformers import AutoTokenizer", "tokenizer = AutoTokenizer.from_pretrained(place)"
+    if exported:
+        imports = "from peft import PeftModel"
+        load = "model = PeftModel.from_pretrained(base, place)  # base: the model below it"
+    place = f'place = mlflow.artifacts.download_artifacts("models:/{HERE}")'
+    return f"```python\nimport mlflow\n{imports}\n\n{place}\n{load}\n```"
 
 
 def _through_mlflow(*, chats: bool) -> str:
