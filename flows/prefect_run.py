@@ -339,7 +339,7 @@ class _TemporaryServer:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         history_database.prepare(self.home)
-        command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        command = [*uvicorn_command(owned_app, self._port, "error"), "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         ephemeral |= servers.SLOTS_AHEAD
         token_variables = {PORT: str(self._port), server_records.ACCESS: self.token, AUTH_STRING: self.token}

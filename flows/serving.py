@@ -286,12 +286,10 @@ class ScheduleServer:
 
     async def _cancel_asked(self) -> None:
         """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""
-        from prefect.client.schemas.filters import FlowRunFilter
-
         running = [flow_run_id for flow_run_id in self._running if flow_run_id not in self._stopping_ids]
         if not running:
             return
-        only = FlowRunFilter.model_validate({"id": {"any_": running}})
+        only = flow_runs.flow_runs_where(id={"any_": running})
         for run in await self._context.client.read_flow_runs(flow_run_filter=only):
             if run.id in self._running:
                 self._running[run.id] = run.name  # of its night, once that has begun
@@ -338,12 +336,11 @@ class ScheduleServer:
 
     async def _name_slots(self, deployments: list[Any]) -> None:
         """Name the slots to come by their time, where Prefect draws a name from a list; a night gets its own name later."""
-        from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
-
         client = self._context.client
         slots = await client.read_flow_runs(
-            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": deployments}}),
-            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
+            flow_run_filter=flow_runs.flow_runs_where(
+                deployment_id={"any_": deployments}, state={"type": {"any_": ["SCHEDULED"]}}
+            ),
         )
         for run in slots:
             if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.expected_start_time)):

@@ -228,7 +228,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
         shutil.rmtree(lost)
     else:
         (lost / "heldout/index.json").write_text("{ }")
-    why = r"held-out documents heldout h, which are not in .*, or are damaged.*data\.pretrain_heldout"
+    why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
     with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
         heldout.earlier_heldout(champion, known.all(), store, settings)
     with pytest.raises(ArtifactError, match=why):

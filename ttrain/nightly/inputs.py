@@ -17,9 +17,9 @@ from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import UsageError
 from ttrain.nightly import learning
-from ttrain.nightly.heldout import find_heldout
+from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, Nights, shortened_names
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
@@ -203,11 +203,10 @@ def refreshed_snapshot(
     missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
     files: dict[str, list[dict[str, Any]]] = {}
     for dataset, listed in frozen.files.items():
-        by_digest = {file["sha256"]: file for file in reversed(now.get(dataset, ()))}
-        by_location = {file["location"]: file for file in now.get(dataset, ())}
-        entries = [
-            f if f in by_location.values() else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed
-        ]
+        present = now.get(dataset, [])
+        by_digest = {file["sha256"]: file for file in reversed(present)}
+        by_location = {file["location"]: file for file in present}
+        entries = (f if f in present else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed)
         files[dataset] = [file for file in entries if file]
     changed = {name for name in built if _digests(files.get(name, ())) != _digests(frozen.files[name])}
     references = {name: f"{built[name].stage}/{built[name].key}" for name in changed}
@@ -291,7 +290,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     tree["nightly"]["average"] = average
     earlier, is_named = None, bool(user.data.pretrain_heldout)
     if frozen.heldout:
-        earlier = _find_reference(store, frozen.heldout)
+        earlier = store.find(*frozen.heldout.split("/"))  # None where it was removed
         if not is_named:
             earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
@@ -312,19 +311,12 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:
-    """The champion's artifacts by stage."""
-    artifacts: dict[str, Artifact] = {}
-    for stage, key in (champion.keys if champion else {}).items():
-        artifact = store.find(stage, key)
-        if artifact is None:
-            assert champion is not None, "it has keys"
-            raise ArtifactError(
-                f"the champion, version {champion.version}, needs the artifact {stage} {key[:12]}, which is not in "
-                f"{store.root / 'store'}, or is damaged; restore it, or make another set the champion with "
-                f"`ttrain models promote`"
-            )
-        artifacts[stage] = artifact
-    return artifacts
+    """The champion's artifacts by stage. Raises ArtifactError where one is gone."""
+    if champion is None:
+        return {}
+    use = f"the champion, version {champion.version}, needs the artifact"
+    advice = "restore it, or make another set the champion with `ttrain models promote`"
+    return {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
 
 
 def learnt_shards(
@@ -343,7 +335,7 @@ def learnt_shards(
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
         references = (_reference(shards),)
     listed = dict.fromkeys(references)
-    present = tuple(reference for reference in listed if _find_reference(store, reference))
+    present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
         log.warning(
             "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
@@ -365,22 +357,12 @@ def _reference(recorded: Mapping[str, Any]) -> str:
     return f"{recorded['stage']}/{recorded['key']}"
 
 
-def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
-    """Find the artifact of a "stage/key" reference; None if it was removed."""
-    return store.find(*reference.split("/"))
-
-
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
     """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
-    artifacts = {reference: _find_reference(store, reference) for reference in references}
-    lost = [reference for reference, artifact in artifacts.items() if artifact is None]
-    if lost:
-        stage, _, key = lost[0].partition("/")
-        raise ArtifactError(
-            f"the unfinished night reads {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; restore "
-            f"it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
-        )
-    return tuple(filter(None, artifacts.values()))
+    advice = (
+        "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    )
+    return tuple(need_artifact(store, reference, "the unfinished night reads", advice) for reference in references)
 
 
 def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:

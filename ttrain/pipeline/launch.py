@@ -12,7 +12,7 @@ from typing import Any
 
 from ttrain.config import Settings, Training
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, read_json, read_object, remove_tree, write_json
+from ttrain.core.files import PRIVATE_FILE, read_object, remove_tree, write_json
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
 from ttrain.pipeline.input_files import data_files, file_digests
@@ -274,18 +274,12 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
 
     Rows are packed only where the index leaves it open: the shards of most trainings hold thousands of steps.
     """
-    index = read_json(shards / "train" / "index.json")
-    if isinstance(index, dict) and _has_a_step(index, config):
-        return
+    index = read_object(shards / "train" / "index.json")
+    if index and not config.mask_intervals:
+        learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
+        if learnable >= config.tokens_per_step:  # at most what the rows hold
+            return
     from ttrain.data.encoder import Encoder
     from ttrain.stages import rows
 
     rows.order_of(config, rows.open_rows(shards / "train", Encoder(tokenizer, fast=False), config))
-
-
-def _has_a_step(index: dict[str, Any], config: Training) -> bool:
-    """Whether the number of tokens to learn alone, which is at most what the rows hold, proves that they fill a step."""
-    if config.mask_intervals:
-        return False
-    learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
-    return bool(learnable >= config.tokens_per_step)
