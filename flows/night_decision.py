@@ -102,17 +102,13 @@ def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> P
     rules = settings.promotion
     if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
         return rules
-    metrics = [
-        row.metric for name, row in TRAINING_STAGES.items() if row.role != "base" and _differs(name, inputs, execution)
-    ]
-    metric = next(filter(None, metrics), DOMAIN_LOSS)
+    metric = DOMAIN_LOSS
+    for name, row in TRAINING_STAGES.items():
+        old, new = inputs.champion.get(row.model), execution.artifacts.get(name)
+        if row.role != "base" and row.metric and old and new and old.content != new.content:
+            metric = row.metric
+            break
     return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
-
-
-def _differs(name: str, inputs: NightInputs, execution: PipelineRun) -> bool:
-    """Whether challenger and champion have different models of a stage."""
-    old, new = inputs.champion.get(TRAINING_STAGES[name].model), execution.artifacts.get(name)
-    return old is not None and new is not None and old.content != new.content
 
 
 def heldout_of(evaluation: Artifact) -> str | None:

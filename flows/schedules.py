@@ -291,8 +291,7 @@ def _is_ours(deployment: Any, home: Path) -> bool:
 
 
 def _home_of(deployment: Any) -> str | None:
-    homes = [tag.removeprefix("home:") for tag in deployment.tags if tag.startswith("home:")]
-    return homes[0] if homes else None
+    return next((tag.removeprefix("home:") for tag in deployment.tags if tag.startswith("home:")), None)
 
 
 def _next_slot(cron: str | None, timezone: str) -> datetime | None:

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -37,11 +36,10 @@ def unit(kind: str, home: Path) -> str:
 
     Raises UsageError for a path that a unit cannot hold.
     """
-    makers: dict[str, Callable[[Path], str]] = {"systemd": _systemd, "launchd": _launchd, "cron": _cron}
     for text in (*command(), *environment(home).values()):
         if not text.isprintable():
             raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
-    return makers[kind](home.resolve())
+    return {"systemd": _systemd, "launchd": _launchd, "cron": _cron}[kind](home.resolve())
 
 
 def _filled(template: str, **values: str) -> str:

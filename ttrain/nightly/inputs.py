@@ -20,7 +20,16 @@ from ttrain.data import locations, python_docs
 from ttrain.errors import UsageError
 from ttrain.nightly import learning
 from ttrain.nightly.heldout import find_heldout, need_artifact
-from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, Nights, shortened_names
+from ttrain.nightly.records import (
+    COMPLETED,
+    Champion,
+    FileEntry,
+    FilesByDataset,
+    InputSnapshot,
+    NightRecord,
+    Nights,
+    shortened_names,
+)
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
 from ttrain.store import runs
@@ -72,13 +81,13 @@ class NightInputs:
         return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
 
 
-def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> dict[str, list[dict[str, Any]]]:
+def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> FilesByDataset:
     """Location and digest of each file of the data sets that the pipeline learns from.
 
     `may_be_gone`: an emptied folder of documents is allowed, because the champion has learnt what was there. Raises
     UsageError if a setting matches no file, or one that cannot be read.
     """
-    files_by_dataset: dict[str, list[dict[str, Any]]] = {}
+    files_by_dataset: dict[str, list[FileEntry]] = {}
     for stage in SHARDS.values():
         dataset = stage.dataset
         assert dataset is not None, "each of them reads files"
@@ -110,22 +119,20 @@ def _is_emptied(settings: Settings) -> bool:
     return True
 
 
-def without_damaged(
-    watched: Mapping[str, list[dict[str, Any]]], nights: Nights, settings: Settings
-) -> tuple[dict[str, list[dict[str, Any]]], str]:
+def without_damaged(watched: FilesByDataset, nights: Nights, settings: Settings) -> tuple[FilesByDataset, str]:
     """The files that no night found damaged, and a note that names the others, or nothing."""
     damaged = nights.damaged(settings)
     whole = {name: [file for file in files if file["sha256"] not in damaged] for name, files in watched.items()}
     return whole, describe_left_out(file for files in watched.values() for file in files if file["sha256"] in damaged)
 
 
-def describe_left_out(files: Iterable[Mapping[str, Any]]) -> str:
+def describe_left_out(files: Iterable[FileEntry]) -> str:
     """A note that names the damaged files; empty where there are none."""
     names = [file["location"] for file in files]
     return f"left out, damaged until replaced: {shortened_names(names)}" if names else ""
 
 
-def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[dict[str, Any]]:
+def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[FileEntry]:
     """The files of a snapshot with these locations, which have no secrets."""
     chosen = set(locations_at_fault)
     return [file for files in frozen.files.values() for file in files if redact.url(file["location"]) in chosen]
@@ -155,13 +162,13 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
 class FileSelection:
     """The files that a night would read, and which of them no night has read before."""
 
-    files: Mapping[str, list[dict[str, Any]]]
+    files: FilesByDataset
     new: tuple[str, ...] = field(default=())
     has_new_chats_alone: bool = False  # or none: SFT reads no chat that the champion has learnt
 
 
 def select_files(
-    settings: Nightly, watched: Mapping[str, list[dict[str, Any]]], read: set[str], learnt: set[str], *, has_champion: bool
+    settings: Nightly, watched: FilesByDataset, read: set[str], learnt: set[str], *, has_champion: bool
 ) -> FileSelection:
     """Select the files that a night reads from those present. `new` is empty if there is nothing to do.
 
@@ -173,7 +180,7 @@ def select_files(
     known_digests = learnt if settings.again else read
     has_new_chats_alone = False
 
-    def unknown(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def unknown(entries: list[FileEntry]) -> list[FileEntry]:
         return [file for file in entries if file["sha256"] not in known_digests]
 
     if has_champion and settings.data == "new" and settings.start_from == "champion" and "pretrain" in files:
@@ -185,7 +192,7 @@ def select_files(
     return FileSelection(files, new, has_new_chats_alone)
 
 
-def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+def changed_files(frozen: InputSnapshot, now: FilesByDataset) -> list[str]:
     """Files of a snapshot whose bytes are no longer present under any name; `now`: the files present."""
     digests_by_dataset = {dataset: {file["sha256"] for file in files} for dataset, files in now.items()}
     return [
@@ -196,12 +203,10 @@ def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]
     ]
 
 
-def refreshed_snapshot(
-    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], built: Artifacts = MappingProxyType({})
-) -> InputSnapshot:
+def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset, built: Artifacts = MappingProxyType({})) -> InputSnapshot:
     """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
     missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
-    files: dict[str, list[dict[str, Any]]] = {}
+    files: dict[str, list[FileEntry]] = {}
     for dataset, listed in frozen.files.items():
         present = now.get(dataset, [])
         by_digest = {file["sha256"]: file for file in reversed(present)}
@@ -228,7 +233,7 @@ def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact
     return shards_by_dataset
 
 
-def _digests(files: Iterable[Mapping[str, Any]]) -> list[str]:
+def _digests(files: Iterable[FileEntry]) -> list[str]:
     return sorted(file["sha256"] for file in files)
 
 
@@ -365,7 +370,7 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
     return tuple(need_artifact(store, reference, "the unfinished night reads", advice) for reference in references)
 
 
-def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:
+def describe_files(files: FilesByDataset) -> str:
     """The names of the files by data set, for a line on the terminal; then those without a byte, which teach nothing."""
     parts = [
         f"{name}: {shortened_names(file['location'] for file in entries)}" for name, entries in files.items() if entries

@@ -38,6 +38,10 @@ LEARNT = {"pretrain": "documents", "sft": "chats"}  # by stage: the fields of a 
 KILLED = "its process was killed, or the machine went down"
 
 
+FileEntry = dict[str, Any]  # a data file: its location and sha256, and of a damaged one why it is left out
+FilesByDataset = Mapping[str, list[FileEntry]]
+
+
 class StillRunning(TTrainError):
     """Another process is running a night of the same pipeline."""
 
@@ -54,7 +58,7 @@ class Champion:
 class InputSnapshot:
     """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
 
-    files: Mapping[str, list[dict[str, Any]]]
+    files: FilesByDataset
     settings: Mapping[str, Any]
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
@@ -81,7 +85,7 @@ def _reading_digest(settings: Settings) -> str:
     return digest_of(settings.reading.model_dump(mode="json"))
 
 
-def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
+def _without_secrets(file: FileEntry) -> FileEntry:
     """An entry of a list of files without secrets in its location; the next night takes them from its settings."""
     return {**file, "location": redact.url(file["location"])}
 
@@ -113,12 +117,12 @@ class NightRecord:
         return _SNAPSHOT.validate_python(self.data["frozen"])
 
     @property
-    def left_out(self) -> list[dict[str, Any]]:
+    def left_out(self) -> list[FileEntry]:
         """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
-        return cast("list[dict[str, Any]]", self.data.get("left_out", []))
+        return cast("list[FileEntry]", self.data.get("left_out", []))
 
     @property
-    def unread(self) -> list[dict[str, Any]]:
+    def unread(self) -> list[FileEntry]:
         """Those of `left_out` that the night does not read after all, by other settings."""
         digests = self.digests()
         return [file for file in self.left_out if file["sha256"] not in digests]
@@ -200,7 +204,7 @@ class NightRecord:
         """The tries with the present inputs, the newest first, which may have made some of their stages."""
         return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
 
-    def leave_out(self, files: Iterable[Mapping[str, Any]], reason: str, settings: Settings) -> None:
+    def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
         reading = _reading_digest(settings)
         entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]

@@ -366,8 +366,9 @@ class StageWatcher(DisplayObserver):
         self._followers = []
         may_be_night = self._execution.settings.runtime.night is not None
         if may_be_night and self.log_path and trained_at_night(self.log_path.with_name("metrics.jsonl")):
-            for run in filter(None, (self._execution._parent, self.child)):
-                run.set_tags({NIGHT: "1"})
+            self._execution._parent.set_tags({NIGHT: "1"})
+            if self.child:
+                self.child.set_tags({NIGHT: "1"})
         if self._samples:
             self._samples.log_new()
 

@@ -15,14 +15,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ttrain import tracking
 from ttrain.config import flatten
 from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonObject, read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
@@ -289,7 +288,7 @@ def base_digest_of(adapter: Path) -> str | None:
     return digest and str(digest)
 
 
-def _artifact_of(home: ArtifactStore, stage: dict[str, Any]) -> Artifact | None:
+def _artifact_of(home: ArtifactStore, stage: JsonObject) -> Artifact | None:
     """The artifact of a recorded stage, if it still exists."""
     return home.find(stage["name"], stage["key"]) if stage.get("key") else None
 
@@ -316,7 +315,7 @@ def _stored_digest(artifact: Artifact) -> str | None:
 NIGHTLY = "nightly"
 
 
-def newest_with(home: Path, stage: str) -> dict[str, Any]:
+def newest_with(home: Path, stage: str) -> JsonObject:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
     Nights are skipped: their settings start from the champion of that night, and name the few files that were new. Trials of

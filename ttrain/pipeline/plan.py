@@ -53,8 +53,8 @@ class Planner:
             data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
             planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
         else:
-            artifacts_by_name = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
-            artifacts = {name: artifact for name, artifact in artifacts_by_name.items() if artifact}
+            known = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
+            artifacts = {name: artifact for name, artifact in known.items() if artifact}
             planned = plan_stage(stage, self.settings, self.store, artifacts, self.rerun, forced=forced)
         if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
             registry.check_shape(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
@@ -155,9 +155,7 @@ def plan_stage(
 
 def _why_cached(artifact: Artifact) -> tuple[str, ...]:
     adopted = artifact.manifest.get("adopted", [])[-1:]
-    same = [
-        f"adopted from {adoption['key'][:12]}, although {'; '.join(adoption['differences'])}" for adoption in adopted
-    ] or SAME
+    same = [f"adopted from {last['key'][:12]}, although {'; '.join(last['differences'])}" for last in adopted] or SAME
     return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ttrain.config import DATASETS, Runtime, Settings
-from ttrain.core.files import read_json
+from ttrain.core.files import JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
@@ -129,7 +129,7 @@ class ProcessGroup:
         return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonObject:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -329,11 +329,11 @@ def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *,
 
 def _result(
     group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log_path: Path, sent_signal: int, timed_out: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
     outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":
-        figures: dict[str, Any] = outcome["result"]
+        figures: JsonObject = outcome["result"]
         return figures
     if timed_out:
         runtime = settings.runtime

@@ -12,6 +12,7 @@ from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tracking import data_of
+from ttrain.tracking.datasets import DataInput
 from ttrain.tracking.model_description import HERE
 from ttrain.tracking.runs import AnyRun
 
@@ -127,7 +128,7 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
     for artifact in history.artifacts:
         for data in data_of(artifact):
             if data.context == "training" and (artifact is model or artifact.stage != "tokenizer"):
-                yield f"data, {data.name}", _data_summary(data.counts.get("documents"), data.tokens, data.files, data.digest)
+                yield f"data, {data.name}", _data_summary(data)
     for artifact in history.artifacts:
         if "train_seconds" in (result := artifact.result):
             hardware = f"{result.get('precision')} on {result.get('device')}, ranks {result.get('ranks')}"
@@ -142,11 +143,12 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
     yield "made", ", ".join(f"{name} `{value}`" for name, value in origin.items() if value not in (None, ""))
 
 
-def _data_summary(documents: int | None, tokens: int | None, files: tuple[Mapping[str, object], ...], digest: str) -> str:
-    counts = [f"{count:,} {unit}" for count, unit in ((documents, "records"), (tokens, "tokens")) if count is not None]
-    names = [f"`{str(file['name'])[:NAME].replace('`', '')}`" for file in files[:FILES]]
-    remainder = [f"{len(files) - FILES} more"] if len(files) > FILES else []
-    return ", ".join([*counts, *names, *remainder, f"digest `{digest}`"])
+def _data_summary(data: DataInput) -> str:
+    counts = {"records": data.counts.get("documents"), "tokens": data.tokens}
+    shown_counts = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
+    names = [f"`{str(file['name'])[:NAME].replace('`', '')}`" for file in data.files[:FILES]]
+    remainder = [f"{len(data.files) - FILES} more"] if len(data.files) > FILES else []
+    return ", ".join([*shown_counts, *names, *remainder, f"digest `{data.digest}`"])
 
 
 def _open(exported: Exported | None, stage: str, *, opens: bool) -> str:

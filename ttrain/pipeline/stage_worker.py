@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core import redact
-from ttrain.core.files import ProgressWriter, exclusive, read_json, read_object, write_json
+from ttrain.core.files import JsonObject, ProgressWriter, exclusive, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
@@ -149,7 +149,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
     return stage.config.model_validate(spec["config"]), job
 
 
-def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+def _run(work: Path, spec: JsonObject, stop: StopFlag, rank: int) -> JsonObject:
     try:
         stop.listen()
         from ttrain.stages import RUNNABLE
@@ -175,7 +175,7 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
 
 
 @contextlib.contextmanager
-def sample_system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
+def sample_system_metrics(work: Path, spec: JsonObject) -> Iterator[None]:
     """Sample system metrics meanwhile, in the first process of each node."""
     seconds = spec["runtime"]["system_metrics_seconds"]
     if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
@@ -218,10 +218,10 @@ def clear(work: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read(work: Path) -> dict[str, Any] | None:
+def read(work: Path) -> JsonObject | None:
     """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
     contents = [read_json(path) for path in (work / RESULT, *sorted(work.glob("result.rank*.json")))]
-    outcomes: list[dict[str, Any]] = [outcome for outcome in contents if outcome]
+    outcomes: list[JsonObject] = [outcome for outcome in contents if outcome]
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first

@@ -173,13 +173,14 @@ def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
         limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
         return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
 
-    def use() -> Figures:
-        return {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
-
-    def temperature() -> Figures:
-        return {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))}
+    readers = (
+        lambda: {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
+        memory,
+        lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
+        power,
+    )
 
     def figures() -> Figures:
-        return {f"{prefix}{name}": value for name, value in read((use, memory, temperature, power)).items()}
+        return {f"{prefix}{name}": value for name, value in read(readers).items()}
 
     return figures
