@@ -83,22 +83,16 @@ class HostCheck:
         self._origins = frozenset(f"http://{host}" for host in self._hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            send = self._with_policy(send)
-        if scope["type"] == "lifespan" or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-        else:
-            await refuse(scope, receive, send, 403, HOST_REFUSED)
-
-    def _with_policy(self, send: Send) -> Send:
-        """Add the policy to answers; a browser obeys both it and one of the application's own."""
-
         async def send_with_policy(message: Message) -> None:
+            """Add the policy to answers; a browser obeys both it and one of the application's own."""
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), self._policy]}
             await send(message)
 
-        return send_with_policy
+        if scope["type"] == "lifespan" or self._is_allowed(scope):
+            await self._app(scope, receive, send_with_policy)
+        else:
+            await refuse(scope, receive, send_with_policy, 403, HOST_REFUSED)
 
     def _is_allowed(self, scope: Scope) -> bool:
         if self._without and scope["path"].startswith(self._without):
@@ -206,7 +200,10 @@ class _CheckedSocket:
         message = await self._receive()
         if self._is_checked or message["type"] != "websocket.receive":
             return message
-        if self._brings_token(message.get("text") or ""):
+        text = message.get("text") or ""
+        first = parse_object(text) if len(text) <= FIRST_MESSAGE_CHARACTERS else {}
+        shown = first.get("token") if first.get("type") == "auth" else None
+        if isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace")):
             self._is_checked = True
             return message
         self._is_closed = True
@@ -217,13 +214,6 @@ class _CheckedSocket:
         if self._is_closed or not (self._is_checked or message["type"] in ("websocket.accept", "websocket.close")):
             return
         await self._send(message)
-
-    def _brings_token(self, text: str) -> bool:
-        if len(text) > FIRST_MESSAGE_CHARACTERS:
-            return False
-        message = parse_object(text)
-        shown = message.get("token") if message.get("type") == "auth" else None
-        return isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace"))
 
 
 def guarded(app: Any, port: int, token: str, *, without_token: Iterable[str] = (), without: Iterable[str] = ()) -> HostCheck:
@@ -251,7 +241,9 @@ class BodyLimited:
             await self._app(scope, receive, send)
             return
         body = _CountedBody(receive, send, self._limit_bytes)
-        if _content_length(scope) <= self._limit_bytes:
+        sizes = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
+        # cut, since int() of very many digits takes long
+        if all(int(value[:20]) <= self._limit_bytes for value in sizes):
             try:
                 await self._app(scope, body.receive, body.send)
             except Exception:
@@ -261,11 +253,6 @@ class BodyLimited:
                 return
         text = f"the body of a request may have {self._limit_bytes} bytes; this one has more\n".encode()
         await refuse(scope, receive, send, 413, text, (b"connection", b"close"))
-
-
-def _content_length(scope: Scope) -> int:
-    sizes = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
-    return max((int(value[:20]) for value in sizes), default=0)  # cut, since int() of very many digits takes long
 
 
 class _TooLargeError(Exception):

@@ -263,7 +263,10 @@ def run(
     a process of its own, which ends with this one. Raises TTrainError; a KeyboardInterrupt stops the stages first, and the
     same call continues at their last checkpoint.
     """
+    from rich.console import Console
+
     from ttrain.core.signals import without_signal_handlers
+    from ttrain.core.terminal import console
     from ttrain.pipeline.labels import labels_of
 
     if engine not in ENGINES:
@@ -284,7 +287,7 @@ def run(
                 planned.settings,
                 planned.store,
                 planned.stages,
-                _console(progress),
+                console() if progress is True else Console(quiet=True),
                 planned.rerun,
                 engine=engine,
                 labels=labels,
@@ -351,14 +354,6 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
 
 def _home(home: str | Path | None) -> Path:
     return layout.home() if home is None else Path(home).absolute()
-
-
-def _console(progress: Progress | bool) -> Any:
-    from rich.console import Console
-
-    from ttrain.core.terminal import console
-
-    return console() if progress is True else Console(quiet=True)
 
 
 @contextlib.contextmanager

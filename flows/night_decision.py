@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,10 @@ def judge(
     evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
-    rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
+    rules, nights = _rules(settings, inputs, execution), dict[str, list[str]]()
+    if reference := heldout_of(evaluation):
+        documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
+        nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
     best = best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
     judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
@@ -75,17 +78,6 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
 def tables(judged: Judged) -> list[str]:
     """The decision in Markdown, and the figures by text where there are some."""
     return [summary.markdown(rows, header) for rows, header in candidates.tables(judged)]
-
-
-def _nights(
-    night: NightRecord, evaluation: Artifact, store: ArtifactStore, say: Callable[[str], object]
-) -> Mapping[str, list[str]]:
-    """What identifies the held-out records of each night."""
-    reference = heldout_of(evaluation)
-    if reference is None:
-        return {}
-    documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
-    return heldout.names_by_night(documents, heldout_nights(night, evaluation))
 
 
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:

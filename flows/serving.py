@@ -255,12 +255,15 @@ class ScheduleServer:
         if not deployments:
             return
         await self._name_slots(list(deployments))
+        from prefect.states import Completed
         from prefect.types._datetime import now
 
         due = await client.get_scheduled_flow_runs_for_deployments(list(deployments), scheduled_before=now("UTC"))
         due = [run for run in due if run.id not in self._running]
         for run, newer in missed_slots(due):
-            await self._skip(run, newer)
+            message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
+            await client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
+            self._say(f"{run.name}: Skipped, {message}")
             due.remove(run)
         for run in due[: max(0, RUNS_AT_ONCE - len(self._running))]:
             self._running[run.id] = run.name
@@ -345,13 +348,6 @@ class ScheduleServer:
         for run in slots:
             if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.expected_start_time)):
                 await client.set_flow_run_name(run.id, name)
-
-    async def _skip(self, run: Any, newer: Any) -> None:
-        from prefect.states import Completed
-
-        message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
-        await self._context.client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
-        self._say(f"{run.name}: Skipped, {message}")
 
     async def _propose_cancelled(
         self, propose: Callable[..., Awaitable[bool]], run: Any, updates: dict[str, Any] | None = None

@@ -128,7 +128,13 @@ def sweep_request(
     if sampler == "grid" and trials is None and (search_space.size or 0) > MOST_TRIALS_OF_A_GRID:
         raise UsageError(f"--sampler is grid, and the grid has {search_space.size} combinations; set a number with --trials")
     settings = _check_values(overrides, search_space)
-    _check_runtime(settings)
+    if settings.runtime.nodes > 1:
+        raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
+    if settings.runtime.sharding == "dask":
+        raise UsageError(
+            "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
+            "run the pipeline once before: what trials share is then in the store"
+        )
     graph = graph_of(recipe(pipeline), settings)
     chosen = measure.choose(
         settings, list(search_space.dimensions), graph, metric=metric, until=until, maximize=bool(maximize)
@@ -138,7 +144,7 @@ def sweep_request(
     if prune:
         _check_pruning(settings, chosen, list(search_space.dimensions))
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    trial_count = trials or (search_space.size if sampler == "grid" and search_space.size else TRIALS)
+    trial_count = trials or (sampler == "grid" and search_space.size) or TRIALS
     return SweepRequest(
         pipeline=pipeline,
         overrides=overrides,
@@ -201,17 +207,6 @@ def _check_values(overrides: Sequence[Override], search_space: Space) -> Setting
             tried = " ".join(space.assignment(key, value) for key, value in values.items())
             raise UsageError(f"the sweep cannot try {tried}: {error}") from None
     return settings[0]
-
-
-def _check_runtime(settings: Settings) -> None:
-    """Raise UsageError for runtime settings that trials do not support."""
-    if settings.runtime.nodes > 1:
-        raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
-    if settings.runtime.sharding == "dask":
-        raise UsageError(
-            "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
-            "run the pipeline once before: what trials share is then in the store"
-        )
 
 
 def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> None:

@@ -159,7 +159,8 @@ class TrialRunner:
         if not running.execution or not (new := running.new_points()):
             return
         self.study.report(number, new)
-        if self.request.prune and running.is_training and self.study.is_hopeless(number):
+        is_training = self.request.measure.stage not in running.execution.artifacts  # the measured stage has not ended
+        if self.request.prune and is_training and self.study.is_hopeless(number):
             running.execution.ask_to_stop(signal.SIGTERM, f"{studies.PRUNED}: behind the median of the other trials")
 
     def _ended(self, running: RunningTrial) -> None:
@@ -283,11 +284,6 @@ class RunningTrial:
             return (studies.PRUNED if stopped.startswith(studies.PRUNED) else studies.RUNNING), None, None
         diverged = isinstance(self.error, StageFailed) and self.error.kind == NOT_FINITE
         return (studies.DIVERGED if diverged else studies.FAILED), None, str(self.error)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the measured stage has not ended."""
-        return self.execution is not None and self.request.measure.stage not in self.execution.artifacts
 
     @property
     def would_fail_again(self) -> bool:

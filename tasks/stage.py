@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import Task, task
 from prefect.artifacts import create_link_artifact
@@ -19,15 +19,12 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
+from ttrain.config import Runtime
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.stages import Stage
 from ttrain.store.layout import Artifacts
 from ttrain.tasks.best_effort import best_effort
-
-if TYPE_CHECKING:
-    from ttrain.config import Runtime
-
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ttrain.config import Settings
 from ttrain.core.files import fsync, remove_tree
 from ttrain.core.hashing import differences, sha256_file
 from ttrain.errors import ArtifactError, UsageError
@@ -22,10 +23,6 @@ from ttrain.stages import STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact, Elsewhere, altered_manifest
-
-if TYPE_CHECKING:
-    from ttrain.config import Settings
-
 
 HEX = frozenset("0123456789abcdef")
 

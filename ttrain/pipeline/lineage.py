@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,8 +63,8 @@ class _Walk:
     """Walk from the roots to their inputs: makes a link of each artifact once."""
 
     def __init__(self, home: Path, target: LineageTarget) -> None:
-        self._home, self._store, self._target = home, ArtifactStore(home), target
-        self._begun: set[str] = set()
+        self._store, self._target = ArtifactStore(home), target
+        self._tracked, self._begun = MlflowArtifacts(home), set[str]()
 
     def begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
@@ -78,19 +77,14 @@ class _Walk:
                 yield self._link(stage or next(in_set, ""), key)
 
     def _link(self, stage: str, key: str) -> Link:
-        stored = self._store.at(self._store.path(stage, key)) if stage else None
-        if stored:
+        path = self._store.path(stage, key)
+        if stage and (stored := self._store.at(path)):
             return link_of(stored, STORE)
-        recorded = self._tracked.recorded(stage, key) if stage else None
-        if recorded:
-            return link_of(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
+        if stage and (recorded := self._tracked.recorded(stage, key)):
+            return link_of(Artifact(stage, key, path, recorded), TRACKER)
         is_target = self._target.tags.get("ttrain.key") == key
         tags = self._target.tags if is_target else {"ttrain.stage": stage, "ttrain.key": key}
         return link_of_tags(tags, self._target.run_id if is_target else None)
-
-    @cached_property
-    def _tracked(self) -> MlflowArtifacts:
-        return MlflowArtifacts(self._home)
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:

@@ -95,7 +95,9 @@ def run_of(
         return references.need_run(root, run_name)
     best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
     holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    store, name = ArtifactStore(root), _name_in_environment()
+    # No other variable is read: models are found without settings.
+    loaded = load(environment={key: value for key, value in os.environ.items() if key.upper() == NAME_VARIABLE})
+    store, name = ArtifactStore(root), loaded.settings.name if "name" in loaded.sources else None
     for run in runs.newest_first(root):
         rank = _rank(run)
         if rank is None or rank in best or (name and run["settings"].get("name") != name):
@@ -121,12 +123,6 @@ def _rank(run: runs.RecordedRun) -> int | None:
     if run["pipeline"] == NIGHTLY or "sweep" in run:
         return (2 if run["pipeline"] == NIGHTLY else 3) if is_finished else None
     return 0 if is_finished else 1
-
-
-def _name_in_environment() -> str | None:
-    """The setting `name`, if the environment sets it. No other variable is read: models are found without settings."""
-    loaded = load(environment={name: os.environ[name] for name in os.environ if name.upper() == NAME_VARIABLE})
-    return loaded.settings.name if "name" in loaded.sources else None
 
 
 def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:

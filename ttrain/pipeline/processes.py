@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import JsonObject, read_json
@@ -21,12 +21,10 @@ from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
+from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import GATE, TASK, Stage
-
-if TYPE_CHECKING:
-    from ttrain.pipeline.recipe import Planned
 
 POLL_SECONDS = 0.05
 # After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.

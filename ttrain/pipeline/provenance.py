@@ -40,17 +40,10 @@ def of(settings: Settings, work: Path) -> JsonObject:
         "run": run.get("run"),
         "run_id": run.get("run_id"),
         "files": {
-            role: [_shown_location(location) for location in locations_of_role]
+            role: [url(location) if locations.is_remote(location) else _absolute(location) for location in locations_of_role]
             for role, locations_of_role in job.get("files", {}).items()
         },
     }
-
-
-def _shown_location(location: str) -> str:
-    """An absolute path; a URL without credentials."""
-    if locations.is_remote(location):
-        return url(location)
-    return str(locations.local_path(location).absolute())
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import Settings, Training
 from ttrain.core.files import JsonObject, fsync, read_json, remove_tree, write_json
@@ -19,11 +19,8 @@ from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
 from ttrain.store import references
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
-
-if TYPE_CHECKING:
-    from ttrain.store.artifacts import ArtifactStore
-
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
 
