@@ -17,6 +17,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.files import parse_object
@@ -189,12 +190,15 @@ def _shown(authorization: bytes) -> Iterator[bytes]:
         yield text.partition(b":")[2]
 
 
+@dataclass
 class _CheckedSocket:
     """A web socket of Prefect's protocol whose first message must bring the token; nothing passes before, either way."""
 
-    def __init__(self, is_token: Callable[[bytes], bool], receive: Receive, send: Send) -> None:
-        self._is_token, self._receive, self._send = is_token, receive, send
-        self._is_checked = self._is_closed = False
+    _is_token: Callable[[bytes], bool]
+    _receive: Receive
+    _send: Send
+    _is_checked: bool = False
+    _is_closed: bool = False
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -259,16 +263,19 @@ class _TooLargeError(Exception):
     """A body is larger than the limit."""
 
 
+@dataclass
 class _CountedBody:
     """Passes a body to the application up to the limit; beyond it, the application gets an error, and its answer is dropped.
 
     No `http.disconnect`, after which MLflow takes what came for the whole body.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
-        self._receive, self._send, self._limit_bytes = receive, send, limit_bytes
-        self._bytes = 0
-        self.is_too_large = self.has_begun = False
+    _receive: Receive
+    _send: Send
+    _limit_bytes: int
+    _bytes: int = 0
+    is_too_large: bool = False
+    has_begun: bool = False
 
     async def receive(self) -> Message:
         if not self.is_too_large:

@@ -197,14 +197,12 @@ class Run:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        metrics: Mapping[str, float] = self.record.get("metrics", {})
-        return metrics
+        return dict(self.record.get("metrics", {}))
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All settings as recorded, nested by section."""
-        settings: Mapping[str, Any] = self.record["settings"]
-        return settings
+        return dict(self.record["settings"])
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
@@ -371,11 +369,11 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@dataclass
 class _CallbackDisplay:
     """Passes the events of the stages to a function."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    _progress: Progress
 
     def say(self, text: str) -> None:
         from rich.text import Text

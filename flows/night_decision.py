@@ -59,7 +59,8 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     decision, version = judged.decision, execution.model_set
     if version is None:
         raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
-    now = tracking.Champions(home).champion(name)
+    champions = tracking.Champions(home)
+    now = champions.champion(name)
     previous_version = night.frozen.champion.version if night.frozen.champion else None
     if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
         reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
@@ -70,7 +71,7 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     night.note(version=version, run=run, decision=decision.to_json(), texts=texts, base=base)
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
-        run_id, champions = execution.tracked_run, tracking.Champions(home)
+        run_id = execution.tracked_run
         champions.log_decision(name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
     return judged
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -348,11 +348,13 @@ class RunningTrial:
             run_plain(execution, planned_part(self.request.recipe(), stages))
 
 
+@dataclass
 class _TrialDisplay:
     """The display of one trial within that of the sweep; cached stages are not shown."""
 
-    def __init__(self, display: Display, number: int, shared: list[str]) -> None:
-        self._display, self._number, self._shared = display, number, shared
+    _display: Display
+    _number: int
+    _shared: list[str]  # stages of all trials
 
     def say(self, text: str) -> None:
         self._display.say(f"  trial {self._number}: {text.strip()}")

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,12 @@ def block_task(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
+@dataclass
 class DaskPool:
     """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
 
-    def __init__(self, ahead: int, stop_signal: Callable[[], int]) -> None:
-        self._ahead, self._stop_signal = ahead, stop_signal
+    _ahead: int
+    _stop_signal: Callable[[], int]
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
         waiting: deque[Any] = deque()

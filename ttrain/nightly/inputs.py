@@ -128,8 +128,8 @@ def without_damaged(watched: FilesByDataset, nights: Nights, settings: Settings)
 
 def describe_left_out(files: Iterable[FileEntry]) -> str:
     """A note that names the damaged files; empty where there are none."""
-    names = [file["location"] for file in files]
-    return f"left out, damaged until replaced: {shortened_names(names)}" if names else ""
+    names = shortened_names(file["location"] for file in files)
+    return names and f"left out, damaged until replaced: {names}"
 
 
 def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[FileEntry]:
@@ -194,13 +194,11 @@ def select_files(
 
 def changed_files(frozen: InputSnapshot, now: FilesByDataset) -> list[str]:
     """Files of a snapshot whose bytes are no longer present under any name; `now`: the files present."""
-    digests_by_dataset = {dataset: {file["sha256"] for file in files} for dataset, files in now.items()}
-    return [
-        f["location"]
-        for name, files in frozen.files.items()
-        for f in files
-        if f["sha256"] not in digests_by_dataset.get(name, ())
-    ]
+    changed = []
+    for dataset, files in frozen.files.items():
+        digests = {file["sha256"] for file in now.get(dataset, ())}
+        changed += [file["location"] for file in files if file["sha256"] not in digests]
+    return changed
 
 
 def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset, built: Artifacts = MappingProxyType({})) -> InputSnapshot:
@@ -372,8 +370,6 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 def describe_files(files: FilesByDataset) -> str:
     """The names of the files by data set, for a line on the terminal; then those without a byte, which teach nothing."""
-    parts = [
-        f"{name}: {shortened_names(file['location'] for file in entries)}" for name, entries in files.items() if entries
-    ]
-    empty = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
-    return "; ".join([*parts, *([f"empty: {shortened_names(empty)}"] if empty else [])])
+    listed = {name: [file["location"] for file in entries] for name, entries in files.items()}
+    listed["empty"] = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
+    return "; ".join(f"{name}: {shortened_names(names)}" for name, names in listed.items() if names)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from zoneinfo import ZoneInfo
 
 from pydantic import TypeAdapter
@@ -90,11 +90,12 @@ def _without_secrets(file: FileEntry) -> FileEntry:
     return {**file, "location": redact.url(file["location"])}
 
 
+@dataclass(eq=False)
 class NightRecord:
     """The record of one night, rewritten at each change."""
 
-    def __init__(self, path: Path, data: dict[str, Any]) -> None:
-        self.path, self.data = path, data
+    path: Path
+    data: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ class NightRecord:
     @property
     def left_out(self) -> list[FileEntry]:
         """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
-        return cast("list[FileEntry]", self.data.get("left_out", []))
+        return list(self.data.get("left_out", []))
 
     @property
     def unread(self) -> list[FileEntry]:
@@ -143,7 +144,7 @@ class NightRecord:
     @property
     def last_try(self) -> Mapping[str, Any]:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
-        return cast("Mapping[str, Any]", self.data["tries"][-1])
+        return dict(self.data["tries"][-1])
 
     @property
     def ended(self) -> Mapping[str, Any] | None:

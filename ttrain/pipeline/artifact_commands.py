@@ -208,14 +208,15 @@ def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[
     return moved
 
 
+@dataclass
 class InTracker:
     """Artifacts in MLflow of one experiment (None: of all); a `ttrain.store.layout.Elsewhere`.
 
     MLflow is loaded at the first key that the store lacks.
     """
 
-    def __init__(self, home: Path, experiment: str | None = None) -> None:
-        self._home, self._experiment = home, experiment
+    _home: Path
+    _experiment: str | None = None
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
         return self._tracked.manifest(stage, key)

@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -164,12 +165,14 @@ class ForkServer:
         return f"the fork server {ending}{': ' if tail else ''}{''.join(tail)}"
 
 
+@dataclass
 class ForkedProcess:
     """A forked process, used like a subprocess.Popen by one thread. Its pidfd keeps signals from a wrong process."""
 
-    def __init__(self, pid: int, pidfd: int, reply: socket.socket) -> None:
-        self.pid, self._pidfd, self._reply = pid, pidfd, reply
-        self.returncode: int | None = None
+    pid: int
+    _pidfd: int
+    _reply: socket.socket
+    returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""

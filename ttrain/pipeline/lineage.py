@@ -216,8 +216,7 @@ class Link:
     @property
     def provenance(self) -> Mapping[str, Any]:
         """What its manifest records of its making; empty if that cannot be found."""
-        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
-        return provenance
+        return dict(self.manifest.get("provenance", {}))
 
     @property
     def chosen(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttrain import tracking
@@ -133,13 +133,14 @@ def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None]
     return stages <= artifacts.keys() and (has_model or not with_model)
 
 
+@dataclass(frozen=True)
 class _Resolver:
     """Looks names up in one home; `base` is the user's --base, `run` the run of the stages."""
 
-    def __init__(
-        self, home: ArtifactStore, base: str | None, run: runs.RecordedRun | None, *, from_hub: bool = False
-    ) -> None:
-        self.store, self.base, self.run, self._from_hub = home, base, run, from_hub
+    store: ArtifactStore
+    base: str | None
+    run: runs.RecordedRun | None
+    from_hub: bool = False
 
     def find(self, text: str | None) -> Reference:
         if text is None:
@@ -158,7 +159,7 @@ class _Resolver:
             return self._registered(text, model)
         if record := references.find_run(self.store.root, run):
             return self._of_run(text, record, stage)
-        if not is_path and self._from_hub and existing.HUB_REFERENCE.fullmatch(text):
+        if not is_path and self.from_hub and existing.HUB_REFERENCE.fullmatch(text):
             files = existing.model_files(text, "MODEL")
             return self._of_directory(text, files["config"][0].parent)
         advice = f"; {self.store.advice()}" if self.store.damaged() else ""

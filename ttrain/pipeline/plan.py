@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain import loggers
@@ -37,12 +37,14 @@ SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when
 WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it",)
 
 
+@dataclass
 class Planner:
     """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of others."""
 
-    def __init__(self, settings: Settings, store: ArtifactStore, rerun: Rerun = NOTHING_AGAIN) -> None:
-        self.settings, self.store, self.rerun = settings, store, rerun
-        self.stages: dict[str, Planned] = {}
+    settings: Settings
+    store: ArtifactStore
+    rerun: Rerun = NOTHING_AGAIN
+    stages: dict[str, Planned] = field(default_factory=dict)  # so far
 
     def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
         present = {name: planned for name, planned in inputs.items() if planned is not None}

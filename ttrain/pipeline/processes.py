@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.config import DATASETS, Runtime, Settings
+from ttrain.config import DATASETS, Settings
 from ttrain.core.files import JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
@@ -185,7 +185,10 @@ def start(
     is_of_pipeline = stage.module not in (TASK.module, GATE.module)
     module, arguments, environments = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
-        module, arguments = AGENT, [*_torchrun(runtime), str(work)]
+        host, _, port = str(runtime.rendezvous).rpartition(":")
+        nodes = [f"--nnodes={runtime.nodes}", f"--node-rank={runtime.node_rank}", f"--nproc-per-node={runtime.devices}"]
+        master = [f"--master-addr={host}", f"--master-port={port}", "--max-restarts=0"]
+        module, arguments = AGENT, [*nodes, *master, "-m", WORKER, str(work)]
     elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
         # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
         rendezvous, world = work / f"rendezvous-{os.getpid()}-{time.time_ns()}", str(runtime.devices)
@@ -198,18 +201,6 @@ def start(
         if is_of_pipeline and available() and (stage.loads_torch or loaded_server_for(variables)):
             process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
         group.processes.append(process or spawn(module, arguments, variables, log))
-
-
-def _torchrun(runtime: Runtime) -> list[str]:
-    host, _, port = str(runtime.rendezvous).rpartition(":")
-    return [
-        f"--nnodes={runtime.nodes}",
-        f"--node-rank={runtime.node_rank}",
-        f"--master-addr={host}",
-        f"--master-port={port}",
-        f"--nproc-per-node={runtime.devices}",
-        *("--max-restarts=0", "-m", WORKER),
-    ]
 
 
 def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
@@ -331,8 +322,7 @@ def _result(
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
     outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":
-        figures: JsonObject = outcome["result"]
-        return figures
+        return dict(outcome["result"])
     if timed_out:
         runtime = settings.runtime
         limit = runtime.attempts_of(stage.name).timeout_seconds
