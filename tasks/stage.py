@@ -75,15 +75,14 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
         description=f"stage {stage.name}, module {stage.module}",
         tags={TRAINS} if is_limited and stage.uses_ranks else None,
         retries=retries,
-        retry_condition_fn=lambda task, run, state: not execution.signum and not _is_mistake(state),
+        retry_condition_fn=lambda task, run, state: (
+            not (
+                execution.signum or (isinstance(state.data, TTrainError) and state.data.is_mistake)  # which a retry repeats
+            )
+        ),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
-
-
-def _is_mistake(state: State[Any]) -> bool:
-    """Whether a mistake of settings or data failed, which a retry repeats; `body` puts the error into the state."""
-    return isinstance(state.data, TTrainError) and state.data.is_mistake
 
 
 CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time

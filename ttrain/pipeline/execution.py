@@ -397,21 +397,22 @@ class StageWatcher(DisplayObserver):
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""
-        self._execution.log.add(self._stage.name, f"{NOTHING_NEW}: {error}")
-        self._execution.record.stage(self._stage.name, outcome=NOTHING_NEW, metric=str(error))
-        self._execution.display.ended(self._stage.name, NOTHING_NEW, 0.0, "")
+        run, name = self._execution, self._stage.name
+        run.log.add(name, f"{NOTHING_NEW}: {error}")
+        run.record.stage(name, outcome=NOTHING_NEW, metric=str(error))
+        run.display.ended(name, NOTHING_NEW, 0.0, "")
         if self.child:
             self.child.finish(tracking.status_of(NOTHING_NEW))
 
     def failed(self, error: BaseException) -> None:
-        interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
+        run, name = self._execution, self._stage.name
+        outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
-        outcome = "interrupted" if interrupted else "failed"
-        if interrupted and self._execution.signum:  # the stage's process knows only of the signal
-            message = message.replace(SIGNALLED, self._execution.stop_reason)
-        self._execution.log.add(self._stage.name, f"{outcome}: {message}")
-        self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
-        self._execution.display.failed(self._stage.name, message)
+        if outcome == "interrupted" and run.signum:  # the stage's process knows only of the signal
+            message = message.replace(SIGNALLED, run.stop_reason)
+        run.log.add(name, f"{outcome}: {message}")
+        run.record.stage(name, outcome=outcome, error=message)
+        run.display.failed(name, message)
         if isinstance(error, TTrainError):
             error.shown = True
         if self.child:

@@ -251,8 +251,7 @@ def log_end(
         registration.log_evaluation(run, evaluation, evaluation_table)
     run.note_stages({name: artifact.key for name, artifact in artifacts.items()})
     log_page(run, home, record["run"])
-    log_file = home / "runs" / f"{record['run']}.log"
-    if log_file.is_file():  # no log if everything was cached
+    if (log_file := home / "runs" / f"{record['run']}.log").is_file():  # there is none if everything was cached
         run.log_file(log_file)
     cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
     text = description(record, changed, record["metrics"], evaluation_table, versions)
