@@ -48,18 +48,26 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
 
     Raises UsageError where this home is served already, or the server that PREFECT_API_URL names does not answer.
     """
-    with serve_lock(home):
+    with serve_lock(home), _told_by(say):
         is_named = bool(os.environ.get("PREFECT_API_URL"))
         try:
-            with contextlib.ExitStack() as at_end, _ending_at_once() as signums:
-                at_end.callback(_stop_server, home)
+            with _ending_at_once() as signums:
                 url = _server(home, auth)
                 signums.append(asyncio.run(ScheduleServer(home, url, say, auth, owns_server=not is_named).run()))
-        except Interrupted as stopped:
-            say(str(stopped))  # with the time, as all lines have it
-            stopped.shown = True
-            raise
-        say(STOPPED)
+        finally:
+            _stop_server(home)
+
+
+@contextlib.contextmanager
+def _told_by(say: Callable[[str], None]) -> Iterator[None]:
+    """Say that a signal has ended the block, with the time as all lines have it."""
+    try:
+        yield
+    except Interrupted as stopped:
+        say(str(stopped))
+        stopped.shown = True
+        raise
+    say(STOPPED)
 
 
 @contextlib.contextmanager
