@@ -17,6 +17,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.files import parse_object
@@ -83,22 +84,16 @@ class HostCheck:
         self._origins = frozenset(f"http://{host}" for host in self._hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            send = self._with_policy(send)
-        if scope["type"] == "lifespan" or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-        else:
-            await refuse(scope, receive, send, 403, HOST_REFUSED)
-
-    def _with_policy(self, send: Send) -> Send:
-        """Add the policy to answers; a browser obeys both it and one of the application's own."""
-
         async def send_with_policy(message: Message) -> None:
+            """Add the policy to answers; a browser obeys both it and one of the application's own."""
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), self._policy]}
             await send(message)
 
-        return send_with_policy
+        if scope["type"] == "lifespan" or self._is_allowed(scope):
+            await self._app(scope, receive, send_with_policy)
+        else:
+            await refuse(scope, receive, send_with_policy, 403, HOST_REFUSED)
 
     def _is_allowed(self, scope: Scope) -> bool:
         if self._without and scope["path"].startswith(self._without):
@@ -195,18 +190,24 @@ def _shown(authorization: bytes) -> Iterator[bytes]:
         yield text.partition(b":")[2]
 
 
+@dataclass
 class _CheckedSocket:
     """A web socket of Prefect's protocol whose first message must bring the token; nothing passes before, either way."""
 
-    def __init__(self, is_token: Callable[[bytes], bool], receive: Receive, send: Send) -> None:
-        self._is_token, self._receive, self._send = is_token, receive, send
-        self._is_checked = self._is_closed = False
+    _is_token: Callable[[bytes], bool]
+    _receive: Receive
+    _send: Send
+    _is_checked: bool = False
+    _is_closed: bool = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         if self._is_checked or message["type"] != "websocket.receive":
             return message
-        if self._brings_token(message.get("text") or ""):
+        text = message.get("text") or ""
+        first = parse_object(text) if len(text) <= FIRST_MESSAGE_CHARACTERS else {}
+        shown = first.get("token") if first.get("type") == "auth" else None
+        if isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace")):
             self._is_checked = True
             return message
         self._is_closed = True
@@ -217,13 +218,6 @@ class _CheckedSocket:
         if self._is_closed or not (self._is_checked or message["type"] in ("websocket.accept", "websocket.close")):
             return
         await self._send(message)
-
-    def _brings_token(self, text: str) -> bool:
-        if len(text) > FIRST_MESSAGE_CHARACTERS:
-            return False
-        message = parse_object(text)
-        shown = message.get("token") if message.get("type") == "auth" else None
-        return isinstance(shown, str) and self._is_token(shown.encode("utf-8", "replace"))
 
 
 def guarded(app: Any, port: int, token: str, *, without_token: Iterable[str] = (), without: Iterable[str] = ()) -> HostCheck:
@@ -251,7 +245,9 @@ class BodyLimited:
             await self._app(scope, receive, send)
             return
         body = _CountedBody(receive, send, self._limit_bytes)
-        if _content_length(scope) <= self._limit_bytes:
+        sizes = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
+        # cut, since int() of very many digits takes long
+        if all(int(value[:20]) <= self._limit_bytes for value in sizes):
             try:
                 await self._app(scope, body.receive, body.send)
             except Exception:
@@ -263,25 +259,23 @@ class BodyLimited:
         await refuse(scope, receive, send, 413, text, (b"connection", b"close"))
 
 
-def _content_length(scope: Scope) -> int:
-    sizes = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
-    return max((int(value[:20]) for value in sizes), default=0)  # cut, since int() of very many digits takes long
-
-
 class _TooLargeError(Exception):
     """A body is larger than the limit."""
 
 
+@dataclass
 class _CountedBody:
     """Passes a body to the application up to the limit; beyond it, the application gets an error, and its answer is dropped.
 
     No `http.disconnect`, after which MLflow takes what came for the whole body.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
-        self._receive, self._send, self._limit_bytes = receive, send, limit_bytes
-        self._bytes = 0
-        self.is_too_large = self.has_begun = False
+    _receive: Receive
+    _send: Send
+    _limit_bytes: int
+    _bytes: int = 0
+    is_too_large: bool = False
+    has_begun: bool = False
 
     async def receive(self) -> Message:
         if not self.is_too_large:

@@ -197,23 +197,18 @@ class Run:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        metrics: Mapping[str, float] = self.record.get("metrics", {})
-        return metrics
+        return dict(self.record.get("metrics", {}))
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All settings as recorded, nested by section."""
-        settings: Mapping[str, Any] = self.record["settings"]
-        return settings
+        return dict(self.record["settings"])
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
         """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
-        places = {stage["name"]: self._place(stage) for stage in self.record["stages"] if stage.get("key")}
-        return {name: artifact for name, path in places.items() if (artifact := self.store.at(path))}
-
-    def _place(self, stage: Mapping[str, Any]) -> Path:
-        return self.store.path(stage["name"], stage["key"])
+        keys = run_records.keys_of(self.record).items()
+        return {name: artifact for name, key in keys if key and (artifact := self.store.at(self.store.path(name, key)))}
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline status --json` prints."""
@@ -266,7 +261,10 @@ def run(
     a process of its own, which ends with this one. Raises TTrainError; a KeyboardInterrupt stops the stages first, and the
     same call continues at their last checkpoint.
     """
+    from rich.console import Console
+
     from ttrain.core.signals import without_signal_handlers
+    from ttrain.core.terminal import console
     from ttrain.pipeline.labels import labels_of
 
     if engine not in ENGINES:
@@ -287,7 +285,7 @@ def run(
                 planned.settings,
                 planned.store,
                 planned.stages,
-                _console(progress),
+                console() if progress is True else Console(quiet=True),
                 planned.rerun,
                 engine=engine,
                 labels=labels,
@@ -356,14 +354,6 @@ def _home(home: str | Path | None) -> Path:
     return layout.home() if home is None else Path(home).absolute()
 
 
-def _console(progress: Progress | bool) -> Any:
-    from rich.console import Console
-
-    from ttrain.core.terminal import console
-
-    return console() if progress is True else Console(quiet=True)
-
-
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
@@ -379,11 +369,11 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@dataclass
 class _CallbackDisplay:
     """Passes the events of the stages to a function."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    _progress: Progress
 
     def say(self, text: str) -> None:
         from rich.text import Text

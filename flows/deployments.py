@@ -134,9 +134,7 @@ def _final_state(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:
         if not error.shown:
             print(timed_lines(f"error: {escaped(str(error))}"), flush=True)
         with best_effort():
-            flow_runs.note_shown()
-            if error.is_mistake:
-                flow_runs.forbid_retries()
+            flow_runs.note_shown(is_final=error.is_mistake)
         return Failed(message=str(error))
 
 

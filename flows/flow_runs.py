@@ -23,6 +23,7 @@ from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.filters import FlowRunFilter
     from prefect.client.schemas.objects import FlowRun
 
 TAG = "ttrain"
@@ -52,36 +53,37 @@ def sync_client() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
+def flow_runs_where(**conditions: Any) -> FlowRunFilter:
+    """A filter of flow runs, such as `id={"any_": [...]}`."""
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    return FlowRunFilter.model_validate(conditions)
+
+
 def label_with_process(home: Path, record: str = "") -> None:
     """Label the current flow run with its process and machine, and with the name of its `record`.
 
     Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has begun no task yet.
     """
-    from prefect.client.schemas.filters import FlowRunFilter
-
     run, pid = current_flow_run(), os.getpid()
     process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count, LABEL_RUN: record}
     with sync_client() as client:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
-            _end_tasks(client, FlowRunFilter.model_validate({"id": {"any_": [run.id]}}))
+            _end_tasks(client, flow_runs_where(id={"any_": [run.id]}))
 
 
-def note_shown() -> None:
-    """Label the current flow run as one whose failure its own process has shown, for who watches its output."""
-    with sync_client() as client:
-        client.update_flow_run_labels(current_flow_run().id, {LABEL_SHOWN: True})
+def note_shown(*, is_final: bool) -> None:
+    """Label the current flow run as one whose failure its own process has shown, for who watches its output.
 
-
-def forbid_retries() -> None:
-    """Let the current flow run end with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set.
-
-    A retry in the UI or by the API starts it again nevertheless.
+    `is_final`: it ends with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set. A retry in the UI or by the API
+    starts it again nevertheless.
     """
     run = current_flow_run()
-    policy = run.empirical_policy.model_copy(update={"retries": 0})
     with sync_client() as client:
-        client.update_flow_run(run.id, empirical_policy=policy)
+        client.update_flow_run_labels(run.id, {LABEL_SHOWN: True})
+        if is_final:
+            client.update_flow_run(run.id, empirical_policy=run.empirical_policy.model_copy(update={"retries": 0}))
 
 
 def current_flow_run() -> FlowRun:
@@ -98,11 +100,10 @@ def mark_crashed_runs(home: Path) -> list[str]:
 
     Also marks the task runs of flow runs that the runner or the server marked, which leave task runs as they are.
     """
-    from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
     def of_ours(*states: str) -> FlowRunFilter:
-        return FlowRunFilter.model_validate({"tags": {"all_": [TAG]}, "state": {"type": {"any_": states}}})
+        return flow_runs_where(tags={"all_": [TAG]}, state={"type": {"any_": states}})
 
     marked = []
     with contextlib.suppress(Exception), sync_client() as client:  # best effort, never a reason to fail

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,10 @@ def judge(
     evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
-    rules, nights = _rules(settings, inputs, execution), _nights(night, evaluation, store, say)
+    rules, nights = _rules(settings, inputs, execution), dict[str, list[str]]()
+    if reference := heldout_of(evaluation):
+        documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
+        nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
     best = best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
     judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
@@ -56,7 +59,8 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     decision, version = judged.decision, execution.model_set
     if version is None:
         raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
-    now = tracking.Champions(home).champion(name)
+    champions = tracking.Champions(home)
+    now = champions.champion(name)
     previous_version = night.frozen.champion.version if night.frozen.champion else None
     if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
         reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
@@ -67,7 +71,7 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     night.note(version=version, run=run, decision=decision.to_json(), texts=texts, base=base)
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
-        run_id, champions = execution.tracked_run, tracking.Champions(home)
+        run_id = execution.tracked_run
         champions.log_decision(name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
     return judged
 
@@ -75,17 +79,6 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
 def tables(judged: Judged) -> list[str]:
     """The decision in Markdown, and the figures by text where there are some."""
     return [summary.markdown(rows, header) for rows, header in candidates.tables(judged)]
-
-
-def _nights(
-    night: NightRecord, evaluation: Artifact, store: ArtifactStore, say: Callable[[str], object]
-) -> Mapping[str, list[str]]:
-    """What identifies the held-out records of each night."""
-    reference = heldout_of(evaluation)
-    if reference is None:
-        return {}
-    documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
-    return heldout.names_by_night(documents, heldout_nights(night, evaluation))
 
 
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
@@ -102,17 +95,13 @@ def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> P
     rules = settings.promotion
     if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
         return rules
-    metrics = [
-        row.metric for name, row in TRAINING_STAGES.items() if row.role != "base" and _differs(name, inputs, execution)
-    ]
-    metric = next(filter(None, metrics), DOMAIN_LOSS)
+    metric = DOMAIN_LOSS
+    for name, row in TRAINING_STAGES.items():
+        old, new = inputs.champion.get(row.model), execution.artifacts.get(name)
+        if row.role != "base" and row.metric and old and new and old.content != new.content:
+            metric = row.metric
+            break
     return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
-
-
-def _differs(name: str, inputs: NightInputs, execution: PipelineRun) -> bool:
-    """Whether challenger and champion have different models of a stage."""
-    old, new = inputs.champion.get(TRAINING_STAGES[name].model), execution.artifacts.get(name)
-    return old is not None and new is not None and old.content != new.content
 
 
 def heldout_of(evaluation: Artifact) -> str | None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
@@ -250,15 +250,7 @@ RESTARTS = 5  # of a server that keeps dying
 HISTORY_CHECK_SECONDS = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
 
 
-class _OwnServer(NamedTuple):
-    """The server that this process started."""
-
-    home: Path
-    url: str
-    token: str
-
-
-_own: _OwnServer | None = None
+_own: _TemporaryServer | None = None  # the server that this process started
 
 
 def is_own() -> bool:
@@ -279,8 +271,8 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
         return lambda: None
     lock = servers.start_lock(home)
     lock.acquire()
-    if server := server_records.live_server(home, "prefect"):
-        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
+    if running := server_records.live_server(home, "prefect"):
+        os.environ.setdefault("PREFECT_API_URL", f"{running.url}/api")
     if os.environ.get("PREFECT_API_URL"):
         os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
         lock.release()
@@ -289,15 +281,14 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
     port = servers.free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
-    temporary_server = _TemporaryServer(port, home, token)
-    atexit.register(temporary_server.end)  # atexit comes after Prefect has sent its last logs and events
-    _own = _OwnServer(home, f"http://{HOST}:{port}/api", token)
-    os.environ["PREFECT_API_URL"] = _own.url
+    server = _own = _TemporaryServer(port, home, token)
+    atexit.register(server.end)  # atexit comes after Prefect has sent its last logs and events
+    os.environ["PREFECT_API_URL"] = server.url
     os.environ[AUTH_STRING] = token  # in place of a password for another server
 
     def wait() -> None:
         try:
-            temporary_server.wait()
+            server.wait()
         finally:
             lock.release()
 
@@ -312,7 +303,8 @@ class _TemporaryServer:
     """
 
     def __init__(self, port: int, home: Path, token: str) -> None:
-        self._port, self._home, self._token, self._owner = port, home, token, os.getpid()
+        self.url, self.home, self.token = f"http://{HOST}:{port}/api", home, token
+        self._port, self._owner = port, os.getpid()
         self._log_file = server_records.folder_of(home) / "own.log"
         self._lock, self._is_ending = threading.Lock(), False
         self._process = self._spawn()
@@ -322,7 +314,7 @@ class _TemporaryServer:
         try:
             servers.wait("prefect", self._port, self._process, self._log_file)
         except TTrainError:
-            if not history_database.set_damaged_aside(self._home):
+            if not history_database.set_damaged_aside(self.home):
                 raise
             servers.end(self._process)
             self._process = self._spawn()
@@ -346,11 +338,11 @@ class _TemporaryServer:
                 self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        history_database.prepare(self._home)
-        command = [*uvicorn_command(owned_app, self._port), "--log-level", "error", "--timeout-graceful-shutdown", "5"]
+        history_database.prepare(self.home)
+        command = [*uvicorn_command(owned_app, self._port, "error"), "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         ephemeral |= servers.SLOTS_AHEAD
-        token_variables = {PORT: str(self._port), server_records.ACCESS: self._token, AUTH_STRING: self._token}
+        token_variables = {PORT: str(self._port), server_records.ACCESS: self.token, AUTH_STRING: self.token}
         environment = {**ephemeral, **token_variables, OWNER: str(self._owner)}
         return servers.spawn(command, environment, self._log_file)
 

@@ -21,7 +21,7 @@ from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display, StageDisplay
-from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planned_part
+from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planned_part, with_dependencies
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -165,7 +165,8 @@ def run_one_stage(
     if name not in planned:
         raise no_stage(name, planned, settings)
     if planned[name].key is None:
-        commands = ", ".join(f"`ttrain stage run {p}`" for p in _missing(name, planned))
+        needed = with_dependencies(name, {p.stage.name: frozenset(p.waits_for) for p in stages}) - {name}
+        commands = ", ".join(f"`ttrain stage run {p}`" for p in planned if p in needed)
         raise UsageError(
             f"stage {name} {planned[name].why[0]}; run first, with the same settings: {commands}; "
             f"or all at once: `ttrain pipeline run full`"
@@ -180,17 +181,6 @@ def run_one_stage(
             artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
             console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
     return artifact, state
-
-
-def _missing(name: str, planned: dict[str, Planned]) -> list[str]:
-    """The stages to run before this one, in the order of the plan."""
-    missing: set[str] = set()
-    waiting = [name]
-    while waiting:
-        new = {*planned[waiting.pop()].waits_for} - missing
-        missing |= new
-        waiting += new
-    return [stage for stage in planned if stage in missing]
 
 
 def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:

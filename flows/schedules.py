@@ -291,8 +291,7 @@ def _is_ours(deployment: Any, home: Path) -> bool:
 
 
 def _home_of(deployment: Any) -> str | None:
-    homes = [tag.removeprefix("home:") for tag in deployment.tags if tag.startswith("home:")]
-    return homes[0] if homes else None
+    return next((tag.removeprefix("home:") for tag in deployment.tags if tag.startswith("home:")), None)
 
 
 def _next_slot(cron: str | None, timezone: str) -> datetime | None:
@@ -305,7 +304,6 @@ def _unknown_status(schedule: Schedule, on_server: bool | None) -> ScheduleStatu
 
 
 def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
-    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.objects import TERMINAL_STATES
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -315,8 +313,9 @@ def _status_of(client: Any, home: Path, schedule: Schedule) -> ScheduleStatus:
     crons = [entry.schedule for entry in deployment.schedules if entry.active and hasattr(entry.schedule, "cron")]
     slots = [slot for entry in crons if (slot := _next_slot(entry.cron, entry.timezone or "UTC"))]
     ended = client.read_flow_runs(
-        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": [*TERMINAL_STATES]}}}),
+        flow_run_filter=flow_runs.flow_runs_where(
+            deployment_id={"any_": [deployment.id]}, state={"type": {"any_": [*TERMINAL_STATES]}}
+        ),
         sort=FlowRunSort.END_TIME_DESC,
         limit=1,
     )

@@ -253,14 +253,14 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{port},http://localhost:{port}",  # else any web page
     }
-    return [*uvicorn_command(served_app, port), "--log-level", "warning"], environment
+    return uvicorn_command(served_app, port, "warning"), environment
 
 
-def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
+def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> list[str]:
     """The arguments of `python` that serve what a function makes, which is at the top of its module."""
     name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
     command = ["uvicorn", "--factory", name, "--app-dir", str(directory)]
-    return [*command, "--host", HOST, "--port", str(port)]
+    return [*command, "--host", HOST, "--port", str(port), "--log-level", log_level]
 
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -274,7 +274,7 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}" for host in hosts),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes more, for LLMs that judge
     }
-    return [*uvicorn_command(tracker_app, port), "--log-level", "warning"], environment
+    return uvicorn_command(tracker_app, port, "warning"), environment
 
 
 def _unset(variables: Mapping[str, str]) -> dict[str, str]:
@@ -354,9 +354,7 @@ def stop(home: Path, name: str) -> bool:
         psutil.wait_procs(family, timeout=seconds)
         family = server.processes() if server else []
     if family:
-        raise TTrainError(
-            f"the {name} server does not end; its processes: {', '.join(str(process.pid) for process in family)}"
-        )
+        raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
     (server_records.folder_of(home) / f"{name}.json").unlink(missing_ok=True)
     return bool(processes)
 

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -37,11 +36,10 @@ def unit(kind: str, home: Path) -> str:
 
     Raises UsageError for a path that a unit cannot hold.
     """
-    makers: dict[str, Callable[[Path], str]] = {"systemd": _systemd, "launchd": _launchd, "cron": _cron}
     for text in (*command(), *environment(home).values()):
         if not text.isprintable():
             raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
-    return makers[kind](home.resolve())
+    return {"systemd": _systemd, "launchd": _launchd, "cron": _cron}[kind](home.resolve())
 
 
 def _filled(template: str, **values: str) -> str:
@@ -65,16 +63,15 @@ def environment(home: Path) -> dict[str, str]:
 
 def addresses() -> dict[str, str]:
     """The servers that the environment names; without those whose address holds a password."""
-    return {name: os.environ[name] for name in INHERITED if os.environ.get(name) and not _has_password(os.environ[name])}
+    values = {name: os.environ.get(name, "") for name in INHERITED}
+    return {
+        name: value for name, value in values.items() if value and "@" not in value.partition("://")[2].partition("/")[0]
+    }
 
 
 def secrets() -> list[str]:
     """Names of the variables that are set here, are needed there too, and must not be in a file that others may read."""
     return [name for name in (*SECRETS, *INHERITED) if os.environ.get(name) and name not in addresses()]
-
-
-def _has_password(address: str) -> bool:
-    return "@" in address.partition("://")[2].partition("/")[0]
 
 
 def _about_secrets(prefix: str = "# ", suffix: str = "\n") -> str:
@@ -96,7 +93,7 @@ def _systemd(home: Path) -> str:
     return _filled(
         "ttrain.service",
         secrets=_about_secrets(),
-        home=_specifiers(str(home)),
+        home=str(home).replace("%", "%%"),
         command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
         variables="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in environment(home).items()),
     )
@@ -126,12 +123,8 @@ def _cron(home: Path) -> str:
 
 
 def _quoted(word: str) -> str:
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{_specifiers(escaped)}"'
-
-
-def _specifiers(text: str) -> str:
-    return text.replace("%", "%%")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'
 
 
 HOME_INSIDE = "/ttrain"  # of the container; a volume of the host or of the cluster

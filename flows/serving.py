@@ -159,7 +159,7 @@ class ScheduleServer:
         self._stopping_ids: set[Any] = set()  # ids of flow runs that have been asked to stop
         self._is_away = False
         self._error: TTrainError | None = None
-        self._known: frozenset[str] = frozenset()
+        self._known: set[str] = set()
         self._refused: set[str] = set()  # schedules whose deployment the server refuses
 
     async def run(self) -> int:
@@ -172,7 +172,10 @@ class ScheduleServer:
         self._looking = anyio.CancelScope()  # so that a stop does not wait for a server that is away
         zone = schedule_files.local_timezone()
         self._say(f"serving the schedules of {self._home}; times are of {zone}")  # only now: its reader may stop it at once
-        self._say(f"Prefect  {self._url.removesuffix('/api')}{self._hint()}\nstop with Ctrl-C or SIGTERM")
+        hint = ""  # how a browser gets access; not the token, since this message goes to the log of a service
+        if server_records.token_for(self._home, "prefect", self._url) is not None:
+            hint = f"/?token=...  (the text of {server_records.token_file(self._home)}; a browser keeps it)"
+        self._say(f"Prefect  {self._url.removesuffix('/api')}{hint}\nstop with Ctrl-C or SIGTERM")
         async with FlowRunExecutorContext() as self._context:
             self._context.process_manager.kill = self._kill_patiently
             proposer = self._context._state_proposer
@@ -192,12 +195,6 @@ class ScheduleServer:
         if self._error:
             raise self._error
         return self._signum
-
-    def _hint(self) -> str:
-        """How a browser gets access; not the token, since this message goes to the log of a service."""
-        if server_records.token_for(self._home, "prefect", self._url) is None:
-            return ""
-        return f"/?token=...  (the text of {server_records.token_file(self._home)}; a browser keeps it)"
 
     async def try_start_due_runs(self) -> None:
         """Start what is due; a server that is away is waited for, and no other error ends the runs in progress."""
@@ -258,12 +255,15 @@ class ScheduleServer:
         if not deployments:
             return
         await self._name_slots(list(deployments))
+        from prefect.states import Completed
         from prefect.types._datetime import now
 
         due = await client.get_scheduled_flow_runs_for_deployments(list(deployments), scheduled_before=now("UTC"))
         due = [run for run in due if run.id not in self._running]
         for run, newer in missed_slots(due):
-            await self._skip(run, newer)
+            message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
+            await client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
+            self._say(f"{run.name}: Skipped, {message}")
             due.remove(run)
         for run in due[: max(0, RUNS_AT_ONCE - len(self._running))]:
             self._running[run.id] = run.name
@@ -272,18 +272,14 @@ class ScheduleServer:
 
     async def make_missing_deployments(self, existing: set[str]) -> None:
         """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
-        served_schedules = {
-            name: schedule for name, schedule in schedule_files.read_all(self._home).items() if not schedule.pool
-        }
-        if frozenset(served_schedules) != self._known:
-            self._known = frozenset(served_schedules)
-            self._say(
-                f"scheduled: {', '.join(served_schedules)}"
-                if served_schedules
-                else "nothing is scheduled yet: ttrain pipeline schedule nightly"
-            )
-        self._refused &= served_schedules.keys() - existing
-        for name in served_schedules.keys() - existing:
+        names = [name for name, schedule in schedule_files.read_all(self._home).items() if not schedule.pool]
+        if set(names) != self._known:
+            self._known = set(names)
+            nothing = "nothing is scheduled yet: ttrain pipeline schedule nightly"
+            self._say(f"scheduled: {', '.join(names)}" if names else nothing)
+        missing = self._known - existing
+        self._refused &= missing
+        for name in missing:
             try:
                 await asyncio.to_thread(schedules.make_missing, self._home, name)
             except schedules.RefusedError as error:  # other schedules are served
@@ -293,12 +289,10 @@ class ScheduleServer:
 
     async def _cancel_asked(self) -> None:
         """Cancel what the UI wants cancelled, also where Prefect's own observer lost the server for good."""
-        from prefect.client.schemas.filters import FlowRunFilter
-
         running = [flow_run_id for flow_run_id in self._running if flow_run_id not in self._stopping_ids]
         if not running:
             return
-        only = FlowRunFilter.model_validate({"id": {"any_": running}})
+        only = flow_runs.flow_runs_where(id={"any_": running})
         for run in await self._context.client.read_flow_runs(flow_run_filter=only):
             if run.id in self._running:
                 self._running[run.id] = run.name  # of its night, once that has begun
@@ -308,6 +302,11 @@ class ScheduleServer:
     async def _run(self, run: Any, deployment: str, entry_point: str) -> None:
         """Run one flow run in its process, to its end; an error of it ends no other run."""
         from prefect.runner._starter_engine import EngineCommandStarter
+
+        from ttrain.flows import deployments as deployed
+
+        async def flow_of(run: Any) -> Any:
+            return getattr(deployed, ENTRY_POINTS[entry_point])
 
         starter = EngineCommandStarter(
             cwd=schedule_files.folder_of(self._home),  # Python looks for modules where it is, and Prefect for settings
@@ -321,8 +320,7 @@ class ScheduleServer:
         try:
             if not self._stop.is_set() and await self._context._state_proposer.propose_pending(run):
                 self._say(f"{run.name} of {ENTRY_POINTS[entry_point]}/{deployment}: started")
-                executor = self._context.create_executor(run, starter, resolve_flow=_flow_of(entry_point))
-                await executor.submit()
+                await self._context.create_executor(run, starter, resolve_flow=flow_of).submit()
                 await self._say_how_it_ended(run)
         except Exception as error:
             log.warning("%s: %s", run.name, error, exc_info=True)
@@ -341,23 +339,15 @@ class ScheduleServer:
 
     async def _name_slots(self, deployments: list[Any]) -> None:
         """Name the slots to come by their time, where Prefect draws a name from a list; a night gets its own name later."""
-        from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
-
         client = self._context.client
         slots = await client.read_flow_runs(
-            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": deployments}}),
-            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
+            flow_run_filter=flow_runs.flow_runs_where(
+                deployment_id={"any_": deployments}, state={"type": {"any_": ["SCHEDULED"]}}
+            ),
         )
         for run in slots:
             if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.expected_start_time)):
                 await client.set_flow_run_name(run.id, name)
-
-    async def _skip(self, run: Any, newer: Any) -> None:
-        from prefect.states import Completed
-
-        message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
-        await self._context.client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
-        self._say(f"{run.name}: Skipped, {message}")
 
     async def _propose_cancelled(
         self, propose: Callable[..., Awaitable[bool]], run: Any, updates: dict[str, Any] | None = None
@@ -407,16 +397,6 @@ class ScheduleServer:
     def _end(self) -> None:
         self._stop.set()
         self._looking.cancel()
-
-
-def _flow_of(entry_point: str) -> Callable[[Any], Awaitable[Any]]:
-    """A function by which Prefect finds the flow of a run."""
-    from ttrain.flows import deployments as deployed
-
-    async def flow_of(run: Any) -> Any:
-        return getattr(deployed, ENTRY_POINTS[entry_point])
-
-    return flow_of
 
 
 def slot_name(when: datetime) -> str:

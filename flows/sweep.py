@@ -11,6 +11,7 @@ from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
 from ttrain.config.loading import Override, settings_of
+from ttrain.core.files import JsonObject
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
 from ttrain.flows import recipe
@@ -54,7 +55,7 @@ class SweepRequest:
         return settings_of(overrides).settings if share else settings
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> JsonObject:
         """The first value of each setting."""
         return next(self.space.probes())
 
@@ -79,7 +80,7 @@ class SweepRequest:
         per_trial = measure.affected_by(measure.directly_affected(self.space.dimensions, graph), graph)
         return [name for name in graph if name not in per_trial], [name for name in graph if name in per_trial]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """What identifies the sweep when it is requested again; the number of trials may grow."""
         tree = with_absolute_paths(self.settings(self.first)).model_dump(mode="json")
         return {
@@ -128,7 +129,13 @@ def sweep_request(
     if sampler == "grid" and trials is None and (search_space.size or 0) > MOST_TRIALS_OF_A_GRID:
         raise UsageError(f"--sampler is grid, and the grid has {search_space.size} combinations; set a number with --trials")
     settings = _check_values(overrides, search_space)
-    _check_runtime(settings)
+    if settings.runtime.nodes > 1:
+        raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
+    if settings.runtime.sharding == "dask":
+        raise UsageError(
+            "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
+            "run the pipeline once before: what trials share is then in the store"
+        )
     graph = graph_of(recipe(pipeline), settings)
     chosen = measure.choose(
         settings, list(search_space.dimensions), graph, metric=metric, until=until, maximize=bool(maximize)
@@ -138,7 +145,7 @@ def sweep_request(
     if prune:
         _check_pruning(settings, chosen, list(search_space.dimensions))
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    trial_count = trials or (search_space.size if sampler == "grid" and search_space.size else TRIALS)
+    trial_count = trials or (sampler == "grid" and search_space.size) or TRIALS
     return SweepRequest(
         pipeline=pipeline,
         overrides=overrides,
@@ -162,12 +169,12 @@ def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records
     return (None, f"{sweep.name} was of other {', '.join(changed)}") if changed else (sweep, "")
 
 
-def preview(request: SweepRequest, store: ArtifactStore) -> dict[str, Any]:
+def preview(request: SweepRequest, store: ArtifactStore) -> JsonObject:
     """The plan of a sweep, from what it has done so far and from its seed, as `--dry-run --json` prints it."""
     from ttrain.sweep.study import Study, upcoming
 
     sweep, _ = find_resumable(request, store)
-    options: dict[str, Any] = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
+    options: JsonObject = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
     earlier = Study.of(sweep).trials() if sweep else []
     planned_trials = [*earlier, *upcoming(request.space, earlier, request.trials - len(earlier), **options)]
     trials = [
@@ -201,17 +208,6 @@ def _check_values(overrides: Sequence[Override], search_space: Space) -> Setting
             tried = " ".join(space.assignment(key, value) for key, value in values.items())
             raise UsageError(f"the sweep cannot try {tried}: {error}") from None
     return settings[0]
-
-
-def _check_runtime(settings: Settings) -> None:
-    """Raise UsageError for runtime settings that trials do not support."""
-    if settings.runtime.nodes > 1:
-        raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
-    if settings.runtime.sharding == "dask":
-        raise UsageError(
-            "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
-            "run the pipeline once before: what trials share is then in the store"
-        )
 
 
 def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> None:
@@ -258,7 +254,7 @@ def parallel_trials(runtime: Runtime, gpu_numbers: Sequence[int]) -> int:
     return max(1, len(gpu_numbers) // runtime.devices)
 
 
-def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> dict[str, Any]:
+def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> JsonObject:
     """Settings of `runtime` for the trial in one of `slots` slots: its GPUs, or its part of the cores.
 
     Where there are more slots than groups of GPUs, trials share them.

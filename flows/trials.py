@@ -11,8 +11,8 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class TrialRunner:
         self._error: BaseException | None = None  # that every other trial would have, too
         settings = request.settings(request.first).tracking
         self._tracker = tracking.open_store(store.root, settings.experiment) if settings.enabled else tracking.NullStore()
-        self._parent = self._tracker.start_run(
+        self.parent = self._tracker.start_run(
             sweep.name,
             identity=(sweep["tracking"] or {}).get("identity"),
             tags={"ttrain.pipeline": "sweep", "ttrain.sweep": sweep.name},
@@ -114,8 +114,9 @@ class TrialRunner:
         while True:
             for slot in range(self.request.parallel):
                 if slot not in self._running and not self._stop_signal():
-                    trial = unfinished.pop(0) if unfinished else self._next()
-                    if trial:
+                    if unfinished:
+                        self._begin(slot, unfinished.pop(0))
+                    elif len(self.study.trials()) < self.request.trials and (trial := self.study.ask()):
                         self._begin(slot, trial)
             if not self._running:
                 break
@@ -145,9 +146,6 @@ class TrialRunner:
                 running.execution.ask_to_stop(signum)
                 running.execution.at_once = self.stop_request.at_once
 
-    def _next(self) -> Trial | None:
-        return self.study.ask() if len(self.study.trials()) < self.request.trials else None
-
     def _begin(self, slot: int, trial: Trial) -> None:
         values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
         goes_on = " goes on" if trial.run else ""
@@ -161,7 +159,8 @@ class TrialRunner:
         if not running.execution or not (new := running.new_points()):
             return
         self.study.report(number, new)
-        if self.request.prune and running.is_training and self.study.is_hopeless(number):
+        is_training = self.request.measure.stage not in running.execution.artifacts  # the measured stage has not ended
+        if self.request.prune and is_training and self.study.is_hopeless(number):
             running.execution.ask_to_stop(signal.SIGTERM, f"{studies.PRUNED}: behind the median of the other trials")
 
     def _ended(self, running: RunningTrial) -> None:
@@ -170,27 +169,24 @@ class TrialRunner:
         trial, seconds = running.trial, (running.trial.seconds or 0.0) + running.seconds
         self.study.note(trial.number, seconds=round(seconds, 2), error=error)
         if outcome == studies.COMPLETED and value is None:
-            self._error = self._no_metric(running)
+            assert running.execution is not None, "it has come to its end"
+            metric_names = ", ".join(running.execution.metrics()) or "none"
+            self._error = TTrainError(
+                f"trial {trial.number} has no {self.request.measure.metric}; its metrics are: {metric_names}; "
+                f"name one of them with --metric, or hold out more records"
+            )
             return
         if outcome == studies.FAILED:
             self._failed_in_a_row += 1
             if self._failed_in_a_row == FAILURES or running.would_fail_again:
                 self._error = running.error
                 return
-        if outcome == studies.RUNNING:  # asked to stop: it continues another time
+        elif outcome == studies.RUNNING:  # asked to stop: it continues another time
             return
-        if outcome != studies.FAILED:
+        else:
             self._failed_in_a_row = 0
         self.study.tell(trial.number, outcome, value)
         self._report_trial(trial.number, seconds)
-
-    def _no_metric(self, running: RunningTrial) -> TTrainError:
-        assert running.execution is not None, "it has come to its end"
-        metric_names = ", ".join(running.execution.metrics()) or "none"
-        return TTrainError(
-            f"trial {running.trial.number} has no {self.request.measure.metric}; its metrics are: {metric_names}; "
-            f"name one of them with --metric, or hold out more records"
-        )
 
     def _report_trial(self, number: int, seconds: float) -> None:
         """A line for the user, two points for the tracker."""
@@ -202,10 +198,9 @@ class TrialRunner:
         )
         self.display.say(plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
         done = sum(t.outcome != studies.RUNNING for t in trials)
-        points = {"sweep/value": trial.value, "sweep/best": best.value if best else None}
-        metrics = {name: value for name, value in points.items() if value is not None}
-        if metrics:
-            self._parent.log_metrics([{"step": done, "time": time.time(), "metrics": metrics}])
+        points = {"sweep/value": trial.value, "sweep/best": best and best.value}
+        if metrics := {name: value for name, value in points.items() if value is not None}:
+            self.parent.log_metrics([{"step": done, "time": time.time(), "metrics": metrics}])
 
     def _finish(self, outcome: str) -> None:
         while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
@@ -215,39 +210,24 @@ class TrialRunner:
         self.sweep.note(outcome=outcome)
         header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
         table = report.markdown(rows, header)
-        self._parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
-        self._parent.log_text(report_page.render(self.sweep, trials), self.sweep.page.name)
-        self._parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
+        self.parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
+        self.parent.log_text(report_page.render(self.sweep, trials), self.sweep.page.name)
+        self.parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
         if best and best.value is not None:
-            self._log_best(best, done=_done(trials))
-            self._parent.set_tags({"ttrain.best": best.run or ""})
-        self._parent.set_tags({"ttrain.outcome": outcome})
-        self._parent.finish(tracking.status_of(outcome))
+            # Its figures, so that the sweep stands in MLflow's table beside other runs. The step is the number of trials
+            # that ended: of a sweep that goes on, the newest figures count.
+            record = (runs.read(self.store.root, best.run) if best.run else None) or {}
+            figures = {self.request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
+            self.parent.log_metrics([{"step": _done(trials), "time": time.time(), "metrics": figures}])
+            self.parent.set_tags({"ttrain.best": best.run or ""})
+        self.parent.set_tags({"ttrain.outcome": outcome})
+        self.parent.finish(tracking.status_of(outcome))
         self._tracker.close()
         self.sweep.note(tracking=self._tracked())
 
-    def _log_best(self, best: Trial, *, done: int) -> None:
-        """Give the sweep's tracked run the figures of its best trial, so that it stands in MLflow's table beside other runs.
-
-        The step is the number of trials that ended: of a sweep that goes on, the newest figures count.
-        """
-        record = (runs.read(self.store.root, best.run) if best.run else None) or {}
-        figures = {self.request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
-        row = {"step": done, "time": time.time(), "metrics": figures}
-        self._parent.log_metrics([row])
-
     def _tracked(self) -> dict[str, str | None]:
         """The sweep's tracked run; no id as long as the tracker's server is silent."""
-        return {"identity": self._parent.identity, "run_id": self._parent.id, "url": self._parent.url}
-
-    def tracking_options(self, trial: Trial) -> dict[str, Any]:
-        """Tracking options of a trial's run: a child of the sweep's run; an interrupted one continues its earlier run."""
-        earlier = runs.read(self.store.root, trial.run) if trial.run else None
-        return {
-            "parent_identity": self._parent.identity,
-            "continues": ((earlier or {}).get("tracking") or {}).get("identity"),
-            "extra_tags": {"ttrain.sweep": self.sweep.name, "ttrain.trial": str(trial.number)},
-        }
+        return {"identity": self.parent.identity, "run_id": self.parent.id, "url": self.parent.url}
 
 
 def _opening(request: SweepRequest, sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
@@ -263,8 +243,7 @@ def _opening(request: SweepRequest, sweep: Sweep, trials: Sequence[Trial]) -> li
         *(f"  {key}={text}" for key, text in request.space.texts.items()),
         f"  once: {', '.join(shared) or 'nothing'}; in each trial: {', '.join(per_trial)}",
     ]
-    heldout = measures.changes_heldout(list(request.space.dimensions), request.graph())
-    if heldout:
+    if heldout := measures.changes_heldout(list(request.space.dimensions), request.graph()):
         lines.append(
             f"  warning: {', '.join(heldout)} may change which records are held out, and losses are then of other text"
         )
@@ -307,11 +286,6 @@ class RunningTrial:
         return (studies.DIVERGED if diverged else studies.FAILED), None, str(self.error)
 
     @property
-    def is_training(self) -> bool:
-        """Whether the measured stage has not ended."""
-        return self.execution is not None and self.request.measure.stage not in self.execution.artifacts
-
-    @property
     def would_fail_again(self) -> bool:
         """Whether all trials would fail: a stage failed that all share, or none had begun. Settings that cannot be combined
         are this trial's own."""
@@ -324,7 +298,11 @@ class RunningTrial:
         with contextlib.suppress(OSError):
             if path and measure.curve and (size := path.stat().st_size) and (path, size) != self._read:
                 self._read = (path, size)
-                return dict(_points(path, measure.curve))
+                points: dict[int, float] = {}
+                for row in runs.read_rows(path):
+                    with contextlib.suppress(ValueError, KeyError, TypeError):  # rows without the metric are left out
+                        points[int(row["tokens"])] = float(row["metrics"][measure.curve])
+                return points
         return {}
 
     def _curve(self) -> Path | None:
@@ -348,6 +326,7 @@ class RunningTrial:
         values, runner = self.trial.values, self._runner
         with runner.planning:
             stages = self.request.plan(values, runner.store, self.slot)
+        earlier = runs.read(runner.store.root, self.trial.run) if self.trial.run else None
         execution = PipelineRun(
             self.request.pipeline,
             self.request.settings(values, self.slot),
@@ -355,7 +334,9 @@ class RunningTrial:
             _TrialDisplay(runner.display, self.trial.number, self._shared),
             stages,
             registers=False,
-            **runner.tracking_options(self.trial),
+            parent_identity=runner.parent.identity,
+            continues=((earlier or {}).get("tracking") or {}).get("identity"),  # an interrupted trial's own tracked run
+            extra_tags={"ttrain.sweep": runner.sweep.name, "ttrain.trial": str(self.trial.number)},
         )
         execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
         # Before its stages begin, so that a trial which is killed in one continues this run.
@@ -367,11 +348,13 @@ class RunningTrial:
             run_plain(execution, planned_part(self.request.recipe(), stages))
 
 
+@dataclass
 class _TrialDisplay:
     """The display of one trial within that of the sweep; cached stages are not shown."""
 
-    def __init__(self, display: Display, number: int, shared: list[str]) -> None:
-        self._display, self._number, self._shared = display, number, shared
+    _display: Display
+    _number: int
+    _shared: list[str]  # stages of all trials
 
     def say(self, text: str) -> None:
         self._display.say(f"  trial {self._number}: {text.strip()}")
@@ -392,10 +375,3 @@ class _TrialDisplay:
 
     def _label(self, stage: str) -> str:
         return stage if stage in self._shared else f"trial {self._number} {stage}"
-
-
-def _points(path: Path, name: str) -> Iterator[tuple[int, float]]:
-    """(tokens, value) of a metric in a stage's curve; rows without it are left out."""
-    for row in runs.read_rows(path):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            yield int(row["tokens"]), float(row["metrics"][name])

@@ -9,8 +9,9 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import Task, task
 from prefect.artifacts import create_link_artifact
@@ -19,15 +20,12 @@ from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
+from ttrain.config import Runtime
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.stages import Stage
 from ttrain.store.layout import Artifacts
 from ttrain.tasks.best_effort import best_effort
-
-if TYPE_CHECKING:
-    from ttrain.config import Runtime
-
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 
@@ -77,15 +75,14 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
         description=f"stage {stage.name}, module {stage.module}",
         tags={TRAINS} if is_limited and stage.uses_ranks else None,
         retries=retries,
-        retry_condition_fn=lambda task, run, state: not execution.signum and not _is_mistake(state),
+        retry_condition_fn=lambda task, run, state: (
+            not (
+                execution.signum or (isinstance(state.data, TTrainError) and state.data.is_mistake)  # which a retry repeats
+            )
+        ),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
-
-
-def _is_mistake(state: State[Any]) -> bool:
-    """Whether a mistake of settings or data failed, which a retry repeats; `body` puts the error into the state."""
-    return isinstance(state.data, TTrainError) and state.data.is_mistake
 
 
 CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
@@ -99,11 +96,12 @@ def block_task(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
+@dataclass
 class DaskPool:
     """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
 
-    def __init__(self, ahead: int, stop_signal: Callable[[], int]) -> None:
-        self._ahead, self._stop_signal = ahead, stop_signal
+    _ahead: int
+    _stop_signal: Callable[[], int]
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
         waiting: deque[Any] = deque()

@@ -124,7 +124,8 @@ def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(se
     assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
     first = tracking.Champions(second.home).find(NAME, "1").keys["shards-pretrain"]
     assert manifest_of(second, "2", "replay")["inputs"]["learnt-0000"]["key"] == first
-    assert nights(second)[0].learnt_documents == (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
+    learnt = (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
+    assert nights(second)[0].learnt_shards("pretrain") == learnt
 
 
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:

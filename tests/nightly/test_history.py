@@ -14,7 +14,7 @@ from support.pipeline_home import Cli
 from support.recorded_homes import NONE_SUCH
 
 from ttrain.errors import UsageError
-from ttrain.nightly import history, history_page
+from ttrain.nightly import history
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 
 KEPT = "it forgets night-000001: 2.00000 became 2.20000, 10.0% worse; promotion.forgetting allows 3.0%"
@@ -118,7 +118,7 @@ def test_the_command_prints_the_table_writes_the_page_and_gives_json(nights: Nig
 
 
 def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
-    page = history_page.render("mine", of_home(nights))
+    page = history.render("mine", of_home(nights))
     for night in of_home(nights):
         assert page.count(night.night) >= 1
     assert "&lt;b&gt;.jsonl" in page and "<b>.jsonl" not in page and "source &lt;i&gt;" in page
@@ -127,7 +127,7 @@ def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(
     assert re.search(r'<td class="number lost">2.2000<small> \+10.0%', page)
     assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
-    assert history_page.render("mine", []), "a pipeline without nights has a page, too"
+    assert history.render("mine", []), "a pipeline without nights has a page, too"
 
 
 def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None:

@@ -228,7 +228,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
         shutil.rmtree(lost)
     else:
         (lost / "heldout/index.json").write_text("{ }")
-    why = r"held-out documents heldout h, which are not in .*, or are damaged.*data\.pretrain_heldout"
+    why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
     with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
         heldout.earlier_heldout(champion, known.all(), store, settings)
     with pytest.raises(ArtifactError, match=why):
@@ -272,17 +272,18 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
     store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
-    assert night_inputs.learnt_documents(None, known.all(), store) == ()
-    assert night_inputs.learnt_documents(champion, known.all(), store) == ("shards-pretrain/s",)
+    assert night_inputs.learnt_shards("pretrain", None, known.all(), store) == ()
+    assert night_inputs.learnt_shards("pretrain", champion, known.all(), store) == ("shards-pretrain/s",)
     for number, own in (("1", "b"), ("2", None), ("3", "c"), ("4", "gone")):
         if own and own != "gone":
             artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
-        before = night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store)
+        before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store)
         night = known.begin(InputSnapshot({}, {}, champion, documents=before), None)
         night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
         night.end_try("promoted", "", closed=True)
     learnt = {
-        number: night_inputs.learnt_documents(Champion(number, champion.keys), known.all(), store) for number in "1235"
+        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store)
+        for number in "1235"
     }
     assert learnt["1"] == ("shards-pretrain/s",)
     assert learnt["2"] == learnt["3"] == ("shards-pretrain/s", "shards-pretrain/b")

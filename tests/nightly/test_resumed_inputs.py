@@ -189,14 +189,14 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     night = known.begin(InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",)), None)
     night.note(version="8", documents="shards-pretrain/own")
     night.end_try("promoted", "", closed=True)
-    listed = replace(list_of(settings, store, champion), documents=night.learnt_documents, replay=0.05)
+    listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"), replay=0.05)
     assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
     shutil.rmtree(store.path("shards-pretrain", "own"))
     told = r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
     with pytest.raises(ArtifactError, match=told):
         night_inputs.inputs_of(listed, settings, store)
     with caplog.at_level(logging.WARNING, "ttrain"):
-        learnt = night_inputs.learnt_documents(Champion("8", champion.keys), known.all(), store)
+        learnt = night_inputs.learnt_shards("pretrain", Champion("8", champion.keys), known.all(), store)
     assert learnt == ("shards-pretrain/s",) and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
 
 

@@ -356,13 +356,13 @@ def test_a_stage_without_torch_is_forked_where_a_server_is_loaded_and_waits_for_
     group, log = started(tmp_path, Watcher(), TOKENIZER)
     assert isinstance(group.processes[0], subprocess.Popen) and log == "it ran\n" and not processes.fork_servers
     processes.warm_up(stage_settings(), [TOKENIZER])
-    [(_, libraries, server)] = processes.fork_servers
-    assert libraries == BASIC
+    [server] = processes.fork_servers
+    assert server.libraries == BASIC
     wait_until(lambda: server.is_loaded, 60)
     group, log = started(tmp_path, Watcher(), TOKENIZER)
     assert isinstance(group.processes[0], ForkedProcess) and log == "it ran\n"
     processes.warm_up(stage_settings(), [TOKENIZER, PRETRAIN])
-    assert [libraries for _, libraries, _ in processes.fork_servers] == [BASIC, PRELOADED]
+    assert [server.libraries for server in processes.fork_servers] == [BASIC, PRELOADED]
 
 
 @pytest.fixture
@@ -372,9 +372,14 @@ def cheap_server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.setattr(processes, "WORKER", "worker")
 
     def use(*preloaded: str) -> None:
+        def started(environment: dict[str, str], libraries: tuple[str, ...]) -> ForkServer:
+            server = ForkServer(environment, preloaded)
+            server.libraries = libraries
+            return server
+
         monkeypatch.setattr(processes, "fork_servers", servers)
-        monkeypatch.setattr(processes, "ForkServer", lambda environment, libraries: ForkServer(environment, preloaded))
+        monkeypatch.setattr(processes, "ForkServer", started)
 
     yield use
-    for *_, server in servers:
+    for server in servers:
         server.close()

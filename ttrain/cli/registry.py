@@ -67,13 +67,13 @@ def models_history(
     as_json: AsJson = False,
 ) -> None:
     """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
-    from ttrain.nightly import history, history_page
+    from ttrain.nightly import history
 
     if page:
         check_output_file(page)
     pipeline, listed = history.history(home(), name, nights)
     if page:
-        page.write_text(history_page.render(pipeline, listed), encoding="utf-8")
+        page.write_text(history.render(pipeline, listed), encoding="utf-8")
     if as_json:
         print_json({
             "name": pipeline, "page": str(page) if page else None, "nights": [night.to_json() for night in listed],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
+JsonObject = dict[str, Any]  # a JSON object, or what becomes one
 
 
 def private_opener(name: str, flags: int) -> int:

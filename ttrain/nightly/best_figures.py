@@ -19,40 +19,24 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
     """
     best: dict[str, BestFigure] = {}
     variances: dict[str, float] = {}  # of what champions have lost or gained since, by label
+
+    def take(text: Mapping[str, Any], value: float | None, version: str) -> None:
+        name, records = text["name"], text["records"]
+        known = best.get(name)
+        if value is not None and (known is None or (known.records == records and known.value > value)):
+            best[name] = BestFigure(value, f"version {version}", records, math.sqrt(variances.get(name, 0.0)))
+
     for night in nights:
-        decision = night.data.get("decision") or {}
+        decision, champion = night.data.get("decision") or {}, night.frozen.champion
         if night.outcome not in COMPLETED or metric_of_texts(str(decision.get("metric"))) != metric:
             continue
         for text in night.data.get("texts") or ():
-            if text["kind"] == "night":
-                _note(best, variances, night, text)
+            if text["kind"] != "night":
+                continue
+            if night.outcome == "promoted":  # its challenger is the champion from then on
+                take(text, text["challenger"], night.data["version"])
+                low, high = text["interval"] or (-math.inf, math.inf)  # without an interval nothing is judged by it
+                variances[text["name"]] = variances.get(text["name"], 0.0) + ((high - low) / 2) ** 2
+            if champion is not None:
+                take(text, text["champion"], champion.version)
     return best
-
-
-def _note(best: dict[str, BestFigure], variances: dict[str, float], night: NightRecord, text: Mapping[str, Any]) -> None:
-    """Note the figures of the champion that a night made, and of the one before."""
-    name, champion = str(text["name"]), night.frozen.champion
-    if night.outcome == "promoted":
-        _take(best, name, text, text["challenger"], f"version {night.data['version']}", variances)
-        variances[name] = variances.get(name, 0.0) + _variance(text["interval"])
-    if champion is not None:
-        _take(best, name, text, text["champion"], f"version {champion.version}", variances)
-
-
-def _take(
-    best: dict[str, BestFigure],
-    name: str,
-    text: Mapping[str, Any],
-    value: float | None,
-    version: str,
-    variances: Mapping[str, float],
-) -> None:
-    known, records = best.get(name), text["records"]
-    if value is None or (known and (known.records != records or known.value <= value)):
-        return
-    best[name] = BestFigure(value, version, records, math.sqrt(variances.get(name, 0.0)))
-
-
-def _variance(interval: list[float] | None) -> float:
-    """The square of half an interval; infinite where there is none, so that nothing is judged by it."""
-    return math.inf if interval is None else ((interval[1] - interval[0]) / 2) ** 2

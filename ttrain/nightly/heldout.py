@@ -54,15 +54,20 @@ def earlier_heldout(
 
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
     """The held-out documents of this "stage/key" reference. Raises ArtifactError where they are gone or damaged."""
+    advice = (
+        "without it nothing shows what a model forgets. Restore it from a copy of the home, or name held-out documents with "
+        "data.pretrain_heldout"
+    )
+    return need_artifact(store, reference, f"{night} measures its models on the held-out documents", advice)
+
+
+def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -> Artifact:
+    """The artifact of a "stage/key" reference. Raises ArtifactError, which tells its use and the advice, where it is gone or
+    damaged."""
     stage, _, key = reference.partition("/")
-    artifact = store.find(stage, key)
-    if artifact is None:
-        raise ArtifactError(
-            f"{night} measures its models on the held-out documents {stage} {key[:12]}, which are not in "
-            f"{store.root / 'store'}, or are damaged; without them nothing shows what a model forgets. Restore them from a "
-            f"copy of the home, or name held-out documents with data.pretrain_heldout"
-        )
-    return artifact
+    if artifact := store.find(stage, key):
+        return artifact
+    raise ArtifactError(f"{use} {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; {advice}")
 
 
 def names_by_night(heldout: Artifact, names: Sequence[str]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,19 @@ from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import UsageError
 from ttrain.nightly import learning
-from ttrain.nightly.heldout import find_heldout
-from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, NightRecord, Nights, shortened_names
+from ttrain.nightly.heldout import find_heldout, need_artifact
+from ttrain.nightly.records import (
+    COMPLETED,
+    Champion,
+    FileEntry,
+    FilesByDataset,
+    InputSnapshot,
+    NightRecord,
+    Nights,
+    shortened_names,
+)
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.stages import SHARDS
 from ttrain.store import runs
@@ -72,13 +81,13 @@ class NightInputs:
         return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
 
 
-def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> dict[str, list[dict[str, Any]]]:
+def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> FilesByDataset:
     """Location and digest of each file of the data sets that the pipeline learns from.
 
     `may_be_gone`: an emptied folder of documents is allowed, because the champion has learnt what was there. Raises
     UsageError if a setting matches no file, or one that cannot be read.
     """
-    files_by_dataset: dict[str, list[dict[str, Any]]] = {}
+    files_by_dataset: dict[str, list[FileEntry]] = {}
     for stage in SHARDS.values():
         dataset = stage.dataset
         assert dataset is not None, "each of them reads files"
@@ -110,22 +119,20 @@ def _is_emptied(settings: Settings) -> bool:
     return True
 
 
-def without_damaged(
-    watched: Mapping[str, list[dict[str, Any]]], nights: Nights, settings: Settings
-) -> tuple[dict[str, list[dict[str, Any]]], str]:
+def without_damaged(watched: FilesByDataset, nights: Nights, settings: Settings) -> tuple[FilesByDataset, str]:
     """The files that no night found damaged, and a note that names the others, or nothing."""
     damaged = nights.damaged(settings)
     whole = {name: [file for file in files if file["sha256"] not in damaged] for name, files in watched.items()}
     return whole, describe_left_out(file for files in watched.values() for file in files if file["sha256"] in damaged)
 
 
-def describe_left_out(files: Iterable[Mapping[str, Any]]) -> str:
+def describe_left_out(files: Iterable[FileEntry]) -> str:
     """A note that names the damaged files; empty where there are none."""
-    names = [file["location"] for file in files]
-    return f"left out, damaged until replaced: {shortened_names(names)}" if names else ""
+    names = shortened_names(file["location"] for file in files)
+    return names and f"left out, damaged until replaced: {names}"
 
 
-def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[dict[str, Any]]:
+def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[FileEntry]:
     """The files of a snapshot with these locations, which have no secrets."""
     chosen = set(locations_at_fault)
     return [file for files in frozen.files.values() for file in files if redact.url(file["location"]) in chosen]
@@ -155,13 +162,13 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
 class FileSelection:
     """The files that a night would read, and which of them no night has read before."""
 
-    files: Mapping[str, list[dict[str, Any]]]
+    files: FilesByDataset
     new: tuple[str, ...] = field(default=())
     has_new_chats_alone: bool = False  # or none: SFT reads no chat that the champion has learnt
 
 
 def select_files(
-    settings: Nightly, watched: Mapping[str, list[dict[str, Any]]], read: set[str], learnt: set[str], *, has_champion: bool
+    settings: Nightly, watched: FilesByDataset, read: set[str], learnt: set[str], *, has_champion: bool
 ) -> FileSelection:
     """Select the files that a night reads from those present. `new` is empty if there is nothing to do.
 
@@ -173,7 +180,7 @@ def select_files(
     known_digests = learnt if settings.again else read
     has_new_chats_alone = False
 
-    def unknown(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def unknown(entries: list[FileEntry]) -> list[FileEntry]:
         return [file for file in entries if file["sha256"] not in known_digests]
 
     if has_champion and settings.data == "new" and settings.start_from == "champion" and "pretrain" in files:
@@ -185,29 +192,24 @@ def select_files(
     return FileSelection(files, new, has_new_chats_alone)
 
 
-def changed_files(frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+def changed_files(frozen: InputSnapshot, now: FilesByDataset) -> list[str]:
     """Files of a snapshot whose bytes are no longer present under any name; `now`: the files present."""
-    digests_by_dataset = {dataset: {file["sha256"] for file in files} for dataset, files in now.items()}
-    return [
-        f["location"]
-        for name, files in frozen.files.items()
-        for f in files
-        if f["sha256"] not in digests_by_dataset.get(name, ())
-    ]
+    changed = []
+    for dataset, files in frozen.files.items():
+        digests = {file["sha256"] for file in now.get(dataset, ())}
+        changed += [file["location"] for file in files if file["sha256"] not in digests]
+    return changed
 
 
-def refreshed_snapshot(
-    frozen: InputSnapshot, now: Mapping[str, list[dict[str, Any]]], built: Artifacts = MappingProxyType({})
-) -> InputSnapshot:
+def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset, built: Artifacts = MappingProxyType({})) -> InputSnapshot:
     """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
     missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
-    files: dict[str, list[dict[str, Any]]] = {}
+    files: dict[str, list[FileEntry]] = {}
     for dataset, listed in frozen.files.items():
-        by_digest = {file["sha256"]: file for file in reversed(now.get(dataset, ()))}
-        by_location = {file["location"]: file for file in now.get(dataset, ())}
-        entries = [
-            f if f in by_location.values() else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed
-        ]
+        present = now.get(dataset, [])
+        by_digest = {file["sha256"]: file for file in reversed(present)}
+        by_location = {file["location"]: file for file in present}
+        entries = (f if f in present else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed)
         files[dataset] = [file for file in entries if file]
     changed = {name for name in built if _digests(files.get(name, ())) != _digests(frozen.files[name])}
     references = {name: f"{built[name].stage}/{built[name].key}" for name in changed}
@@ -229,7 +231,7 @@ def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact
     return shards_by_dataset
 
 
-def _digests(files: Iterable[Mapping[str, Any]]) -> list[str]:
+def _digests(files: Iterable[FileEntry]) -> list[str]:
     return sorted(file["sha256"] for file in files)
 
 
@@ -291,7 +293,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     tree["nightly"]["average"] = average
     earlier, is_named = None, bool(user.data.pretrain_heldout)
     if frozen.heldout:
-        earlier = _find_reference(store, frozen.heldout)
+        earlier = store.find(*frozen.heldout.split("/"))  # None where it was removed
         if not is_named:
             earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
@@ -312,50 +314,31 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
 
 
 def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:
-    """The champion's artifacts by stage."""
-    artifacts: dict[str, Artifact] = {}
-    for stage, key in (champion.keys if champion else {}).items():
-        artifact = store.find(stage, key)
-        if artifact is None:
-            assert champion is not None, "it has keys"
-            raise ArtifactError(
-                f"the champion, version {champion.version}, needs the artifact {stage} {key[:12]}, which is not in "
-                f"{store.root / 'store'}, or is damaged; restore it, or make another set the champion with "
-                f"`ttrain models promote`"
-            )
-        artifacts[stage] = artifact
-    return artifacts
+    """The champion's artifacts by stage. Raises ArtifactError where one is gone."""
+    if champion is None:
+        return {}
+    use = f"the champion, version {champion.version}, needs the artifact"
+    advice = "restore it, or make another set the champion with `ttrain models promote`"
+    return {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
 
 
-def learnt_documents(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
-    """References ("stage/key") of the documents that the champion has learnt and that are in the store, the oldest first.
-
-    Those of its night and of the nights before; of a champion that no night made, those of its base model.
-    """
-    return _learnt_shards("pretrain", champion, nights, store, lambda night: night.learnt_documents)
-
-
-def learnt_chats(champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore) -> tuple[str, ...]:
-    """The same of the chats that the champion's SFT model has learnt."""
-    return _learnt_shards("sft", champion, nights, store, lambda night: night.learnt_chats)
-
-
-def _learnt_shards(
-    stage: str,
-    champion: Champion | None,
-    nights: Iterable[NightRecord],
-    store: ArtifactStore,
-    recorded: Callable[[NightRecord], tuple[str, ...]],
+def learnt_shards(
+    stage: str, champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore
 ) -> tuple[str, ...]:
+    """References ("stage/key") of what the champion's model of a stage of `LEARNT` has learnt and the store has, the oldest
+    first.
+
+    That of its night and of the nights before; of a champion that no night made, that of the model itself.
+    """
     if champion is None:
         return ()
     its_night = next((n for n in nights if n.outcome in COMPLETED and n.data.get("version") == champion.version), None)
-    references = recorded(its_night) if its_night else ()
+    references = its_night.learnt_shards(stage) if its_night else ()
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
         references = (_reference(shards),)
     listed = dict.fromkeys(references)
-    present = tuple(reference for reference in listed if _find_reference(store, reference))
+    present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
         log.warning(
             "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
@@ -377,29 +360,16 @@ def _reference(recorded: Mapping[str, Any]) -> str:
     return f"{recorded['stage']}/{recorded['key']}"
 
 
-def _find_reference(store: ArtifactStore, reference: str) -> Artifact | None:
-    """Find the artifact of a "stage/key" reference; None if it was removed."""
-    stage, _, key = reference.partition("/")
-    return store.find(stage, key)
-
-
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
     """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
-    artifacts = {reference: _find_reference(store, reference) for reference in references}
-    lost = [reference for reference, artifact in artifacts.items() if artifact is None]
-    if lost:
-        stage, _, key = lost[0].partition("/")
-        raise ArtifactError(
-            f"the unfinished night reads {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; restore "
-            f"it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
-        )
-    return tuple(filter(None, artifacts.values()))
+    advice = (
+        "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    )
+    return tuple(need_artifact(store, reference, "the unfinished night reads", advice) for reference in references)
 
 
-def describe_files(files: Mapping[str, list[dict[str, Any]]]) -> str:
+def describe_files(files: FilesByDataset) -> str:
     """The names of the files by data set, for a line on the terminal; then those without a byte, which teach nothing."""
-    parts = [
-        f"{name}: {shortened_names(file['location'] for file in entries)}" for name, entries in files.items() if entries
-    ]
-    empty = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
-    return "; ".join([*parts, *([f"empty: {shortened_names(empty)}"] if empty else [])])
+    listed = {name: [file["location"] for file in entries] for name, entries in files.items()}
+    listed["empty"] = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
+    return "; ".join(f"{name}: {shortened_names(names)}" for name, names in listed.items() if names)

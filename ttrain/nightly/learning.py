@@ -36,25 +36,19 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, A
     return {**changes, "schedule": {**settings.pretrain.schedule.model_dump(), **schedule}}
 
 
-def plateau_problem(settings: Settings, base: Artifact) -> str | None:
-    """Why the plateau of the champion's base model cannot be continued; None if it can, or is not asked for."""
-    if settings.pretrain.schedule.kind != INFINITE:
-        return None
-    trained = base.manifest["ingredients"].get("settings", {})
-    if not base.files_of((PLATEAU,)):
-        return f"pretrain.schedule.kind was {trained.get('pretrain.schedule.kind', 'unknown')} and left no plateau"
-    kind, now = trained.get("pretrain.optim.kind"), settings.pretrain.optim.kind
-    return None if kind == now else f"pretrain.optim.kind was {kind}, whose state {now} cannot continue"
-
-
 def continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple[Artifact | None, str]:
     """The artifact whose plateau the night continues, and a note where there should be one and is none."""
     if settings.pretrain.schedule.kind != INFINITE:
         return None, ""
-    if problem := plateau_problem(settings, base):
-        note = f"the champion, version {version}, is warmed up again: its {problem}; the next champion will have a plateau"
-        return None, note
-    return base, ""
+    trained = base.manifest["ingredients"].get("settings", {})
+    kind, now = trained.get("pretrain.optim.kind"), settings.pretrain.optim.kind
+    if not base.files_of((PLATEAU,)):
+        problem = f"pretrain.schedule.kind was {trained.get('pretrain.schedule.kind', 'unknown')} and left no plateau"
+    elif kind != now:
+        problem = f"pretrain.optim.kind was {kind}, whose state {now} cannot continue"
+    else:
+        return base, ""
+    return None, f"the champion, version {version}, is warmed up again: its {problem}; the next champion will have a plateau"
 
 
 def chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:

@@ -34,7 +34,12 @@ COMPLETED = ("promoted", "kept")  # nights whose models were compared with the c
 MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
 FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
+LEARNT = {"pretrain": "documents", "sft": "chats"}  # by stage: the fields of a night that name what its model learns
 KILLED = "its process was killed, or the machine went down"
+
+
+FileEntry = dict[str, Any]  # a data file: its location and sha256, and of a damaged one why it is left out
+FilesByDataset = Mapping[str, list[FileEntry]]
 
 
 class StillRunning(TTrainError):
@@ -53,7 +58,7 @@ class Champion:
 class InputSnapshot:
     """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
 
-    files: Mapping[str, list[dict[str, Any]]]
+    files: FilesByDataset
     settings: Mapping[str, Any]
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
@@ -80,16 +85,17 @@ def _reading_digest(settings: Settings) -> str:
     return digest_of(settings.reading.model_dump(mode="json"))
 
 
-def _without_secrets(file: Mapping[str, Any]) -> dict[str, Any]:
+def _without_secrets(file: FileEntry) -> FileEntry:
     """An entry of a list of files without secrets in its location; the next night takes them from its settings."""
     return {**file, "location": redact.url(file["location"])}
 
 
+@dataclass(eq=False)
 class NightRecord:
     """The record of one night, rewritten at each change."""
 
-    def __init__(self, path: Path, data: dict[str, Any]) -> None:
-        self.path, self.data = path, data
+    path: Path
+    data: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -112,13 +118,12 @@ class NightRecord:
         return _SNAPSHOT.validate_python(self.data["frozen"])
 
     @property
-    def left_out(self) -> list[dict[str, Any]]:
+    def left_out(self) -> list[FileEntry]:
         """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
-        entries: list[dict[str, Any]] = self.data.get("left_out", [])
-        return entries
+        return list(self.data.get("left_out", []))
 
     @property
-    def unread(self) -> list[dict[str, Any]]:
+    def unread(self) -> list[FileEntry]:
         """Those of `left_out` that the night does not read after all, by other settings."""
         digests = self.digests()
         return [file for file in self.left_out if file["sha256"] not in digests]
@@ -131,23 +136,15 @@ class NightRecord:
         reference = None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
         return str(reference) if reference else None
 
-    @property
-    def learnt_documents(self) -> tuple[str, ...]:
-        """Shards ("stage/key") of all documents that this night's models have learnt, the oldest first."""
-        reference = self.data.get("documents")
-        return (*self.frozen.documents, *([reference] if reference else []))
-
-    @property
-    def learnt_chats(self) -> tuple[str, ...]:
-        """Shards ("stage/key") of all chats that this night's SFT model has learnt, the oldest first."""
-        reference = self.data.get("chats")
-        return (*self.frozen.chats, *([reference] if reference else []))
+    def learnt_shards(self, stage: str) -> tuple[str, ...]:
+        """Shards ("stage/key") of all that this night's model of a stage of `LEARNT` has learnt, the oldest first."""
+        kind = LEARNT[stage]
+        return (*getattr(self.frozen, kind), *filter(None, [self.data.get(kind)]))
 
     @property
     def last_try(self) -> Mapping[str, Any]:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
-        attempt: Mapping[str, Any] = self.data["tries"][-1]
-        return attempt
+        return dict(self.data["tries"][-1])
 
     @property
     def ended(self) -> Mapping[str, Any] | None:
@@ -208,7 +205,7 @@ class NightRecord:
         """The tries with the present inputs, the newest first, which may have made some of their stages."""
         return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
 
-    def leave_out(self, files: Iterable[Mapping[str, Any]], reason: str, settings: Settings) -> None:
+    def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
         reading = _reading_digest(settings)
         entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]
@@ -227,7 +224,7 @@ class NightRecord:
     def note_try(self, **values: Any) -> None:
         """Set fields of the try in progress, such as its run, and write the record."""
         self.data["tries"][-1] |= values
-        write_json(self.path, self.data, PRIVATE_FILE)
+        self.note()
 
 
 class Nights:
@@ -255,28 +252,22 @@ class Nights:
 
     def all(self) -> list[NightRecord]:
         """All nights, newest first, by their numbers, which do not depend on the clock."""
-        nights = [
-            NightRecord(path, data)
-            for path in self.directory.glob("night-*.json")
-            if isinstance(data := read_json(path), dict)
-        ]
-        return sorted(nights, key=lambda night: night.name, reverse=True)
+        paths = sorted(self.directory.glob("night-*.json"), reverse=True)
+        return [NightRecord(path, data) for path in paths if isinstance(data := read_json(path), dict)]
 
     def newest(self) -> NightRecord | None:
         """The last night that began."""
-        nights = self.all()
-        return nights[0] if nights else None
+        return next(iter(self.all()), None)
 
     def settle(self) -> NightRecord | None:
         """Return the newest night; mark its unfinished try as crashed. Call it with the lock held: a process that still
         runs that try, on this machine or another, would have it."""
         newest = self.newest()
         if newest and newest.outcome == "running":
-            reason = KILLED
-            gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
+            outcome, reason, gives_up = "crashed", KILLED, newest.crashes_in_a_row + 1 >= MOST_CRASHES
             if gives_up:
+                outcome = FAILED
                 reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
-            outcome = FAILED if gives_up else "crashed"
             newest.end_try(outcome, reason, closed=gives_up, event="failed")  # else repeated kills would go unnoticed
         return newest
 
@@ -361,7 +352,7 @@ def needed_keys(home: Path) -> set[str]:
         nights = Nights(home, directory.name).all()
         references.add(next((reference for night in nights if (reference := night.heldout)), ""))
         for night in nights:
-            references.update(night.learnt_documents, night.learnt_chats)
+            references.update(*map(night.learnt_shards, LEARNT))
             if night.is_open:
                 frozen = night.frozen
                 keys.update(frozen.champion.keys.values() if frozen.champion else ())

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ttrain.config import Settings
 from ttrain.core.files import fsync, remove_tree
 from ttrain.core.hashing import differences, sha256_file
 from ttrain.errors import ArtifactError, UsageError
@@ -22,10 +23,6 @@ from ttrain.stages import STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact, Elsewhere, altered_manifest
-
-if TYPE_CHECKING:
-    from ttrain.config import Settings
-
 
 HEX = frozenset("0123456789abcdef")
 
@@ -134,16 +131,14 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
     old = find_artifact(store, stage, prefix)
     if old.key == planned.key:
         raise UsageError(f"{stage} {old.key[:SHOWN_KEY]} is what the plan takes already; there is nothing to adopt")
-    refused = differences(_without_code(old.manifest["ingredients"]), _without_code(planned.ingredients))
-    if refused:
+    if refused := differences({**old.manifest["ingredients"], "code": {}}, {**planned.ingredients, "code": {}}):
         raise UsageError(
             f"{stage} {old.key[:SHOWN_KEY]} cannot be adopted, since more than code differs: {'; '.join(refused)}; "
             f"give the settings that it was made with (`ttrain artifacts show {stage} {old.key[:SHOWN_KEY]}`)"
         )
     if old.absent:
         raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} was fetched in part; only a whole one is adopted")
-    problems = verify(old)
-    if problems:
+    if problems := verify(old):
         raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} is damaged, so it is not adopted: {'; '.join(problems)}")
     with store.lock(stage, planned.key):
         if store.find(stage, planned.key):
@@ -160,10 +155,6 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
         earlier = old.manifest.get("adopted", [])
         manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": [*earlier, entry]}
         return store.publish(stage, planned.key, output, manifest)
-
-
-def _without_code(ingredients: Mapping[str, Any]) -> dict[str, Any]:
-    return {**ingredients, "code": {}}
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -207,7 +198,9 @@ def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[
         present = store.at(removal.path)
         if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
             continue  # it was rebuilt meanwhile
-        if artifact and _has_second_names(artifact):
+        paths = (artifact.path / name for name in artifact.files_of(())) if artifact else ()
+        # hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too
+        if artifact and any(path.stat().st_nlink > 1 for path in paths if path.exists()):
             store.distrust(removal.stage, removal.key, artifact.manifest["published"])
         with contextlib.suppress(FileNotFoundError):  # another run has already moved it
             store.set_aside(removal.stage, removal.key)
@@ -215,20 +208,15 @@ def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[
     return moved
 
 
-def _has_second_names(artifact: Artifact) -> bool:
-    """Whether files of an artifact are hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too."""
-    paths = (artifact.path / name for name in artifact.files_of(()))
-    return any(path.stat().st_nlink > 1 for path in paths if path.exists())
-
-
+@dataclass
 class InTracker:
     """Artifacts in MLflow of one experiment (None: of all); a `ttrain.store.layout.Elsewhere`.
 
     MLflow is loaded at the first key that the store lacks.
     """
 
-    def __init__(self, home: Path, experiment: str | None = None) -> None:
-        self._home, self._experiment = home, experiment
+    _home: Path
+    _experiment: str | None = None
 
     def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
         return self._tracked.manifest(stage, key)

@@ -15,7 +15,7 @@ from ttrain import tracking
 from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonObject, read_object, write_json
 from ttrain.errors import Interrupted, NothingNew, TTrainError
 from ttrain.pipeline import launch, processes, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
@@ -73,7 +73,7 @@ class PipelineRun(StopRequest):
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.planned = stages
         self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
-        self._champion: dict[str, dict[str, Any]] | None = None  # as a baseline; looked for once there is an evaluation
+        self._champion: dict[str, JsonObject] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
@@ -199,12 +199,6 @@ class PipelineRun(StopRequest):
         self._tags |= tags
         self._parent.set_tags(tags)
 
-    def note_night(self, child: tracking.AnyRun | None) -> None:
-        """Tag this run and the stage's tracked run as trained in night mode."""
-        for run in (self._parent, child):
-            if run is not None:
-                run.set_tags({NIGHT: "1"})
-
     def _add_artifact(self, artifact: Artifact) -> None:
         self.artifacts[artifact.stage] = artifact
         self._parent.log_inputs(tracking.data_of(artifact))
@@ -268,8 +262,10 @@ class PipelineRun(StopRequest):
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
         self.outcome = outcome
-        if notes := {**({"error": error} if error else {}), **({"stopped": self.stop_reason} if self.signum else {})}:
-            self.record.note(**notes)
+        if error:
+            self.record.note(error=error)
+        if self.signum:
+            self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.finish(outcome, self.metrics())
@@ -310,10 +306,6 @@ class PipelineRun(StopRequest):
         write_json(work / "tracking.json", {**reference, "experiment": self.settings.tracking.experiment})
         self._tracked[stage.name] = child
         return child
-
-    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
-        """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
-        return self._models.register(artifact, run) if self.registers else None
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
@@ -374,7 +366,9 @@ class StageWatcher(DisplayObserver):
         self._followers = []
         may_be_night = self._execution.settings.runtime.night is not None
         if may_be_night and self.log_path and trained_at_night(self.log_path.with_name("metrics.jsonl")):
-            self._execution.note_night(self.child)
+            self._execution._parent.set_tags({NIGHT: "1"})
+            if self.child:
+                self.child.set_tags({NIGHT: "1"})
         if self._samples:
             self._samples.log_new()
 
@@ -395,28 +389,30 @@ class StageWatcher(DisplayObserver):
         )
         if self.child:
             tracking.log_result(self.child, artifact)
-            run.register(artifact, self.child)
+            if run.registers:
+                run._models.register(artifact, self.child)
             self.child.finish("FINISHED")
         else:
             run._parent.link_made_by(name, artifact.key)
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""
-        self._execution.log.add(self._stage.name, f"{NOTHING_NEW}: {error}")
-        self._execution.record.stage(self._stage.name, outcome=NOTHING_NEW, metric=str(error))
-        self._execution.display.ended(self._stage.name, NOTHING_NEW, 0.0, "")
+        run, name = self._execution, self._stage.name
+        run.log.add(name, f"{NOTHING_NEW}: {error}")
+        run.record.stage(name, outcome=NOTHING_NEW, metric=str(error))
+        run.display.ended(name, NOTHING_NEW, 0.0, "")
         if self.child:
             self.child.finish(tracking.status_of(NOTHING_NEW))
 
     def failed(self, error: BaseException) -> None:
-        interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
+        run, name = self._execution, self._stage.name
+        outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
-        outcome = "interrupted" if interrupted else "failed"
-        if interrupted and self._execution.signum:  # the stage's process knows only of the signal
-            message = message.replace(SIGNALLED, self._execution.stop_reason)
-        self._execution.log.add(self._stage.name, f"{outcome}: {message}")
-        self._execution.record.stage(self._stage.name, outcome=outcome, error=message)
-        self._execution.display.failed(self._stage.name, message)
+        if outcome == "interrupted" and run.signum:  # the stage's process knows only of the signal
+            message = message.replace(SIGNALLED, run.stop_reason)
+        run.log.add(name, f"{outcome}: {message}")
+        run.record.stage(name, outcome=outcome, error=message)
+        run.display.failed(name, message)
         if isinstance(error, TTrainError):
             error.shown = True
         if self.child:

@@ -70,7 +70,8 @@ def available() -> bool:
 class ForkServer:
     """The fork server of this process. Threads may share it; it ends with `close`, or with this process."""
 
-    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, environment: Mapping[str, str], libraries: Sequence[str] = PRELOADED) -> None:
+        self.environment, self.libraries = environment, libraries
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control, self._errors = ours, tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
         with theirs:
@@ -82,7 +83,7 @@ class ForkServer:
                     "ttrain.pipeline.fork_server",
                     str(os.getpid()),
                     str(theirs.fileno()),
-                    *preloaded,
+                    *libraries,
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -164,12 +165,14 @@ class ForkServer:
         return f"the fork server {ending}{': ' if tail else ''}{''.join(tail)}"
 
 
+@dataclass
 class ForkedProcess:
     """A forked process, used like a subprocess.Popen by one thread. Its pidfd keeps signals from a wrong process."""
 
-    def __init__(self, pid: int, pidfd: int, reply: socket.socket) -> None:
-        self.pid, self._pidfd, self._reply = pid, pidfd, reply
-        self.returncode: int | None = None
+    pid: int
+    _pidfd: int
+    _reply: socket.socket
+    returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
@@ -207,14 +210,6 @@ class ForkedProcess:
 
 
 # --- the server's side --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Child:
-    """A forked process, and the socket to which its exit code is sent."""
-
-    pid: int
-    reply: socket.socket
 
 
 def main() -> NoReturn:
@@ -274,7 +269,7 @@ def threads() -> int:
 
 def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
     """Fork on request and report the exit codes. Returns in the forked process, with its request."""
-    children: dict[int, Child] = {}
+    children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the process, and where its exit code is sent
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a child unblocks them once it has handlers
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -282,7 +277,11 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
             for key, _ in selector.select(POLL_SECONDS):
                 if key.fileobj is not control:
                     selector.unregister(key.fd)
-                    _report(children.pop(key.fd), key.fd)
+                    pid, reply = children.pop(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    os.close(key.fd)
+                    with contextlib.suppress(OSError), reply:
+                        reply.send(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}).encode())
                     continue
                 data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
                 if not data:
@@ -290,15 +289,15 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
                 reply = socket.socket(fileno=descriptors[0])
                 child = _fork(reply, descriptors[1])
                 if child == 0:
-                    for descriptor, sibling in children.items():
+                    for descriptor, (_, sibling) in children.items():
                         os.close(descriptor)
-                        sibling.reply.close()
+                        sibling.close()
                     control.close()
                     return {**json.loads(data), "output": descriptors[1]}
                 os.close(descriptors[1])
                 if child:
                     pidfd = os.pidfd_open(child)
-                    children[pidfd] = Child(child, reply)
+                    children[pidfd] = child, reply
                     selector.register(pidfd, selectors.EVENT_READ)
                     try:
                         socket.send_fds(reply, [json.dumps({"pid": child}).encode()], [pidfd])
@@ -327,13 +326,6 @@ def _fork(reply: socket.socket, output: int) -> int | None:
         reply.close()
         return 0
     return child
-
-
-def _report(child: Child, pidfd: int) -> None:
-    _, status = os.waitpid(child.pid, 0)
-    os.close(pidfd)
-    with contextlib.suppress(OSError), child.reply:
-        child.reply.send(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}).encode())
 
 
 def _run_request(request: Mapping[str, Any]) -> int:

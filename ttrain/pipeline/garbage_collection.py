@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import Taken, exclusive, read_object, refuse
+from ttrain.core.files import JsonObject, Taken, exclusive, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
@@ -42,7 +41,7 @@ class UnneededPath:
     bytes: int
     why: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The form that `clean --json` prints."""
         fields = asdict(self)
         return {"what": fields.pop("kind"), **fields}
@@ -193,56 +192,45 @@ def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
 def _find_unneeded(
     store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, registered: Collection[str], oldest: float
 ) -> CleanupResult:
-    candidates: list[tuple[str, str, str, Path, str]] = []
+    candidates: list[UnneededPath] = []
     kept_counts: dict[str, int] = {}
+
+    def add(kind: str, key: str, path: Path, why: str) -> None:
+        candidates.append(UnneededPath(kind, path.parent.name if key else "", key, path, 0, why))
+
     for artifact in artifacts.values():
-        reason = needs.reason(artifact.key)
-        reason = reason or (YOUNG if artifact.manifest["published"] >= oldest else None)
+        reason = needs.reason(artifact.key) or (YOUNG if artifact.manifest["published"] >= oldest else None)
         if reason:
             kept_counts[reason] = kept_counts.get(reason, 0) + 1
         else:
-            candidates.append(
-                ("artifact", artifact.stage, artifact.key, artifact.path, "no run or registered model needs it")
-            )
+            add("artifact", artifact.key, artifact.path, "no run or registered model needs it")
     for stage, key, path in _work_directories(store):
         if _is_locked(store, stage, key):
             continue
         if key in artifacts and not store.damage(artifacts[key]):  # a damaged artifact is rebuilt from its work
-            candidates.append(("work", stage, key, path, "its artifact is finished"))
+            add("work", key, path, "its artifact is finished")
         elif not needs.reason(key) and _last_change(path) < oldest:
-            candidates.append(("work", stage, key, path, "no recent run left it"))
+            add("work", key, path, "no recent run left it")
     for path in sorted((store.root / "replaced").glob("*/*")):
-        key = path.name.rpartition("-")[0]
-        if key not in registered and _time_in_name(path) < oldest:
-            candidates.append(("replaced", path.parent.name, key, path, "it was replaced long ago"))
+        key, _, nanoseconds = path.name.rpartition("-")
+        replaced_at = int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0  # in seconds since 1970
+        if key not in registered and replaced_at < oldest:
+            add("replaced", key, path, "it was replaced long ago")
     for path in sorted((store.root / "store").glob("*/*")):
         if not (path / MANIFEST).exists() and _last_change(path) < oldest:  # one of a newer version of ttrain stays
-            candidates.append(("leftover", path.parent.name, path.name, path, "it has no manifest"))
-    for path in _leftovers(store):
-        candidates.append(("leftover", "", "", path, "a process was killed while it removed this"))
-    freed = _freed_bytes([path for *_, path, _ in candidates])
-    return CleanupResult(
-        [UnneededPath(*candidate[:4], freed[candidate[3]], candidate[4]) for candidate in candidates],
-        kept_counts,
-        needs.running,
-    )
-
-
-def _leftovers(store: ArtifactStore) -> Iterator[Path]:
-    """Paths that an interrupted removal left, renamed so that they are not mistaken for complete ones."""
+            add("leftover", path.name, path, "it has no manifest")
+    # An interrupted removal left them, renamed so that they are not mistaken for complete ones.
     for pattern in ("work/*/.trash-*", "work/*/*/.trash-*", f"{TRASH}/*"):
-        yield from sorted(store.root.glob(pattern))
+        for path in sorted(store.root.glob(pattern)):
+            add("leftover", "", path, "a process was killed while it removed this")
+    freed = _freed_bytes([candidate.path for candidate in candidates])
+    removed = [replace(candidate, bytes=freed[candidate.path]) for candidate in candidates]
+    return CleanupResult(removed, kept_counts, needs.running)
 
 
 def _last_change(path: Path) -> float:
     """When a directory last changed: the latest time of what is in it."""
     return max((entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists()), default=0.0)
-
-
-def _time_in_name(path: Path) -> float:
-    """When an artifact was replaced, in seconds since 1970; 0 where its name does not say so."""
-    nanoseconds = path.name.rpartition("-")[2]
-    return int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0
 
 
 def _freed_bytes(paths: Iterable[Path]) -> dict[Path, int]:

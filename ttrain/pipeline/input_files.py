@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.data import dataset_read
 from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
-from ttrain.core.files import user_path
+from ttrain.core.files import JsonObject, user_path
 from ttrain.data import existing, locations, python_docs
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
@@ -123,20 +122,17 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
         length = section.row_length
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
-            fitting = section.longest_row(limit - virtual)
-            fix = f"set {name}.row_length={fitting}" if fitting else f"set {_length_advice(name, virtual)}"
+            other = "stride" if name == "evaluate" else "tokens_per_step"
+            fix = f"{name}.row_length to at most that, and {name}.{other} to fit it"
+            if fitting := section.longest_row(limit - virtual):
+                fix = f"{name}.row_length={fitting}"
+            elif virtual:
+                fix = "fewer lora.virtual_tokens"
             raise UsageError(
                 f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
-                f"positions; {fix}"
+                f"positions; set {fix}"
             )
     return files
-
-
-def _length_advice(name: str, virtual: int) -> str:
-    """The settings to change so that rows fit the existing model."""
-    if virtual:
-        return "fewer lora.virtual_tokens"
-    return f"{name}.row_length to at most that, and {name}.{'stride' if name == 'evaluate' else 'tokens_per_step'} to fit it"
 
 
 def _tokenizer_files(settings: Settings) -> list[Path]:
@@ -168,12 +164,12 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
     return list(files_by_location.values())
 
 
-def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
+def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[JsonObject]]:
     """Name, digest and any weight of the data files that the stage reads, by role.
 
     The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
     """
-    digests: dict[str, list[dict[str, Any]]] = {}
+    digests: dict[str, list[JsonObject]] = {}
     for role, files in data_files(stage, settings).items():
         try:
             digests[role] = [

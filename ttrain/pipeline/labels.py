@@ -35,7 +35,7 @@ class Labels:
 
     def to_json(self) -> dict[str, object]:
         """The labels as stored in the run's record."""
-        return {**({"note": self.note} if self.note else {}), **({"tags": dict(self.tags)} if self.tags else {})}
+        return {name: value for name, value in (("note", self.note), ("tags", dict(self.tags))) if value}
 
 
 NO_LABELS = Labels()
@@ -44,14 +44,19 @@ NO_LABELS = Labels()
 def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:
     """Parse and check `--note` and `--tag`. Raises UsageError for an invalid text or key."""
     pairs: dict[str, str] = {}
-    for text in tags or ():
-        key, value = _pair(text)
+    for tag in tags or ():
+        key, value = _pair(tag)
         if pairs.get(key, value) != value:
             raise UsageError(f"--tag {key} is given twice, as {pairs[key]!r} and as {value!r}; leave one of them out")
         pairs[key] = value
     if len(pairs) > MOST_TAGS:
         raise UsageError(f"--tag is given {len(pairs)} times, but a run takes {MOST_TAGS} tags; leave some out")
-    return Labels(redact.text(_checked_note(note or "")), {key: str(value) for key, value in redact.masked(pairs).items()})
+    text = (note or "").strip()
+    if len(text) > NOTE_CHARACTERS:
+        raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
+    if not all(line.isprintable() for line in re.split(r"[\n\t]", text)):
+        raise UsageError("--note has control characters, which a page or a terminal might obey; leave them out")
+    return Labels(redact.text(text), {key: str(value) for key, value in redact.masked(pairs).items()})
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -69,12 +74,3 @@ def _pair(text: str) -> tuple[str, str]:
             f"printable characters; put longer text into --note"
         )
     return key, value
-
-
-def _checked_note(note: str) -> str:
-    text = note.strip()
-    if len(text) > NOTE_CHARACTERS:
-        raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
-    if not all(line.isprintable() for line in re.split(r"[\n\t]", text)):
-        raise UsageError("--note has control characters, which a page or a terminal might obey; leave them out")
-    return text

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttrain.config import Settings, Training
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, read_json, read_object, remove_tree, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonObject, read_object, remove_tree, write_json
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
 from ttrain.pipeline.input_files import data_files, file_digests
@@ -90,15 +90,17 @@ def build(
             if isinstance(error, StageFailed) and error.damaged:
                 raise _set_aside(stage, store, inputs, error.damaged, str(error)) from None
             raise
-        _check_inputs_did_not_change(stage, settings, store, planned)
+        if file_digests(stage, settings, store) != planned.ingredients["files"]:  # costs one stat per unchanged file
+            raise StageFailed(
+                f"stage {stage.name}: its input files changed while they were read; run the same command again"
+            )
         state, artifact = "completed", None
         manifest = _manifest(planned, inputs, settings, work, result, time.monotonic() - began)
         if forced and stored:
             artifact = store.compare(stored, work / "output")
             state = "equal" if artifact else "different"
-            artifact = (
-                artifact if artifact and not artifact.absent else None
-            )  # an incomplete stored one is replaced by the one just built
+            if artifact and artifact.absent:
+                artifact = None  # an incomplete stored one is replaced by the one just built
         artifact = artifact or store.publish(stage.name, planned.key, work / "output", manifest)
         remove_tree(work)
     return StageOutcome(artifact, state, time.monotonic() - began)
@@ -126,20 +128,11 @@ def setting_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iter
 def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
     """Set a damaged input aside; return the error to raise."""
     artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
-    removals = (
-        artifact_commands.set_aside(store, [artifact_commands.DamagedArtifact(artifact.path, "damaged", artifact)])
-        if artifact
-        else []
-    )
+    damaged = [artifact_commands.DamagedArtifact(artifact.path, "damaged", artifact)] if artifact else []
+    removals = artifact_commands.set_aside(store, damaged)
     names = ", ".join(map(str, removals))
     moved = f"moved to {store.root / 'replaced'}: {names}; run the same command again to rebuild them"
     return StageFailed(message.replace(DamagedFile.fix, moved) if removals else message, DamagedFile.__name__, path)
-
-
-def _check_inputs_did_not_change(stage: Stage, settings: Settings, store: ArtifactStore, planned: Planned) -> None:
-    """Raise StageFailed if the input files no longer match the key; costs one stat per unchanged file."""
-    if file_digests(stage, settings, store) != planned.ingredients["files"]:
-        raise StageFailed(f"stage {stage.name}: its input files changed while they were read; run the same command again")
 
 
 def _prepare(
@@ -263,7 +256,7 @@ def _manifest(
     work: Path,
     result: Mapping[str, Any],
     seconds: float,
-) -> dict[str, Any]:
+) -> JsonObject:
     return {
         "result": result,
         "ingredients": planned.ingredients,
@@ -281,18 +274,12 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
 
     Rows are packed only where the index leaves it open: the shards of most trainings hold thousands of steps.
     """
-    index = read_json(shards / "train" / "index.json")
-    if isinstance(index, dict) and _has_a_step(index, config):
-        return
+    index = read_object(shards / "train" / "index.json")
+    if index and not config.mask_intervals:
+        learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
+        if learnable >= config.tokens_per_step:  # at most what the rows hold
+            return
     from ttrain.data.encoder import Encoder
     from ttrain.stages import rows
 
     rows.order_of(config, rows.open_rows(shards / "train", Encoder(tokenizer, fast=False), config))
-
-
-def _has_a_step(index: dict[str, Any], config: Training) -> bool:
-    """Whether the number of tokens to learn alone, which is at most what the rows hold, proves that they fill a step."""
-    if config.mask_intervals:
-        return False
-    learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
-    return bool(learnable >= config.tokens_per_step)

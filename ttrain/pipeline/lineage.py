@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,50 +54,37 @@ def lineage_of(home: Path, text: str) -> Lineage:
     Raises UsageError if the text names nothing.
     """
     target = lineage_names.find_target(home, text)
-    walk = _Walk(home, target)
-    for stage, key in sorted(target.roots, key=_models_first):
-        walk.visit(stage, key)
-    return Lineage(target, tuple(walk.links.values()), target.notes)
+    begin = _Walk(home, target).begin
+    links = [link for root in begin(target.roots) for link in _inputs_first(root, lambda of: begin(of.inputs.values()))]
+    return Lineage(target, tuple(links), target.notes)
 
 
 class _Walk:
-    """Walk from the roots to their inputs; each artifact once, after its inputs."""
+    """Walk from the roots to their inputs: makes a link of each artifact once."""
 
     def __init__(self, home: Path, target: LineageTarget) -> None:
-        self._home, self._store, self._target = home, ArtifactStore(home), target
-        self.links: dict[str, Link] = {}
-        self._begun: set[str] = set()
+        self._store, self._target = ArtifactStore(home), target
+        self._tracked, self._begun = MlflowArtifacts(home), set[str]()
 
-    def visit(self, stage: str, key: str) -> None:
-        for root in self._begin([(stage, key)]):
-            self.links |= {link.key: link for link in _inputs_first(root, lambda link: self._begin(link.inputs.values()))}
-
-    def _begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
+    def begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
         for stage, key in sorted(names, key=_models_first):
             if key not in self._begun:
                 self._begun.add(key)
-                yield self._link(stage or self._stages.get(key, ""), key)
+                in_set = (
+                    tag.removeprefix(KEY) for tag, of in self._target.tags.items() if tag.startswith(KEY) and of == key
+                )
+                yield self._link(stage or next(in_set, ""), key)
 
     def _link(self, stage: str, key: str) -> Link:
-        stored = self._store.at(self._store.path(stage, key)) if stage else None
-        if stored:
+        path = self._store.path(stage, key)
+        if stage and (stored := self._store.at(path)):
             return link_of(stored, STORE)
-        recorded = self._tracked.recorded(stage, key) if stage else None
-        if recorded:
-            return link_of(Artifact(stage, key, self._store.path(stage, key), recorded), TRACKER)
+        if stage and (recorded := self._tracked.recorded(stage, key)):
+            return link_of(Artifact(stage, key, path, recorded), TRACKER)
         is_target = self._target.tags.get("ttrain.key") == key
         tags = self._target.tags if is_target else {"ttrain.stage": stage, "ttrain.key": key}
         return link_of_tags(tags, self._target.run_id if is_target else None)
-
-    @cached_property
-    def _tracked(self) -> MlflowArtifacts:
-        return MlflowArtifacts(self._home)
-
-    @cached_property
-    def _stages(self) -> Mapping[str, str]:
-        """The stage of each key in a set's tags."""
-        return {key: tag.removeprefix(KEY) for tag, key in self._target.tags.items() if tag.startswith(KEY)}
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
@@ -230,8 +216,7 @@ class Link:
     @property
     def provenance(self) -> Mapping[str, Any]:
         """What its manifest records of its making; empty if that cannot be found."""
-        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
-        return provenance
+        return dict(self.manifest.get("provenance", {}))
 
     @property
     def chosen(self) -> str:

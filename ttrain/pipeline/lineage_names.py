@@ -55,12 +55,15 @@ def find_target(home: Path, text: str) -> LineageTarget:
     if model := references.registered(text):
         return _registered(home, text, model)
     run, stage = references.run_and_stage(text)
-    target = _run(home, text, run)
+    view = tracking.read_run(home, run)
+    roots = tuple((name, of.key) for name, of in view.stages.items() if of.key and _is_done(of.status))
+    if not roots:
+        raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")
     if not stage:
-        return target
-    references.need_stage(stage, (root[0] for root in target.roots), f"the run {target.name}")
-    roots = tuple(root for root in target.roots if root[0] == stage)
-    return LineageTarget(text, "run", f"{target.name}:{stage}", roots, target.name)
+        return LineageTarget(text, "run", view.name, roots, view.name, notes=view.notes)
+    references.need_stage(stage, (root[0] for root in roots), f"the run {view.name}")
+    roots = tuple(root for root in roots if root[0] == stage)
+    return LineageTarget(text, "run", f"{view.name}:{stage}", roots, view.name)
 
 
 def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
@@ -118,23 +121,14 @@ def _registered(home: Path, text: str, model: references.Registered) -> LineageT
         return LineageTarget(text, SET, str(model), roots, run_record["run"], notes=(note,))
     full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
     if tags.get(KIND) == SET:
-        keys = {tag.removeprefix(KEY): key for tag, key in tags.items() if tag.startswith(KEY)}
-        roots = tuple((stage, keys[stage]) for stage in ("tokenizer", *MODEL_STAGES) if stage in keys)
+        keys = ((stage, tags.get(f"{KEY}{stage}")) for stage in ("tokenizer", *MODEL_STAGES))
+        roots = tuple((stage, key) for stage, key in keys if key is not None)
         return LineageTarget(text, SET, full, roots, tags.get("ttrain.run"), tags)
     if not tags.get("ttrain.key"):
         raise UsageError(f"the registered model {full} was not made by ttrain: it has no tag ttrain.key")
     return LineageTarget(
         text, "model", full, ((tags["ttrain.stage"], tags["ttrain.key"]),), None, tags, model_version.run_id
     )
-
-
-def _run(home: Path, text: str, name: str) -> LineageTarget:
-    """Find a run by `tracking.read_run`."""
-    view = tracking.read_run(home, name)
-    roots = tuple((name, stage.key) for name, stage in view.stages.items() if stage.key and _is_done(stage.status))
-    if not roots:
-        raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")
-    return LineageTarget(text, "run", view.name, roots, view.name, notes=view.notes)
 
 
 def _is_done(outcome: str) -> bool:

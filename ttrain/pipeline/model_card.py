@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ttrain.config.training import TRAINING_STAGES, VALIDATION_LOSS
-from ttrain.core.files import parse_json
+from ttrain.core.files import JsonObject, need_object
 from ttrain.core.text import counted, format_value
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
@@ -179,9 +179,9 @@ def _training(history: History) -> list[Block]:
     return [*table, *([Text(MORE_IN_LOSS)] if has_parts else []), *curves]
 
 
-def _points(file: Path) -> list[tuple[int, dict[str, Any]]]:
+def _points(file: Path) -> list[tuple[int, JsonObject]]:
     """(step, logged values) of the steps that have a loss; [] if there is no file."""
-    steps: dict[int, dict[str, Any]] = {}  # a validation has a line of its own
+    steps: dict[int, JsonObject] = {}  # a validation has a line of its own
     with contextlib.suppress(OSError):
         for row in read_rows(file):
             steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
@@ -224,11 +224,9 @@ def _data(history: History) -> list[Block]:
 def _file_digests(artifact: Artifact, sources: Artifacts) -> dict[tuple[str, str], str]:
     """Short digest of each file that a set of shards was made of, by (role, name)."""
     digests = {(role, name): digest for role, name, digest in facts.files_of(artifact.manifest)}
-    source = sources.get(artifact.manifest["inputs"].get("source", {}).get("key", ""))
-    if source:
+    if source := sources.get(artifact.manifest["inputs"].get("source", {}).get("key", "")):
         for file in artifact.result.get("files", ()):
-            entry = source.manifest["files"].get(file["name"])
-            if entry:
+            if entry := source.manifest["files"].get(file["name"]):
                 digests.setdefault((file["role"], file["name"]), entry["sha256"][:SHOWN_DIGEST])
     return digests
 
@@ -243,7 +241,10 @@ def evaluation_rows(history: History) -> list[report.EvaluationRow]:
     suffixes = tuple(f"{mark}{name}" for name in later_models for mark in "_/")
     metrics = report.metrics_of({"evaluate": history.evaluation.result})
     shown = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
-    return report.rows(shown, {"evaluate": _without_models(history.evaluation.result, later_models)})
+    result = dict(history.evaluation.result)
+    if suites := result.get("suites"):
+        result["suites"] = {**suites, "models": [name for name in suites["models"] if name not in later_models]}
+    return report.rows(shown, {"evaluate": result})
 
 
 def _evaluation(history: History) -> list[Block]:
@@ -252,21 +253,10 @@ def _evaluation(history: History) -> list[Block]:
     result, stage = history.evaluation.result, history.artifacts[-1].stage
     row = TRAINING_STAGES.get(stage)
     samples = result.get("samples", {}).get(row.model if row else stage, [])[:SAMPLES]
-    blocks: list[Block] = [Text("On held-out data, computed in fp32.")]
-    blocks.append(Table(("metric", "value", ""), evaluation_rows(history)))
-    if samples:
-        quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]
-        blocks.append(Text("What it says when it always takes the likeliest token:"))
-        blocks.append(Table(("prompt", "answer"), quoted))
-    return blocks
-
-
-def _without_models(result: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
-    """The evaluation without the suite results of these models."""
-    suites = result.get("suites")
-    if suites is None:
-        return dict(result)
-    return {**result, "suites": {**suites, "models": [name for name in suites["models"] if name not in models]}}
+    quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]
+    said: list[Block] = [Text("What it says when it always takes the likeliest token:"), Table(("prompt", "answer"), quoted)]
+    table = Table(("metric", "value", ""), evaluation_rows(history))
+    return [Text("On held-out data, computed in fp32."), table, *(said if quoted else [])]
 
 
 def _lineage(history: History) -> list[Block]:
@@ -290,9 +280,9 @@ def _lineage(history: History) -> list[Block]:
 
 def _settings(history: History) -> list[Block]:
     """What differs from the defaults, then everything."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     for artifact in history.artifacts:
-        settings.update(artifact.manifest["ingredients"].get("settings", {}))
+        settings |= artifact.manifest["ingredients"].get("settings", {})
     if not settings:
         return []
     changed = [f"{key}={json.dumps(value)}" for key, (value, _) in sorted(facts.changed_settings(settings).items())]
@@ -307,13 +297,13 @@ def _cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
 
 
-def describe(directory: Path) -> dict[str, Any]:
+def describe(directory: Path) -> JsonObject:
     """An adapter's kind, the settings of its kind, its size and its base. Raises ArtifactError if a file is missing or
     damaged."""
     config = _read(directory / ADAPTER_CONFIG)
     base = _read(directory / BASE) if (directory / BASE).is_file() else {}
     kind = "dora" if config.get("use_dora") else str(config.get("peft_type", "unknown")).lower()
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     try:
         if kind in ("lora", "dora"):
             settings = {"rank": config["r"], "alpha": config["lora_alpha"], "dropout": config.get("lora_dropout", 0.0)}
@@ -347,11 +337,8 @@ def numbers_in(path: Path) -> int:
         raise ArtifactError(f"cannot read {path}: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
-        content = parse_json(path.read_bytes())
+        return need_object(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ArtifactError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{path} must hold a JSON object")
-    return content

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ttrain import tracking
 from ttrain.config import flatten
 from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonObject, read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
@@ -56,7 +55,7 @@ def resolve(
     Raises UsageError for a missing model, listing what exists, and ArtifactError for a damaged one.
     """
     root = layout.home() if home is None else home
-    run = searched_run or run_of(_with_base([text], base), root)
+    run = searched_run or run_of([text], root, base=base)
     return _Resolver(ArtifactStore(root), base, run, from_hub=from_hub).find(text)
 
 
@@ -69,11 +68,13 @@ def resolve_all(
     run: str | None = None,
 ) -> list[Reference]:
     """Find the models that a command names; all stages among them are taken from one run."""
-    searched_run = run_of(_with_base(texts, base), home, run_name=run)
+    searched_run = run_of(texts, home, run_name=run, base=base)
     return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
 
 
-def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str | None = None) -> runs.RecordedRun | None:
+def run_of(
+    texts: Sequence[str | None], home: Path | None = None, *, run_name: str | None = None, base: str | None = None
+) -> runs.RecordedRun | None:
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
@@ -83,6 +84,7 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
     stages exist only in different runs.
     """
     root = layout.home() if home is None else home
+    texts = [*texts, base] if base else texts
     stages = {text for text in texts if text in STAGES}
     if not stages and None not in texts:
         if run_name is not None:
@@ -93,7 +95,9 @@ def run_of(texts: Sequence[str | None], home: Path | None = None, run_name: str 
         return references.need_run(root, run_name)
     best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
     holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    store, name = ArtifactStore(root), _name_in_environment()
+    # No other variable is read: models are found without settings.
+    loaded = load(environment={key: value for key, value in os.environ.items() if key.upper() == NAME_VARIABLE})
+    store, name = ArtifactStore(root), loaded.settings.name if "name" in loaded.sources else None
     for run in runs.newest_first(root):
         rank = _rank(run)
         if rank is None or rank in best or (name and run["settings"].get("name") != name):
@@ -121,33 +125,22 @@ def _rank(run: runs.RecordedRun) -> int | None:
     return 0 if is_finished else 1
 
 
-def _with_base(texts: Sequence[str | None], base: str | None) -> list[str | None]:
-    """All model names of a command."""
-    return [*texts, base] if base else [*texts]
-
-
-def _name_in_environment() -> str | None:
-    """The setting `name`, if the environment sets it. No other variable is read: models are found without settings."""
-    loaded = load(environment={name: os.environ[name] for name in os.environ if name.upper() == NAME_VARIABLE})
-    return loaded.settings.name if "name" in loaded.sources else None
-
-
 def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
     """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
-    artifacts = {
-        stage["name"]: _artifact_of(home, stage) for stage in run["stages"] if stage["name"] in stages or with_model
-    }
-    models = [artifact for artifact in artifacts.values() if artifact and _model_directory_of(artifact.path)]
-    return all(artifacts.get(str(stage)) for stage in stages) and (bool(models) or not with_model)
+    listed = (stage for stage in run["stages"] if stage["name"] in stages or with_model)
+    artifacts = {stage["name"]: artifact for stage in listed if (artifact := _artifact_of(home, stage))}
+    has_model = any(_model_directory_of(artifact.path) for artifact in artifacts.values())
+    return stages <= artifacts.keys() and (has_model or not with_model)
 
 
+@dataclass(frozen=True)
 class _Resolver:
     """Looks names up in one home; `base` is the user's --base, `run` the run of the stages."""
 
-    def __init__(
-        self, home: ArtifactStore, base: str | None, run: runs.RecordedRun | None, *, from_hub: bool = False
-    ) -> None:
-        self.store, self.base, self.run, self._from_hub = home, base, run, from_hub
+    store: ArtifactStore
+    base: str | None
+    run: runs.RecordedRun | None
+    from_hub: bool = False
 
     def find(self, text: str | None) -> Reference:
         if text is None:
@@ -166,7 +159,7 @@ class _Resolver:
             return self._registered(text, model)
         if record := references.find_run(self.store.root, run):
             return self._of_run(text, record, stage)
-        if not is_path and self._from_hub and existing.HUB_REFERENCE.fullmatch(text):
+        if not is_path and self.from_hub and existing.HUB_REFERENCE.fullmatch(text):
             files = existing.model_files(text, "MODEL")
             return self._of_directory(text, files["config"][0].parent)
         advice = f"; {self.store.advice()}" if self.store.damaged() else ""
@@ -193,11 +186,8 @@ class _Resolver:
             artifact = _artifact_of(self.store, stage)
             if artifact and (stage["name"] == stage_name or (not stage_name and _model_directory_of(artifact.path))):
                 return replace(self._of_artifact(text, artifact), run=record)
-            if (
-                stage["name"] == stage_name
-                and stage.get("key")
-                and (problem := self.store.damage_at(stage_name, stage["key"]))
-            ):
+            key = stage.get("key") if stage["name"] == stage_name else None
+            if key and (problem := self.store.damage_at(stage_name, key)):
                 raise ArtifactError(
                     f"the stage {stage_name} of the run {record['run']} is damaged: {problem}; {DamagedFile.fix}"
                 )
@@ -295,7 +285,7 @@ def base_digest_of(adapter: Path) -> str | None:
     return digest and str(digest)
 
 
-def _artifact_of(home: ArtifactStore, stage: dict[str, Any]) -> Artifact | None:
+def _artifact_of(home: ArtifactStore, stage: JsonObject) -> Artifact | None:
     """The artifact of a recorded stage, if it still exists."""
     return home.find(stage["name"], stage["key"]) if stage.get("key") else None
 
@@ -322,7 +312,7 @@ def _stored_digest(artifact: Artifact) -> str | None:
 NIGHTLY = "nightly"
 
 
-def newest_with(home: Path, stage: str) -> dict[str, Any]:
+def newest_with(home: Path, stage: str) -> JsonObject:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
     Nights are skipped: their settings start from the champion of that night, and name the few files that were new. Trials of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain import loggers
@@ -37,12 +37,14 @@ SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when
 WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it",)
 
 
+@dataclass
 class Planner:
     """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of others."""
 
-    def __init__(self, settings: Settings, store: ArtifactStore, rerun: Rerun = NOTHING_AGAIN) -> None:
-        self.settings, self.store, self.rerun = settings, store, rerun
-        self.stages: dict[str, Planned] = {}
+    settings: Settings
+    store: ArtifactStore
+    rerun: Rerun = NOTHING_AGAIN
+    stages: dict[str, Planned] = field(default_factory=dict)  # so far
 
     def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
         present = {name: planned for name, planned in inputs.items() if planned is not None}
@@ -53,8 +55,8 @@ class Planner:
             data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
             planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
         else:
-            artifacts_by_name = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
-            artifacts = {name: artifact for name, artifact in artifacts_by_name.items() if artifact}
+            known = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
+            artifacts = {name: artifact for name, artifact in known.items() if artifact}
             planned = plan_stage(stage, self.settings, self.store, artifacts, self.rerun, forced=forced)
         if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
             registry.check_shape(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
@@ -103,19 +105,14 @@ def plan(
     recipe(chosen, settings)
     store.cache.save()
     stages = list(planner.stages.values())
-    _check_all_taken([planned for planned in stages if planned.stage.name in parts.reused and not planned.reused], selection)
-    return stages
-
-
-def _check_all_taken(missing: list[Planned], selection: Selection) -> None:
-    """Raise UsageError for needed stages that are not in the store, with the command that makes them."""
-    if missing:
+    if missing := [planned for planned in stages if planned.stage.name in parts.reused and not planned.reused]:
         names = [planned.stage.name for planned in missing]
         raise UsageError(
             f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
             f"({names[0]}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
             f"`ttrain pipeline run full --only {','.join(names)}`"
         )
+    return stages
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
@@ -160,9 +157,7 @@ def plan_stage(
 
 def _why_cached(artifact: Artifact) -> tuple[str, ...]:
     adopted = artifact.manifest.get("adopted", [])[-1:]
-    same = [
-        f"adopted from {adoption['key'][:12]}, although {'; '.join(adoption['differences'])}" for adoption in adopted
-    ] or SAME
+    same = [f"adopted from {last['key'][:12]}, although {'; '.join(last['differences'])}" for last in adopted] or SAME
     return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
 
 

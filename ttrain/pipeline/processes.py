@@ -10,23 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from ttrain.config import DATASETS, Runtime, Settings
-from ttrain.core.files import read_json
+from ttrain.config import DATASETS, Settings
+from ttrain.core.files import JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
+from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import GATE, TASK, Stage
-
-if TYPE_CHECKING:
-    from ttrain.pipeline.recipe import Planned
 
 POLL_SECONDS = 0.05
 # After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
@@ -86,22 +84,19 @@ class ProcessGroup:
 
     def wait(self, seconds: float) -> None:
         """Wait so long, or until the next of the processes ends."""
-        descriptors: list[int] = []
-        try:
-            for rank, process in enumerate(self.processes):
-                if rank not in self._ended:
-                    descriptors.append(os.pidfd_open(process.pid))
-            poller = select.poll()
-            for descriptor in descriptors:
-                poller.register(descriptor, select.POLLIN)
-            poller.poll(seconds * 1000)
-        except ProcessLookupError:  # it has just ended, and its exit code is on the way
-            time.sleep(seconds / 10)
-        except (AttributeError, OSError):  # not on this system
-            time.sleep(seconds)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with contextlib.ExitStack() as opened:
+            try:
+                poller = select.poll()
+                for rank, process in enumerate(self.processes):
+                    if rank not in self._ended:
+                        descriptor = os.pidfd_open(process.pid)
+                        opened.callback(os.close, descriptor)
+                        poller.register(descriptor, select.POLLIN)
+                poller.poll(seconds * 1000)
+            except ProcessLookupError:  # it has just ended, and its exit code is on the way
+                time.sleep(seconds / 10)
+            except (AttributeError, OSError):  # not on this system
+                time.sleep(seconds)
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to all that still run."""
@@ -132,7 +127,7 @@ class ProcessGroup:
         return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonObject:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -190,41 +185,22 @@ def start(
     is_of_pipeline = stage.module not in (TASK.module, GATE.module)
     module, arguments, environments = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
-        module, arguments = AGENT, [*_torchrun(runtime), str(work)]
+        host, _, port = str(runtime.rendezvous).rpartition(":")
+        nodes = [f"--nnodes={runtime.nodes}", f"--node-rank={runtime.node_rank}", f"--nproc-per-node={runtime.devices}"]
+        master = [f"--master-addr={host}", f"--master-port={port}", "--max-restarts=0"]
+        module, arguments = AGENT, [*nodes, *master, "-m", WORKER, str(work)]
     elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
         # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
-        environments = list(
-            _rank_environments(environment, runtime.devices, work / f"rendezvous-{os.getpid()}-{time.time_ns()}")
-        )
+        rendezvous, world = work / f"rendezvous-{os.getpid()}-{time.time_ns()}", str(runtime.devices)
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        of_all = {**loopback, **environment, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, RENDEZVOUS: str(rendezvous)}
+        environments = [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(runtime.devices)]
     for variables in environments:
         process = None
         # Not what trains a task or a gate: it would load the libraries of language models, and be used once.
         if is_of_pipeline and available() and (stage.loads_torch or loaded_server_for(variables)):
             process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
         group.processes.append(process or spawn(module, arguments, variables, log))
-
-
-def _rank_environments(environment: Mapping[str, str], ranks: int, rendezvous: Path) -> Iterator[dict[str, str]]:
-    for rank in range(ranks):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        yield {
-            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-            **environment,
-            **{name: str(value) for name, value in variables.items()},
-            RENDEZVOUS: str(rendezvous),
-        }
-
-
-def _torchrun(runtime: Runtime) -> list[str]:
-    host, _, port = str(runtime.rendezvous).rpartition(":")
-    return [
-        f"--nnodes={runtime.nodes}",
-        f"--node-rank={runtime.node_rank}",
-        f"--master-addr={host}",
-        f"--master-port={port}",
-        f"--nproc-per-node={runtime.devices}",
-        *("--max-restarts=0", "-m", WORKER),
-    ]
 
 
 def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
@@ -260,35 +236,33 @@ def _fork(
     return process
 
 
-fork_servers: list[tuple[dict[str, str], tuple[str, ...], ForkServer]] = []
+fork_servers: list[ForkServer] = []
 _servers_lock = threading.Lock()
 
 
 def fork_server_for(environment: Mapping[str, str], libraries: tuple[str, ...] = PRELOADED) -> ForkServer:
     """Return the fork server for this environment, started if there is none. Raises ForkServerError."""
     with _servers_lock:
-        for loaded, server in _servers_for(environment):
-            if set(loaded) >= set(libraries):
+        for server in _servers_for(environment):
+            if set(server.libraries) >= set(libraries):
                 return server
         try:
-            server = ForkServer(environment, libraries)
+            fork_servers.append(ForkServer(environment, libraries))
         except OSError as error:
             raise ForkServerError(f"the fork server cannot be started: {error}") from None
-        fork_servers.append((_relevant(environment), libraries, server))
-        return server
+        return fork_servers[-1]
 
 
 def loaded_server_for(environment: Mapping[str, str]) -> ForkServer | None:
     """A fork server for this environment that need not be waited for, whatever it has loaded."""
     with _servers_lock:
-        return next((server for _, server in _servers_for(environment) if server.is_loaded), None)
+        return next((server for server in _servers_for(environment) if server.is_loaded), None)
 
 
-def _servers_for(environment: Mapping[str, str]) -> list[tuple[tuple[str, ...], ForkServer]]:
+def _servers_for(environment: Mapping[str, str]) -> list[ForkServer]:
     """The servers that live and were started with these values; those that have ended are forgotten."""
-    fork_servers[:] = [entry for entry in fork_servers if entry[-1].alive]
-    relevant = _relevant(environment)
-    return [(libraries, server) for variables, libraries, server in fork_servers if variables == relevant]
+    fork_servers[:] = [server for server in fork_servers if server.alive]
+    return [server for server in fork_servers if _relevant(server.environment) == _relevant(environment)]
 
 
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
@@ -344,12 +318,11 @@ def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *,
 
 def _result(
     group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log_path: Path, sent_signal: int, timed_out: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
     outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":
-        figures: dict[str, Any] = outcome["result"]
-        return figures
+        return dict(outcome["result"])
     if timed_out:
         runtime = settings.runtime
         limit = runtime.attempts_of(stage.name).timeout_seconds

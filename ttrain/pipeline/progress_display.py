@@ -17,8 +17,13 @@ from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
-MARKS = {"cached": "[cyan]=[/]", "completed": "[green]✓[/]", "equal": "[green]✓[/]", "different": "[yellow]≠[/]",
-         "nothing-new": "[cyan]=[/]"}  # fmt: skip
+OUTCOMES = {  # by state: the mark, and what is said in place of the time that the stage took
+    "cached": ("[cyan]=[/]", "cached"),
+    "completed": ("[green]✓[/]", ""),
+    "equal": ("[green]✓[/]", "rebuilt, equal to what was stored"),
+    "different": ("[yellow]≠[/]", "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"),
+    "nothing-new": ("[cyan]=[/]", "nothing new"),
+}
 
 
 class StageDisplay(Protocol):
@@ -90,14 +95,8 @@ class Display:
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """Show the result of a stage."""
         self._remove_bar(name)
-        phrases = {
-            "cached": "cached",
-            "nothing-new": "nothing new",
-            "equal": "rebuilt, equal to what was stored",
-            "different": "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
-        }
-        phrase = phrases.get(state, format_duration(took))
-        self.say(f"{MARKS[state]} {name}: {phrase}{f' - {figures}' if figures else ''}")
+        mark, phrase = OUTCOMES[state]
+        self.say(f"{mark} {name}: {phrase or format_duration(took)}{f' - {figures}' if figures else ''}")
 
     def failed(self, name: str, message: str) -> None:
         """Show that a stage failed."""

@@ -36,9 +36,8 @@ class Planned:
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs."""
-        return {name: (a.key, a.content) for name, a in self.inputs.items()} == {
-            name: (a.key, a.content) for name, a in inputs.items()
-        }
+        mine, theirs = ({name: (a.key, a.content) for name, a in of.items()} for of in (self.inputs, inputs))
+        return mine == theirs
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -92,17 +91,13 @@ class Selection:
 
     def of(self, graph: Mapping[str, frozenset[str]]) -> StageParts:
         """Split the stages into built, reused and left out. Raises UsageError if none is built."""
-        built = self._built(graph)
+        until = with_dependencies(self.until, graph) if self.until else graph
+        since = (name for name in until if not self.since or self.since in with_dependencies(name, graph))
+        built = self.only or frozenset(since)
         if not built:
             raise UsageError(f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them")
         needed = frozenset[str]().union(*(with_dependencies(name, graph) for name in built))
         return StageParts(built, needed - built, frozenset(graph) - needed)
-
-    def _built(self, graph: Mapping[str, frozenset[str]]) -> frozenset[str]:
-        if self.only:
-            return self.only
-        until = with_dependencies(self.until, graph) if self.until else frozenset(graph)
-        return frozenset(name for name in until if not self.since or self.since in with_dependencies(name, graph))
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def graph_of(recipe: Recipe, settings: Settings) -> dict[str, frozenset[str]]:
 
 def planned_part(recipe: Recipe, stages: list[Planned]) -> Recipe:
     """The recipe with the stages that the plan reuses replaced by their artifacts, and the others left out."""
-    artifacts: dict[str, Artifact] = {p.stage.name: p.artifact for p in stages if p.reused and p.artifact}
+    artifacts = {p.stage.name: p.artifact for p in stages if p.reused and p.artifact}
     called = {p.stage.name for p in stages if not p.reused}
 
     def part(stage_: Any, settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tracking import data_of
+from ttrain.tracking.datasets import DataInput
 from ttrain.tracking.model_description import HERE
 from ttrain.tracking.runs import AnyRun
-
-log = logging.getLogger("ttrain")
 
 LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
@@ -77,9 +75,14 @@ def of_model(exported: Exported | None, history: History, *, opens: bool) -> str
     `HERE` stands for NAME/VERSION, which only MLflow knows.
     """
     model = history.artifacts[-1]
-    summary_text = summary(exported, model) if exported else _of_tokenizer(model)
-    parts = [summary_text, _list(_facts(model, history)), *_metrics_section(evaluation_rows(history) if exported else [])]
-    return "\n\n".join([*parts, _open(exported, model.stage, opens=opens), _lineage_hint(card=exported is not None)])
+    parts = [
+        summary(exported, model) if exported else _of_tokenizer(model.result),
+        _list(_facts(model, history)),
+        *_metrics_section(evaluation_rows(history) if exported else []),
+        _open(exported, model.stage, opens=opens),
+        _lineage_hint(card=exported is not None),
+    ]
+    return "\n\n".join(parts)
 
 
 def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float]) -> str:
@@ -90,8 +93,10 @@ def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float])
         f"The models of the run `{run}` of the pipeline `{name}`. As a whole it opens as the last one that MLflow can open.",
         _list(members),
         *_metrics_section(report.rows(metrics)),
+        _through_mlflow(chats=chats),
+        _lineage_hint(card=False),
     ]
-    return "\n\n".join([*parts, _through_mlflow(chats=chats), _lineage_hint(card=False)])
+    return "\n\n".join(parts)
 
 
 def of_all_versions(stage: str, name: str) -> str:
@@ -112,11 +117,10 @@ def _metrics_section(rows: Sequence[report.EvaluationRow]) -> list[str]:
     return [f"On held-out data:\n\n{listing}"] if listing else []
 
 
-def _of_tokenizer(artifact: Artifact) -> str:
-    result = artifact.result
-    fits = (
-        f", {result['bytes_per_token']:.2f} bytes per token of what it was trained on" if "bytes_per_token" in result else ""
-    )
+def _of_tokenizer(result: Mapping[str, Any]) -> str:
+    fits = ""
+    if "bytes_per_token" in result:
+        fits = f", {result['bytes_per_token']:.2f} bytes per token of what it was trained on"
     return f"A tokenizer of {result.get('vocab_size', 0):,} tokens{fits}, with a chat template. Made with ttrain."
 
 
@@ -124,7 +128,7 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
     for artifact in history.artifacts:
         for data in data_of(artifact):
             if data.context == "training" and (artifact is model or artifact.stage != "tokenizer"):
-                yield f"data, {data.name}", _data_summary(data.counts.get("documents"), data.tokens, data.files, data.digest)
+                yield f"data, {data.name}", _data_summary(data)
     for artifact in history.artifacts:
         if "train_seconds" in (result := artifact.result):
             hardware = f"{result.get('precision')} on {result.get('device')}, ranks {result.get('ranks')}"
@@ -139,22 +143,23 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
     yield "made", ", ".join(f"{name} `{value}`" for name, value in origin.items() if value not in (None, ""))
 
 
-def _data_summary(documents: int | None, tokens: int | None, files: tuple[Mapping[str, object], ...], digest: str) -> str:
-    counts = [f"{count:,} {unit}" for count, unit in ((documents, "records"), (tokens, "tokens")) if count is not None]
-    names = [f"`{str(file['name'])[:NAME].replace('`', '')}`" for file in files[:FILES]]
-    remainder = [f"{len(files) - FILES} more"] if len(files) > FILES else []
-    return ", ".join([*counts, *names, *remainder, f"digest `{digest}`"])
+def _data_summary(data: DataInput) -> str:
+    counts = {"records": data.counts.get("documents"), "tokens": data.tokens}
+    shown_counts = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
+    names = [f"`{str(file['name'])[:NAME].replace('`', '')}`" for file in data.files[:FILES]]
+    remainder = [f"{len(data.files) - FILES} more"] if len(data.files) > FILES else []
+    return ", ".join([*shown_counts, *names, *remainder, f"digest `{data.digest}`"])
 
 
 def _open(exported: Exported | None, stage: str, *, opens: bool) -> str:
     if opens:
         return _through_mlflow(chats=stage in CHAT_STAGES)
-    lines = ["import mlflow"]
-    lines += ["from transformers import AutoTokenizer"] if exported is None else ["from peft import PeftModel"]
-    lines += ["", f'place = mlflow.artifacts.download_artifacts("models:/{HERE}")']
-    lines += ["tokenizer = AutoTokenizer.from_pretrained(place)"] if exported is None else []
-    lines += ["model = PeftModel.from_pretrained(base, place)  # base: the model below it"] if exported else []
-    return "```python\n" + "\n".join(lines) + "\n```"
+    imports, load = "from transformers import AutoTokenizer", "tokenizer = AutoTokenizer.from_pretrained(place)"
+    if exported:
+        imports = "from peft import PeftModel"
+        load = "model = PeftModel.from_pretrained(base, place)  # base: the model below it"
+    place = f'place = mlflow.artifacts.download_artifacts("models:/{HERE}")'
+    return f"```python\nimport mlflow\n{imports}\n\n{place}\n{load}\n```"
 
 
 def _through_mlflow(*, chats: bool) -> str:

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import Settings, Training
-from ttrain.core.files import fsync, read_json, remove_tree, write_json
+from ttrain.core.files import JsonObject, fsync, read_json, remove_tree, write_json
 from ttrain.core.hashing import Ingredients, differences
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
 from ttrain.store import references
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
-
-if TYPE_CHECKING:
-    from ttrain.store.artifacts import ArtifactStore
-
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
 
@@ -72,7 +69,7 @@ def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: froze
     the stage that are `free`."""
     left_out = {f"{work.stage}.{name}" for name in free}
 
-    def compared(ingredients: Ingredients) -> dict[str, Any]:
+    def compared(ingredients: Ingredients) -> JsonObject:
         settings = {name: value for name, value in ingredients["settings"].items() if name not in left_out}
         return {**ingredients, "settings": settings, "code": {}}
 
@@ -126,20 +123,14 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
         return matches[0].stage
     if matches:
         raise references.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
-    for stage in _stages_resumed_before(store, prefix):
-        return stage
-    listed = f"there is: {', '.join(map(str, saved_runs))}" if saved_runs else "there is none at all"
-    raise UsageError(f"--continue {prefix}: no unfinished work has a key that begins so; {listed}")
-
-
-def _stages_resumed_before(store: ArtifactStore, prefix: str) -> Iterator[str]:
-    """The stages that resumed such work before, and now have it under another key, finished or not."""
-    for name, stage in STAGES.items():
+    for name, stage in STAGES.items():  # it resumed such work before, and now has it under another key, finished or not
         if stage.uses_ranks:
             histories = [history(work.path, work.key) for work in partial_runs(store, name)]
             histories += [artifact.manifest.get("continued", []) for artifact in store.artifacts(name)]
             if any(entry["key"].startswith(prefix) for entries in histories for entry in entries):
-                yield name
+                return name
+    listed = f"there is: {', '.join(map(str, saved_runs))}" if saved_runs else "there is none at all"
+    raise UsageError(f"--continue {prefix}: no unfinished work has a key that begins so; {listed}")
 
 
 def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ingredients) -> None:
@@ -168,9 +159,9 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
         fsync(destination.parent)
 
 
-def history(work: Path, key: str) -> list[dict[str, Any]]:
+def history(work: Path, key: str) -> list[JsonObject]:
     """The earlier keys of this work, oldest first: key, step and differences of each change."""
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     for entry in reversed(read_json(work / CONTINUED) or []):
         if entry["to"] == key:
             entries.insert(0, {name: entry[name] for name in ("key", "step", "differences")})

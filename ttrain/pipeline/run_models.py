@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ttrain import tracking
 from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History, seed_of
@@ -131,26 +131,23 @@ class Registered:
         )
 
 
+@dataclass
 class RunModels:
     """Registers the models of one run. `pipeline` is its setting `name`, `prompts` are examples of what its models take."""
 
-    def __init__(
-        self,
-        pipeline: str,
-        prompts: Sequence[str],
-        store: ArtifactStore,
-        tracker: tracking.AnyStore,
-    ) -> None:
-        self._pipeline, self._prompts, self._store, self._tracker = pipeline, prompts, store, tracker
-        self._runs: dict[str, tracking.AnyRun] = {}  # tracked runs that registered a model, by stage
-        self.versions: dict[str, str] = {}  # that this run registered, by name
-        self._opened_by_mlflow = set[str]()  # stages whose registered models MLflow can open
+    _pipeline: str
+    _prompts: Sequence[str]
+    _store: ArtifactStore
+    _tracker: tracking.AnyStore
+    _runs: dict[str, tracking.AnyRun] = field(default_factory=dict)  # tracked runs that registered a model, by stage
+    versions: dict[str, str] = field(default_factory=dict)  # that this run registered, by name
+    _opened_by_mlflow: set[str] = field(default_factory=set)  # stages whose registered models MLflow can open
 
-    def register(self, artifact: Artifact, run: tracking.AnyRun) -> str | None:
-        """Log the artifact's files to the tracker and register a model or tokenizer; return the version."""
+    def register(self, artifact: Artifact, run: tracking.AnyRun) -> None:
+        """Log the artifact's files to the tracker, and register a model or tokenizer."""
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
-            return None
+            return
         self._runs[artifact.stage] = run
         model = self._registered(artifact)
         extra_files = model.extra_files(run, self._prompts)
@@ -166,15 +163,14 @@ class RunModels:
             tags={**model.tags, **extra_files.tags},
             **model.descriptions(opens=extra_files.is_whole),
         )
-        return self._noted(model.name, version)
+        self._note(model.name, version)
 
     def _registered(self, artifact: Artifact) -> Registered:
         return Registered(artifact, self._pipeline, self._store)
 
-    def _noted(self, name: str, version: str | None) -> str | None:
+    def _note(self, name: str, version: str | None) -> None:
         if version is not None:
             self.versions[name] = version
-        return version
 
     def log_cards(self, artifacts: Artifacts) -> None:
         """Rewrite the cards of the models that this run made, now with their evaluation."""
@@ -210,9 +206,10 @@ class RunModels:
             ),
             about=registration.SETS.format(name=self._pipeline),
         )
-        return self._noted(self._pipeline, version)
+        self._note(self._pipeline, version)
+        return version
 
-    def _registration(self, model: Registered, run: tracking.AnyRun) -> dict[str, Any]:
+    def _registration(self, model: Registered, run: tracking.AnyRun) -> JsonObject:
         """The model as `register_models` takes it, with its extra files if this run registers it from the store."""
         stage, extra_files = model.artifact.stage, tracking.LoadableModel()
         opens = stage in self._opened_by_mlflow

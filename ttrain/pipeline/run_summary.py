@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ttrain import tracking
 from ttrain.config import Settings, flatten
 from ttrain.config.training import BITS_PER_BYTE
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonObject, read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
@@ -47,7 +47,7 @@ POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them 
 SHOWN_SETTINGS = 6
 
 
-def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonObject]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: its losses by the number of tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
@@ -107,7 +107,7 @@ def start_stage_run(
     return child
 
 
-def deviations(settings: Settings) -> dict[str, Any]:
+def deviations(settings: Settings) -> JsonObject:
     """The settings that differ from the defaults, by dotted name."""
     changed = facts.changed_settings(dict(flatten(settings.model_dump(mode="json"))))
     return {name: value for name, (value, _) in changed.items()}
@@ -123,7 +123,7 @@ def as_yaml(changed: Mapping[str, Any], everything: Mapping[str, Any]) -> str:
 def _yaml(values: Mapping[str, Any]) -> str:
     import yaml
 
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for name, value in values.items():
         if value == HIDDEN:
             continue
@@ -190,7 +190,7 @@ def _cell(text: str) -> str:
 STAGE = "evaluate-champion"  # the stage of a night whose results these stand for
 
 
-def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, dict[str, Any]]:
+def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, JsonObject]:
     """Return {STAGE: recorded scores of the champion of this name} on the same records and in suites; nothing is computed.
 
     A night scores its champion on its own held-out data instead. Returns {} if the champion is the evaluated model,
@@ -201,7 +201,7 @@ def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, dict[
     return {} if champion is None else {STAGE: _comparable_results(evaluation, champion)}
 
 
-def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, Any]:
+def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonObject:
     """Select the champion's figures that are comparable: of the same records and counted alike. A loss per
     token of another tokenizer is not comparable."""
     scores = [read_object(artifact.path / FILE) for artifact in (evaluation, champion)]
@@ -215,7 +215,7 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> dict[str, A
 
     result = champion.result
     names = [metric for metric in result.get("metrics", {}) if all(same(metric))]
-    comparable: dict[str, Any] = {
+    comparable: JsonObject = {
         group: {name: result[group][name] for name in names if name in result.get(group, {})}
         for group in ("metrics", "intervals")
     }
@@ -251,8 +251,7 @@ def log_end(
         registration.log_evaluation(run, evaluation, evaluation_table)
     run.note_stages({name: artifact.key for name, artifact in artifacts.items()})
     log_page(run, home, record["run"])
-    log_file = home / "runs" / f"{record['run']}.log"
-    if log_file.is_file():  # no log if everything was cached
+    if (log_file := home / "runs" / f"{record['run']}.log").is_file():  # there is none if everything was cached
         run.log_file(log_file)
     cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
     text = description(record, changed, record["metrics"], evaluation_table, versions)

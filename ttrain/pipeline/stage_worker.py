@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core import redact
-from ttrain.core.files import ProgressWriter, exclusive, read_json, read_object, write_json
+from ttrain.core.files import JsonObject, ProgressWriter, exclusive, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
@@ -102,7 +102,11 @@ def main() -> int:
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
             os._exit(1)  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
-        _leave_ranks()
+        if world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return int(outcome["outcome"] == "failed")
 
 
@@ -145,7 +149,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
     return stage.config.model_validate(spec["config"]), job
 
 
-def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[str, Any]:
+def _run(work: Path, spec: JsonObject, stop: StopFlag, rank: int) -> JsonObject:
     try:
         stop.listen()
         from ttrain.stages import RUNNABLE
@@ -171,7 +175,7 @@ def _run(work: Path, spec: dict[str, Any], stop: StopFlag, rank: int) -> dict[st
 
 
 @contextlib.contextmanager
-def sample_system_metrics(work: Path, spec: dict[str, Any]) -> Iterator[None]:
+def sample_system_metrics(work: Path, spec: JsonObject) -> Iterator[None]:
     """Sample system metrics meanwhile, in the first process of each node."""
     seconds = spec["runtime"]["system_metrics_seconds"]
     if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
@@ -198,14 +202,6 @@ def _give_up(work: Path, rank: int, why: str) -> None:
     os._exit(1)
 
 
-def _leave_ranks() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 RESULT = "result.json"
 
 
@@ -222,10 +218,10 @@ def clear(work: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read(work: Path) -> dict[str, Any] | None:
+def read(work: Path) -> JsonObject | None:
     """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
     contents = [read_json(path) for path in (work / RESULT, *sorted(work.glob("result.rank*.json")))]
-    outcomes: list[dict[str, Any]] = [outcome for outcome in contents if outcome]
+    outcomes: list[JsonObject] = [outcome for outcome in contents if outcome]
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,12 @@ class SystemMetrics:
                 ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
                 step = first + round(time.monotonic() - began)
                 if step > last:  # otherwise the end came in the same second as a sample
-                    self._append(step, read(readers))
+                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in read(readers).items()}
+                    with self._path.open("a") as file:
+                        file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
                     last = step
         except Exception as error:  # never fail a training for a system metric
             log.warning("the system metrics end here: %r", error)
-
-    def _append(self, step: int, figures: Mapping[str, float]) -> None:
-        metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in figures.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
 
 
 def last_step(path: Path) -> int:
@@ -176,13 +173,14 @@ def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
         limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
         return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
 
-    def use() -> Figures:
-        return {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
-
-    def temperature() -> Figures:
-        return {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))}
+    readers = (
+        lambda: {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
+        memory,
+        lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
+        power,
+    )
 
     def figures() -> Figures:
-        return {f"{prefix}{name}": value for name, value in read((use, memory, temperature, power)).items()}
+        return {f"{prefix}{name}": value for name, value in read(readers).items()}
 
     return figures

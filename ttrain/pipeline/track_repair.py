@@ -151,9 +151,10 @@ class _RunReplay:
             return True
         identity = hashlib.sha256(f"{parent.identity} {entry['name']}".encode()).hexdigest()[:32]
         ingredients = artifact.manifest["ingredients"] if artifact else {}
-        inputs = self._inputs(artifact) if artifact else {}
-        tags = dict(self._tags)
+        inputs, tags = dict[str, Artifact](), dict(self._tags)
         if artifact:
+            of_store = {name: self._store.input_of(artifact, name) for name in artifact.manifest["inputs"]}
+            inputs = {name: source for name, source in of_store.items() if source}
             tags["ttrain.code"] = digest_of(ingredients["code"])
             tags["ttrain.commit"] = str(artifact.provenance.get("commit") or "")
         ended = artifact.manifest["published"] if artifact else self._began + (self.record["seconds"] or 0.0)
@@ -181,7 +182,3 @@ class _RunReplay:
                 self._models.register(artifact, run)
         run.finish(tracking.status_of(entry["outcome"]), at=ended)
         return artifact is not None or entry["outcome"] not in runs.BUILT
-
-    def _inputs(self, artifact: Artifact) -> dict[str, Artifact]:
-        """The input artifacts that are in the store."""
-        return {name: source for name in artifact.manifest["inputs"] if (source := self._store.input_of(artifact, name))}
