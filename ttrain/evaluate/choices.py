@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
@@ -43,7 +44,7 @@ class ChoicePrompt:
     continuations: tuple[str, ...]
 
 
-def parse_choice(record: dict[str, Any]) -> ChoiceQuestion:
+def parse_choice(record: JsonObject) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -184,7 +185,7 @@ class PassagePrompt(NamedTuple):
     passage: Passage
 
 
-def parse_passage(record: dict[str, Any]) -> Passage:
+def parse_passage(record: JsonObject) -> Passage:
     """Parse a row. Raises BadRow if its context or target is missing or empty."""
     context, target = prompts.text(record, "context"), prompts.text(record, "target")
     return Passage(context, prompts.separator(context, target) + target)

@@ -7,9 +7,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from ttrain.config import Promotion
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import statistics
 from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.statistics import Interval, Rule
@@ -85,7 +86,7 @@ class TextFigure:
         """The text's name in messages and tables."""
         return _label(self.kind, self.name)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All fields as JSON; numbers that are not finite become null."""
         return finite({**asdict(self), "name": self.label})
 

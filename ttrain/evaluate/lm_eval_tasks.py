@@ -25,6 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ttrain.config import yaml_text
 from ttrain.config.evaluate import HarnessTask
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import lm_eval_code
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -99,7 +100,7 @@ def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: Progre
     return items.result(subject.name, figures, rows)
 
 
-def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[dict[str, Any]]]:
+def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[JsonObject]]:
     """Compute the harness's own metrics, by metric and filter, and the rows with those of each document."""
     for task in {id(document.task): document.task for document in documents}.values():
         task._instances = [request for document in documents if document.task is task for request in document.requests]
@@ -107,9 +108,9 @@ def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric]
     values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     higher: dict[str, bool] = {}
     means: dict[str, Callable[[Any], Any]] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for number, document in enumerate(documents):
-        row: dict[str, Any] = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
+        row: JsonObject = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
         for name in document.requests[0].filtered_resps:
             metrics = document.task.process_results(
                 document.content, [request.filtered_resps[name] for request in document.requests]

@@ -22,6 +22,7 @@ from ttrain.model import registry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Fields = dict[str, Any]  # of a config of transformers
 
 # Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -53,7 +54,7 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
     """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
     from huggingface_hub.errors import StrictDataclassError
 
-    names, moe_fields = FieldNames(config.kind), dict[str, Any]()
+    names, moe_fields = FieldNames(config.kind), Fields()
     if config.moe is not None:
         kind, moe_fields = moe_config(config, _standard(config))
         names = FieldNames(kind)
@@ -105,10 +106,10 @@ class FieldNames:
         candidates = (self.aliases.get(name, name) for name in NAMES[setting])
         return next((name for name in candidates if name in self.fields), None)
 
-    def decoder(self) -> dict[str, Any]:
+    def decoder(self) -> Fields:
         """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
         fixed = {"is_decoder": True, "causal": True, "use_cache": True}
-        fields: dict[str, Any] = {name: value for name, value in fixed.items() if name in self.fields}
+        fields: Fields = {name: value for name, value in fixed.items() if name in self.fields}
         for name, field in self.fields.items():
             if "drop" in name and isinstance(field.default, int | float) and not isinstance(field.default, bool):
                 fields[name] = type(field.default)(0)
@@ -128,7 +129,7 @@ def _base(config_class: Any) -> int:
     return next(n for n, kind in enumerate(config_class.__mro__) if kind.__module__ == "transformers.configuration_utils")
 
 
-def _standard(config: Model) -> dict[str, Any]:
+def _standard(config: Model) -> Fields:
     """The sizes under the names that transformers gives them in most configs."""
     kv_heads = config.kv_heads or config.heads
     return {
@@ -139,9 +140,9 @@ def _standard(config: Model) -> dict[str, Any]:
     }
 
 
-def _sizes(config: Model, names: FieldNames) -> dict[str, Any]:
+def _sizes(config: Model, names: FieldNames) -> Fields:
     """The sizes under the architecture's own names."""
-    standard, sizes = _standard(config), dict[str, Any]()
+    standard, sizes = _standard(config), Fields()
     for setting in NAMES:
         name = names.of(setting)
         if name is None:
@@ -167,7 +168,7 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
     )
 
 
-def _fields(config: Model, names: FieldNames) -> dict[str, Any]:
+def _fields(config: Model, names: FieldNames) -> Fields:
     """`model.fields`, checked against the config's own fields."""
     reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(OURS, "tokenizer")
     fields = {}
@@ -230,8 +231,11 @@ SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
+# What makes glm4_moe a qwen3 with shared experts.
+AS_QWEN3 = {"norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0, "partial_rotary_factor": 1.0}
 
-def moe_config(model: Model, common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+
+def moe_config(model: Model, common: Fields) -> tuple[str, Fields]:
     """(model_type, fields of its config) that `model.kind` with `model.moe` stands for; `model.moe` must be set.
 
     `common`: the sizes by transformers' names, of which `intermediate_size` is that of a dense layer. The fields returned go
@@ -247,14 +251,21 @@ def moe_config(model: Model, common: Mapping[str, Any]) -> tuple[str, dict[str, 
             f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
             f"experts; set model.moe.dense_layers={model.layers - 1} at most"
         )
+    kind, added = model.kind, Fields()
+    if kind == "llama":
+        kind = "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
+    elif kind == "qwen3" and moe.shared_experts:
+        kind, added = "glm4_moe", AS_QWEN3
+    elif kind == "qwen3":
+        if moe.bias_rate:
+            raise UsageError(
+                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
+                f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or "
+                f"model.kind=llama"
+            )
+        kind, added = "qwen3_moe", {"norm_topk_prob": True}
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
-    if model.kind == "llama":
-        kind, fields = _llama(moe, dense)
-    elif model.kind == "qwen3":
-        kind, fields = _qwen3(moe, dense)
-    else:
-        kind, fields = model.kind, _own(model, moe, dense)
-    return kind, {**fields, **balance}
+    return kind, {**_expert_fields(kind, model.layers, moe, dense), **added, **balance}
 
 
 def expert_size(moe: Moe, dense: int) -> int:
@@ -263,93 +274,39 @@ def expert_size(moe: Moe, dense: int) -> int:
     return moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
 
 
-def _llama(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
-    if not (moe.shared_experts or moe.bias_rate or moe.dense_layers):
-        sizes = {
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": expert_size(moe, dense),
-        }
-        return "mixtral", sizes
-    return "ernie4_5_moe", {
-        "moe_num_experts": moe.experts,
-        "moe_k": moe.top_k,
-        "moe_num_shared_experts": moe.shared_experts,
-        "moe_intermediate_size": expert_size(moe, dense),
-        "moe_layer_start_index": moe.dense_layers,
-        "intermediate_size": dense,
-    }
-
-
-def _qwen3(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
-    if not (moe.shared_experts or moe.bias_rate):
-        return "qwen3_moe", {
-            "num_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": expert_size(moe, dense),
-            "intermediate_size": dense,
-            "mlp_only_layers": list(range(moe.dense_layers)),
-            "norm_topk_prob": True,
-        }
-    if not moe.shared_experts:
-        raise UsageError(
-            f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
-            f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or model.kind=llama"
-        )
-    return "glm4_moe", {
-        "n_routed_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "n_shared_experts": moe.shared_experts,
-        "moe_intermediate_size": expert_size(moe, dense),
-        "first_k_dense_replace": moe.dense_layers,
-        "intermediate_size": dense,
-        "norm_topk_prob": True,
-        "use_qk_norm": True,
-        "num_mtp_layers": 0,
-        "partial_rotary_factor": 1.0,
-    }
-
-
-def _own(model: Model, moe: Moe, dense: int) -> dict[str, Any]:
+def _expert_fields(kind: str, layers: int, moe: Moe, dense: int) -> Fields:
     """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
     from transformers import AutoConfig
 
-    config_fields = AutoConfig.for_model(model.kind).to_dict()
+    config_fields = AutoConfig.for_model(kind).to_dict()
     experts = _name(EXPERTS, config_fields)
     if experts is None:
         raise UsageError(
-            f"model.moe is set but model.kind is {model.kind}, which has no experts; set model.kind=llama or qwen3, or one "
+            f"model.moe is set but model.kind is {kind}, which has no experts; set model.kind=llama or qwen3, or one "
             f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
         )
-    fields: dict[str, Any] = {experts: moe.experts}
+    fields: Fields = {experts: moe.experts}
     for setting, names, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
         name = _name(names, config_fields)
         if name is not None:
             fields[name] = value
         elif value or setting == "top_k":
-            raise UsageError(f"model.moe.{setting} is {value} but model.kind {model.kind} has no such size; leave it out")
+            raise UsageError(f"model.moe.{setting} is {value} but model.kind {kind} has no such size; leave it out")
     if "moe_intermediate_size" in config_fields:
         fields |= {"moe_intermediate_size": expert_size(moe, dense), "intermediate_size": dense}
     else:
         fields["intermediate_size"] = expert_size(moe, dense)
-    one_group = {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
-    return {**fields, **one_group, **_dense_layers(model, moe, config_fields)}
+    fields |= {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
+    if (name := _name(DENSE, config_fields)) is not None:
+        fields[name] = moe.dense_layers
+    elif "mlp_only_layers" in config_fields:
+        fields["mlp_only_layers"] = list(range(moe.dense_layers))
+    elif "mlp_layer_types" in config_fields:
+        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (layers - moe.dense_layers)
+    elif moe.dense_layers:
+        raise UsageError(f"model.moe.dense_layers is {moe.dense_layers} but all layers of {kind} have experts; set it to 0")
+    return fields
 
 
-def _dense_layers(model: Model, moe: Moe, config_fields: dict[str, Any]) -> dict[str, Any]:
-    name = _name(DENSE, config_fields)
-    if name is not None:
-        return {name: moe.dense_layers}
-    if "mlp_only_layers" in config_fields:
-        return {"mlp_only_layers": list(range(moe.dense_layers))}
-    if "mlp_layer_types" in config_fields:
-        return {"mlp_layer_types": ["dense"] * moe.dense_layers + ["sparse"] * (model.layers - moe.dense_layers)}
-    if moe.dense_layers:
-        raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {model.kind} have experts; set it to 0"
-        )
-    return {}
-
-
-def _name(candidates: tuple[str, ...], config_fields: dict[str, Any]) -> str | None:
+def _name(candidates: tuple[str, ...], config_fields: Fields) -> str | None:
     return next((name for name in candidates if name in config_fields), None)

@@ -54,10 +54,9 @@ class StateDictReader:
             return tensor.to(torch.float32)
         return torch.zeros(shape)
 
-    def linear(self, name: str, to: str, out: int, into: int, *, bias: bool) -> dict[str, Tensor]:
-        """Take a linear layer's weight, and bias if it has one, under another name."""
-        layer = {f"{to}.weight": self.take(f"{name}.weight", out, into)}
-        return layer | ({f"{to}.bias": self.take(f"{name}.bias", out)} if bias else {})
+    def linear(self, name: str, to: str, out: int, into: int) -> dict[str, Tensor]:
+        """Take a linear layer's weight and bias under another name."""
+        return {f"{to}.weight": self.take(f"{name}.weight", out, into), f"{to}.bias": self.take(f"{name}.bias", out)}
 
     def stacked(self, names: Iterable[str], *shape: int) -> Tensor:
         """Take tensors of one shape, stacked in a new first dimension."""

@@ -113,41 +113,33 @@ class _Sizes:
 
 def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> dict[str, Tensor]:
     D, F = sizes.D, sizes.F
-    tensors: dict[str, Tensor] = {}
-    for projection, out, into in (
-        ("q_proj", sizes.query, D), ("k_proj", sizes.key, D), ("v_proj", sizes.key, D), ("o_proj", D, sizes.query),
-    ):  # fmt: skip
-        tensors |= source.linear(f"{name}.self_attn.{projection}", f"{name}.self_attn.{projection}", out, into, bias=False)
-    norms = {"input_layernorm": D, "post_attention_layernorm": D}
+    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (sizes.query, D), "self_attn.k_proj": (sizes.key, D), "self_attn.v_proj": (sizes.key, D),
+        "self_attn.o_proj": (D, sizes.query), "input_layernorm": (D,), "post_attention_layernorm": (D,),
+    }  # fmt: skip
     if sizes.normed:
-        norms |= {"self_attn.q_norm": sizes.K, "self_attn.k_norm": sizes.K}
-    tensors |= {f"{name}.{norm}.weight": source.take(f"{name}.{norm}.weight", width) for norm, width in norms.items()}
+        shapes |= {"self_attn.q_norm": (sizes.K,), "self_attn.k_norm": (sizes.K,)}
     if not sizes.E:
-        for projection, out, into in _shapes(D, F):
-            tensors |= source.linear(f"{name}.mlp.{projection}", f"{name}.mlp.{projection}", out, into, bias=False)
+        shapes |= {f"mlp.{projection}": shape for projection, shape in mlp.items()}
+    tensors = {f"{name}.{part}.weight": source.take(f"{name}.{part}.weight", *shape) for part, shape in shapes.items()}
+    if not sizes.E:
         return tensors
+
+    def stacked(kind: str, count: int) -> list[Tensor]:
+        experts = [f"{name}.mlp.{kind}.{expert}" for expert in range(count)]
+        return [source.stacked((f"{each}.{projection}.weight" for each in experts), *mlp[projection]) for projection in mlp]
+
     block, router = ("mlp", "gate") if sizes.normed else ("block_sparse_moe", "router")
     tensors[f"{name}.{block}.{router}.weight"] = source.take(f"{name}.mlp.gate.weight", sizes.E, D)
-    gate, up, down = (
-        source.stacked((f"{name}.mlp.experts.{expert}.{projection}.weight" for expert in range(sizes.E)), out, into)
-        for projection, out, into in _shapes(D, F)
-    )
+    gate, up, down = stacked("experts", sizes.E)
     tensors[f"{name}.{block}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
     tensors[f"{name}.{block}.experts.down_proj"] = down
     if sizes.S:
-        gate, up, down = (
-            source.stacked(
-                (f"{name}.mlp.shared_experts.{expert}.{projection}.weight" for expert in range(sizes.S)), out, into
-            )
-            for projection, out, into in _shapes(D, F)
-        )
+        gate, up, down = stacked("shared_experts", sizes.S)
         tensors[f"{name}.shared_mlp.input_linear.weight"] = torch.cat((gate.flatten(0, 1), up.flatten(0, 1)))
         tensors[f"{name}.shared_mlp.output_linear.weight"] = torch.cat([*down], dim=1)
     return tensors
-
-
-def _shapes(D: int, F: int) -> list[tuple[str, int, int]]:
-    return [("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)]
 
 
 def _config(sizes: _Sizes, settings: Mapping[str, Any], tied: bool, origin: str) -> PretrainedConfig:
@@ -256,8 +248,8 @@ def convert_tinyseek(weights: dict[str, Tensor], settings: Mapping[str, Any], or
     tensors = {"model.embed_tokens.weight": source.take(TINYSEEK_EMBEDDING, V, D)}
     for number in range(1 if shared else config.num_hidden_layers):
         tensors |= _tinyseek_layer(source, SHARED if shared else f"{LAYERS}.{number}", f"model.layers.{number}", config)
-    head = source.linear("fc" if shared else "fc1", "lm_head", V, D, bias=True)
-    second = {} if shared else source.linear("fc2", "second", V, D, bias=True)
+    head = source.linear("fc" if shared else "fc1", "lm_head", V, D)
+    second = {} if shared else source.linear("fc2", "second", V, D)
     source.finish()
     second_head = {name.removeprefix("second."): tensor for name, tensor in second.items()}
     return ConvertedModel("TinySeek", config, tensors | head, assumed, second_head)
@@ -295,7 +287,7 @@ def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySee
     }  # fmt: skip
     tensors: dict[str, Tensor] = {}
     for theirs, (ours, out, into) in shapes.items():
-        tensors |= source.linear(f"{name}.mla.{theirs}", f"{to}.self_attn.{ours}", out, into, bias=True)
+        tensors |= source.linear(f"{name}.mla.{theirs}", f"{to}.self_attn.{ours}", out, into)
     for theirs, ours in (("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")):
         tensors[f"{to}.{ours}.weight"] = source.take(f"{name}.{theirs}.gamma", D) * math.sqrt((D - 1) / D)
         tensors[f"{to}.{ours}.bias"] = source.take(f"{name}.{theirs}.beta", D)

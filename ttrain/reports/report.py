@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
@@ -165,7 +164,7 @@ def data_tables(view: RunView) -> Iterator[Block]:
         yield Table(TRAINING_COLUMNS, rows, numbers=range(1, 8))
 
 
-def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+def _rows(name: str, result: summary.Result) -> tuple[str, ...]:
     rows = result.get("rows", {})
     if not rows:
         return ()
@@ -178,7 +177,7 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _lost(tally: Mapping[str, Any]) -> str:
+def _lost(tally: summary.Result) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in facts.lost_rows(tally).items() if count)
 
 

@@ -20,6 +20,7 @@ from ttrain.errors import UsageError
 
 MOST_VALUES, LARGEST = 10_000, 2**53  # points of an interval; a whole number that a float holds exactly
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
+Values = Mapping[str, Any]  # of the settings that vary, by name
 FORMS = {
     "log": "log(low,high) or log(low,high,count)",
     "uniform": "uniform(low,high) or uniform(low,high,count)",
@@ -121,7 +122,7 @@ class Space:
         counts = [None if d.values is None else len(d.values) for d in self.dimensions.values()]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
-    def combination(self, number: int) -> dict[str, Any]:
+    def combination(self, number: int) -> Values:
         """Combination `number` of `size`; the last setting varies fastest, as in nested loops."""
         chosen: dict[str, Any] = {}
         for key, dimension in reversed(list(self.dimensions.items())):
@@ -151,7 +152,7 @@ def parse_space(overrides: Sequence[Override]) -> Space:
     return Space({key: parse(key, text) for key, text in texts.items()}, texts)
 
 
-def with_values(overrides: Sequence[Override], space: Space, values: Mapping[str, Any]) -> list[Override]:
+def with_values(overrides: Sequence[Override], space: Space, values: Values) -> list[Override]:
     """The overrides, with one value for each setting that varies, in place of its range."""
     last = {item.key: position for position, item in enumerate(overrides)}
     placed_overrides: list[Override] = []
