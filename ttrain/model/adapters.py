@@ -201,8 +201,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 def check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
-    expected_digest = base_digest_of(directory)
-    if expected_digest is None:
+    if (expected_digest := base_digest_of(directory)) is None:
         log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
     elif expected_digest != base_digest:
         raise ArtifactError(

@@ -56,7 +56,7 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
 
     names, moe_fields = FieldNames(config.kind), Fields()
     if config.moe is not None:
-        kind, moe_fields = moe_config(config, _standard(config))
+        kind, moe_fields = moe_config(config)
         names = FieldNames(kind)
     values = {**_sizes(config, names), **moe_fields, **_fields(config, names), "vocab_size": vocab_size, **ids}
     values = {**names.decoder(), **values}
@@ -82,7 +82,7 @@ class FieldNames:
     """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 
     def __init__(self, kind: str) -> None:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, PretrainedConfig
 
         registry.check_kind(kind)
         if kind in registry.OWN_KINDS:
@@ -90,15 +90,13 @@ class FieldNames:
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         config_class: Any = self.make
-        inherited = {field.name for field in dataclasses.fields(config_class.__mro__[_base(config_class)])}
+        inherited = {field.name for field in dataclasses.fields(PretrainedConfig)}
         self.fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in inherited}
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
-        why = _unsuitable(config_class, kind)
-        if why:
+        if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            hint = (
-                f"set model.kind={decoder}" if decoder in registry.names() else "choose a decoder: llama, qwen3, gpt2, ..."
-            )
+            known = decoder in registry.names()
+            hint = f"set model.kind={decoder}" if known else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
@@ -108,8 +106,7 @@ class FieldNames:
 
     def decoder(self) -> Fields:
         """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
-        fixed = {"is_decoder": True, "causal": True, "use_cache": True}
-        fields: Fields = {name: value for name, value in fixed.items() if name in self.fields}
+        fields: Fields = {name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields}
         for name, field in self.fields.items():
             if "drop" in name and isinstance(field.default, int | float) and not isinstance(field.default, bool):
                 fields[name] = type(field.default)(0)
@@ -125,34 +122,24 @@ def _unsuitable(config_class: Any, kind: str) -> str:
     return "counts positions from pad_token_id on, not from 0 in each record" if kind in OFFSET else ""
 
 
-def _base(config_class: Any) -> int:
-    return next(n for n, kind in enumerate(config_class.__mro__) if kind.__module__ == "transformers.configuration_utils")
-
-
-def _standard(config: Model) -> Fields:
-    """The sizes under the names that transformers gives them in most configs."""
-    kv_heads = config.kv_heads or config.heads
-    return {
-        **{names[0]: getattr(config, setting) for setting, names in NAMES.items()},
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": config.intermediate_size or usual_intermediate_size(config.hidden_size),
-        "head_dim": config.hidden_size // config.heads,
-    }
+def _dense_size(config: Model) -> int:
+    """Inner width of a layer without experts."""
+    return config.intermediate_size or usual_intermediate_size(config.hidden_size)
 
 
 def _sizes(config: Model, names: FieldNames) -> Fields:
     """The sizes under the architecture's own names."""
-    standard, sizes = _standard(config), Fields()
-    for setting in NAMES:
+    values = {setting: getattr(config, setting) for setting in NAMES}
+    values |= {"kv_heads": config.kv_heads or config.heads, "intermediate_size": _dense_size(config)}
+    sizes = {"head_dim": config.hidden_size // config.heads} if "head_dim" in names.fields else Fields()
+    for setting, value in values.items():
         name = names.of(setting)
         if name is None:
             _refuse_if_set(config, setting, names)
         elif setting == "intermediate_size" and config.intermediate_size is None and names.fields[name].default is None:
             continue  # the architecture derives it in its own way
         else:
-            sizes[name] = standard[NAMES[setting][0]]
-    if "head_dim" in names.fields:
-        sizes["head_dim"] = standard["head_dim"]
+            sizes[name] = value
     return sizes
 
 
@@ -199,8 +186,8 @@ def _typed(value: Any, kind: Any) -> Any:
 
 def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:
     """Set base, type and factor of the rotary positions, keeping the architecture's own settings (arXiv:2104.09864)."""
-    present = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(present, dict) or "rope_type" not in present:
+    present = getattr(hf_config, "rope_parameters", None) or {}
+    if "rope_type" not in present:
         for setting in ROPE:
             _refuse_if_set(config, setting, names)
         return
@@ -235,17 +222,15 @@ DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 AS_QWEN3 = {"norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0, "partial_rotary_factor": 1.0}
 
 
-def moe_config(model: Model, common: Fields) -> tuple[str, Fields]:
+def moe_config(model: Model) -> tuple[str, Fields]:
     """(model_type, fields of its config) that `model.kind` with `model.moe` stands for; `model.moe` must be set.
 
-    `common`: the sizes by transformers' names, of which `intermediate_size` is that of a dense layer. The fields returned go
-    over those that these sizes give. They hold the weights of the balance as well, by the names in `Moe.IN_CONFIG`, so that
-    a stage which starts from these weights balances them in the same way.
+    The fields go over those that `_sizes` gives. They hold the weights of the balance as well, by the names in
+    `Moe.IN_CONFIG`, so that a stage which starts from these weights balances them in the same way.
     Raises UsageError if no architecture has the requested features.
     """
     moe = model.moe
     assert moe is not None, "model.moe is not set"
-    dense: int = common["intermediate_size"]
     if moe.dense_layers >= model.layers:
         raise UsageError(
             f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
@@ -265,7 +250,7 @@ def moe_config(model: Model, common: Fields) -> tuple[str, Fields]:
             )
         kind, added = "qwen3_moe", {"norm_topk_prob": True}
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
-    return kind, {**_expert_fields(kind, model.layers, moe, dense), **added, **balance}
+    return kind, {**_expert_fields(kind, model.layers, moe, _dense_size(model)), **added, **balance}
 
 
 def expert_size(moe: Moe, dense: int) -> int:

@@ -57,7 +57,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        _register(directory)
+        if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
+            registry.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
@@ -82,12 +83,6 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _register(directory: Path) -> None:
-    """Register our own architectures with transformers if the directory holds one."""
-    if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
-        registry.register_own()
-
-
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
     tensor = model.state_dict().get(name)
     return [] if tensor is None else [*tensor.shape]
@@ -110,11 +105,6 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights by their Hugging Face names; tied tensors once, under the name of the embedding."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-
-
-def load_state(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load weights into the model. Raises ArtifactError if names or shapes differ."""
-    overwrite(state(model), weights)
 
 
 def overwrite(own_tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,17 +1,20 @@
-"""Importer of MiniMind (github.com/jingyaogong/minimind) to the equivalent architectures of transformers.
+"""Importers of foreign state dicts. MiniMind (github.com/jingyaogong/minimind) becomes an equivalent architecture of
+transformers, TinySeek the architecture `tinyseek`.
 
-    its model                                  architecture
+    MiniMind                                   architecture
     2025, without norms on queries and keys    llama, with experts granitemoeshared
     2026, with them                            qwen3, with experts qwen3_moe
 
-Its state dicts come without a config. What shapes do not show is taken from a `config.json`, else from its code's defaults.
+MiniMind's state dicts come without a config. What shapes do not show is taken from a `config.json`, else from the defaults
+of its code.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +23,84 @@ from torch import Tensor
 
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError
-from ttrain.model.import_common import ConvertedModel, StateDictReader, check_sizes, setting_or_default
 from ttrain.model.modeling_tinyseek import TinySeekConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Weights = dict[str, Tensor]
+Settings = Mapping[str, Any]  # of the config beside foreign weights
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model in transformers' names.
+
+    assumed       values found neither in the weights nor in a config beside them
+    second_head   the head that predicts the token after the next one, never among the weights
+    """
+
+    layout: str
+    config: PretrainedConfig
+    weights: Weights
+    assumed: dict[str, Any]
+    second_head: Weights = field(default_factory=dict)
+
+
+class StateDictReader:
+    """The tensors of a state dict, each taken once, so that left-over ones are reported."""
+
+    def __init__(self, weights: Weights, origin: str) -> None:
+        self._remaining, self._origin = dict(weights), origin
+        self._missing, self._wrong = list[str](), list[str]()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Take a tensor in fp32; zeros, and an entry for `finish`, if it is missing, has another shape, or is not a weight:
+        an integer type, as quantized ones are, or a non-finite value."""
+        tensor = self._remaining.pop(name, None)
+        if tensor is None:
+            self._missing.append(f"missing: {name} {[*shape]}")
+        elif tensor.shape != shape:
+            self._wrong.append(f"mis-shaped: {name} is {[*tensor.shape]} but must be {[*shape]}")
+        elif not tensor.is_floating_point():
+            self._wrong.append(f"no weights: {name} holds {str(tensor.dtype).removeprefix('torch.')}")
+        elif not torch.isfinite(tensor).all():
+            self._wrong.append(f"no weights: {name} holds numbers that are not finite")
+        else:
+            return tensor.to(torch.float32)
+        return torch.zeros(shape)
+
+    def linear(self, name: str, to: str, out: int, into: int) -> Weights:
+        """Take a linear layer's weight and bias under another name."""
+        return {f"{to}.weight": self.take(f"{name}.weight", out, into), f"{to}.bias": self.take(f"{name}.bias", out)}
+
+    def stacked(self, names: Iterable[str], *shape: int) -> Tensor:
+        """Take tensors of one shape, stacked in a new first dimension."""
+        return torch.stack([self.take(name, *shape) for name in names])
+
+    def finish(self) -> None:
+        """Raise ArtifactError, with every name and shape, unless exactly the taken tensors existed."""
+        unexpected = [f"unexpected: {name} {[*tensor.shape]}" for name, tensor in sorted(self._remaining.items())]
+        if problems := [*self._missing, *self._wrong, *unexpected]:
+            raise ArtifactError(f"the weights in {self._origin} do not fit their layout:\n  " + "\n  ".join(problems))
+
+
+def setting_or_default(settings: Settings, name: str, default: Any, assumed: dict[str, Any]) -> Any:
+    """A setting of the config, else the default, which is then recorded in `assumed`."""
+    if settings.get(name) is not None:
+        return settings[name]
+    assumed[name] = default
+    return default
+
+
+def check_sizes(settings: Settings, shapes: Mapping[str, int], origin: str) -> None:
+    """Raise ArtifactError if a size in the config differs from that of the weights."""
+    wrong = [
+        f"{name} is {settings[name]!r}, but the weights have {size}"
+        for name, size in shapes.items() if settings.get(name) is not None and settings[name] != size
+    ]  # fmt: skip
+    if wrong:
+        raise ArtifactError(f"the config of {origin} does not fit its weights: {'; '.join(wrong)}; give the right --config")
 
 
 MINIMIND_EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -43,7 +119,7 @@ EPS = {False: 1e-5, True: 1e-6}  # without and with norms on queries and keys
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def convert_minimind(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str) -> ConvertedModel:
+def convert_minimind(weights: Weights, settings: Settings, origin: str) -> ConvertedModel:
     """Convert MiniMind's weights. Raises ArtifactError if they do not fit, or transformers has no equivalent."""
     if OLD_MARK in weights:
         raise ArtifactError(f"{origin} has MiniMind's layout of 2024 (wq, wk, ...), which is not supported")
@@ -79,7 +155,7 @@ def convert_minimind(weights: dict[str, Tensor], settings: Mapping[str, Any], or
 class _Sizes:
     """Sizes of the model, from shapes or else settings. D width, F inner width, E experts, S shared ones, K of a head."""
 
-    def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    def __init__(self, weights: Weights, settings: Settings) -> None:
         first = "model.layers.0"
         self.assumed: dict[str, Any] = {}
         self.V, self.D = weights[MINIMIND_EMBEDDING].shape
@@ -111,7 +187,7 @@ class _Sizes:
             self.from_shapes["intermediate_size"] = self.F
 
 
-def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> dict[str, Tensor]:
+def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> Weights:
     D, F = sizes.D, sizes.F
     mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -142,7 +218,7 @@ def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> dict[s
     return tensors
 
 
-def _config(sizes: _Sizes, settings: Mapping[str, Any], tied: bool, origin: str) -> PretrainedConfig:
+def _config(sizes: _Sizes, settings: Settings, tied: bool, origin: str) -> PretrainedConfig:
     from transformers import GraniteMoeSharedConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     assumed = sizes.assumed
@@ -196,7 +272,7 @@ SECOND_WEIGHT = 1.0  # of the second head's loss in the sum
 ROPE_THETA, DROPOUT, ALPHA, TINYSEEK_PAD, TINYSEEK_END, TINYSEEK_LENGTH = 10_000.0, 0.1, 0.01, 0, 1, 512
 
 
-def convert_tinyseek(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str) -> ConvertedModel:
+def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> ConvertedModel:
     """Convert TinySeek's weights; its second head goes to a separate file. Raises ArtifactError if they do not fit."""
     if TINYSEEK_EMBEDDING not in weights:
         raise ArtifactError(
@@ -255,7 +331,7 @@ def convert_tinyseek(weights: dict[str, Tensor], settings: Mapping[str, Any], or
     return ConvertedModel("TinySeek", config, tensors | head, assumed, second_head)
 
 
-def _sizes(weights: Mapping[str, Tensor], layer: str, origin: str) -> dict[str, int]:
+def _sizes(weights: Weights, layer: str, origin: str) -> dict[str, int]:
     """Sizes by TinySeek's names, from the shapes of the first layer."""
     try:
         V, D = weights[TINYSEEK_EMBEDDING].shape
@@ -277,7 +353,7 @@ def _sizes(weights: Mapping[str, Tensor], layer: str, origin: str) -> dict[str, 
     return sizes
 
 
-def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySeekConfig) -> dict[str, Tensor]:
+def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySeekConfig) -> Weights:
     D, C, R = config.hidden_size, config.latent_size or 0, config.rope_head_dim
     E, F, S = config.num_local_experts, config.moe_intermediate_size, config.n_shared_experts
     shapes = {
@@ -285,7 +361,7 @@ def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySee
         "w_dkv": ("kv_a_proj", C, D), "w_uk": ("k_b_proj", D, C), "w_uv": ("v_b_proj", D, C),
         "w_kr": ("k_rope_proj", R, D), "w_o": ("o_proj", D, D),
     }  # fmt: skip
-    tensors: dict[str, Tensor] = {}
+    tensors: Weights = {}
     for theirs, (ours, out, into) in shapes.items():
         tensors |= source.linear(f"{name}.mla.{theirs}", f"{to}.self_attn.{ours}", out, into)
     for theirs, ours in (("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OWN_KINDS = ("moyun", "tinyseek")  # architectures that transformers lacks
 
 # transformers' table of causal architectures. Importing that module takes seconds, reading it 26 ms.
-MODULE, TABLE = Path("models", "auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+MODULE, TABLE = ("auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_kind(kind: str) -> None:
@@ -51,17 +51,9 @@ def names() -> frozenset[str]:
 def read_table() -> frozenset[str]:
     """Parse the table from the source file: TABLE = OrderedDict([("name", ...), ...])."""
     spec = importlib.util.find_spec("transformers")
-    locations = (spec and spec.submodule_search_locations) or []
-    tree = ast.parse((Path(locations[0]) / MODULE).read_text(encoding="utf-8"))
-    values = {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    call = values[TABLE]
-    if not isinstance(call, ast.Call):
-        raise ValueError(f"{TABLE} is not an OrderedDict")
-    return frozenset(dict(ast.literal_eval(call.args[0])))
+    source = Path((spec and spec.origin) or "").with_name("models").joinpath(*MODULE).read_text(encoding="utf-8")
+    table = source.partition(f"\n{TABLE} = OrderedDict(")[2].partition("\n)")[0]
+    return frozenset(dict(ast.literal_eval(table.strip())))
 
 
 RULED_KINDS = ("llama", "qwen3")
