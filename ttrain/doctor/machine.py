@@ -224,8 +224,7 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
     from packaging.requirements import Requirement
 
     wrong, untested = [], []
-    requirements = [Requirement(line) for line in required]
-    for requirement in requirements:
+    for requirement in map(Requirement, required):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         have = _installed(requirement.name, installed)

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,13 @@ def routers(learner: Learner, rows: Rows, precision: Precision) -> Check | None:
         return None
     chosen: dict[str, tuple[Tensor, int]] = {}
 
-    def watch(name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
-            experts = max(tensor.shape[-1] for tensor in parts)
-            numbers = next((tensor for tensor in parts if not tensor.is_floating_point()), None)
-            chosen[name] = (parts[0].argmax(-1) if numbers is None else numbers, experts)
-
-        return note
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        numbers = next((tensor for tensor in parts if not tensor.is_floating_point()), parts[0].argmax(-1))
+        chosen[name] = numbers, max(tensor.shape[-1] for tensor in parts)
 
     for name, module in router_modules:
-        module.register_forward_hook(watch(name))
+        module.register_forward_hook(partial(note, name))
     task, model = learner.prepared(precision.device, subject.model)
     with precision.autocast():
         task.validation_step(model, select_rows(rows, LOSS_ROWS).whole, precision.device)
@@ -184,9 +181,8 @@ def _logits(learner: Learner, precision: Precision, inputs: Sequence[Array], seg
     return logits
 
 
-def _head(model: nn.Module) -> Any:
-    language_model: Any = model
-    return language_model.get_output_embeddings()
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
 
 
 def _different_id(ids: Any) -> Any:

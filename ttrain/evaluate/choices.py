@@ -75,7 +75,6 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
     separates models long before their accuracies differ. An item with a score that is not finite counts as wrong.
     """
-    assert isinstance(items.spec, ChoicesTask)
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
     rows, losses = [], []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}

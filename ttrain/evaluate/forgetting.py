@@ -18,6 +18,7 @@ from ttrain.evaluate.task_result import finite
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts
+Digests = Mapping[str, Collection[str]]  # of the records of each night or source
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def _shares(interval: Interval, of: float) -> str:
 
 def heldout_texts(
     records: Sequence[str],
-    nights: Mapping[str, Collection[str]],
-    sources: Mapping[str, Collection[str]],
+    nights: Digests,
+    sources: Digests,
     new: str = "",
 ) -> list[HeldoutText]:
     """The texts among the scored records, by night, the oldest first, and by source.
@@ -134,7 +135,7 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    kinds: dict[Literal["night", "source"], Mapping[str, Collection[str]]] = {"night": nights, "source": sources}
+    kinds: dict[Literal["night", "source"], Digests] = {"night": nights, "source": sources}
     for kind, members in kinds.items():
         rows = {
             name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()

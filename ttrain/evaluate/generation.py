@@ -87,7 +87,6 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
     of `stop` ended before `new_tokens`."""
     spec = items.spec
-    assert isinstance(spec, GenerationTask)
     if spec.chat and not subject.can_chat:
         raise UsageError(
             f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat template; set chat: false, "
@@ -105,10 +104,8 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
             "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
-    figures = [
-        mean(name, (row[key] for row in rows)) for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
-    ]
-    figures += cut_figure([row.get("cut", 0) for row in rows])
+    figures = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
+    figures += cut_figure([cut for _, cut in prompts])
     return items.result(subject.name, figures, rows)
 
 

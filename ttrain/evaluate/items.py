@@ -19,7 +19,7 @@ from ttrain.core.text import counted, first_of
 from ttrain.data import records
 from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Metric, TaskResult
+from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Groups, Metric, TaskResult
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class Items(Generic[T]):
     """The items of a task, the same for every model.
 
     task      its name in the suite
-    spec      its settings
+    spec      its settings, of the kind that the task's own module reads
     items     of the task's own type
     digests   of each item: two evaluations with equal digests used the same items
     left_out  rows that are not valid items
@@ -86,11 +86,11 @@ class Items(Generic[T]):
     """
 
     task: str
-    spec: Task
+    spec: Any
     items: tuple[T, ...]
     digests: tuple[str, ...]
     left_out: tuple[LeftOut, ...] = ()
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -194,7 +194,7 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[Groups, dict[str, str]]:
     """Group rows by the values of each key: ({"lang=zh": row numbers}, {unused key: reason}); rows without the key are in
     none of its groups.
 

@@ -122,7 +122,7 @@ def score_each(
     for cost, (number, window) in zip(nats.tolist(), numbered_windows, strict=True):
         totals[number] += cost
         counts[number] += int(arrays[number][1][window.first : window.end].sum())
-    return [Score(*pair) for pair in zip(totals, counts, strict=True)]
+    return list(map(Score, totals, counts))
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
@@ -191,7 +191,6 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
     """
     spec = items.spec
-    assert isinstance(spec, TextTask), "each kind of task has its own module"
     ids = subject.encoder.encode(items.items)
     begin_ids = beginning(subject)
     sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]

@@ -55,7 +55,6 @@ def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCal
 
     A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.
     """
-    assert isinstance(items.spec, PairsTask), "each kind of task has its own module"
     encoded = chats.encode(items, subject, conversations(items.items))
     errors = [next((side for side in sides if isinstance(side, str)), None) for sides in zip(*_sides(encoded), strict=True)]
     scores = perplexity.score_items(items.spec, subject, encoded, progress)

@@ -62,6 +62,9 @@ def mean(
     return Metric(name, sums, (1.0,) * len(sums), higher_is_better=higher, unit=unit, shown=shown)
 
 
+Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
+
+
 @dataclass(frozen=True)
 class TaskResult:
     """The result of one model on one task.
@@ -84,7 +87,7 @@ class TaskResult:
     figures: tuple[Metric, ...]
     rows: list[JsonObject] = field(default_factory=list)
     left_out: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

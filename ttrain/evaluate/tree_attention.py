@@ -11,8 +11,10 @@ Letters in names: B rows, T positions, U positions that predict, N targets, D wi
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -383,5 +385,4 @@ def _common(first: Ids, second: Ids) -> int:
     """Length of the common prefix of two rows of ids."""
     if first == second[: len(first)]:  # common with worked examples, and avoids the loop
         return len(first)
-    different = (at for at, (first_id, second_id) in enumerate(zip(first, second, strict=False)) if first_id != second_id)
-    return next(different, min(len(first), len(second)))
+    return sum(takewhile(bool, map(operator.eq, first, second)))

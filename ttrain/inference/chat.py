@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
@@ -19,12 +18,8 @@ from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
 OnText = Callable[[str], object]
-
-
-class ModelSelector(Protocol):
-    """Selects the model that answers a question; returns it and details for the reply."""
-
-    def __call__(self, question: str) -> tuple[LoadedModel, JsonObject]: ...
+Selected = tuple[LoadedModel, JsonObject]  # the model that answers a question, and details for the reply
+ModelSelector = Callable[[str], Selected]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
         encoder=loaded_model.encoder,
         device=loaded_model.device,
         begin_ids=loaded_model.begin_ids,
-        stop_ids=loaded_model.stop_ids,
         max_length=loaded_model.max_length,
         can_chat=loaded_model.can_chat,
         batch_tokens=most,

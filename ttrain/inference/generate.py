@@ -6,9 +6,11 @@ Letters in names: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -325,7 +327,7 @@ class KVCache:
         if not self._uses_cache:
             return None
         cache, self._cache = self._cache, None
-        same = _common(self._ids, prompt[:-1])
+        same = sum(takewhile(bool, map(operator.eq, self._ids, prompt[:-1])))  # ids at the beginning
         if cache is None or not same:
             cache, same = DynamicCache(config=self._config), 0
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
@@ -338,9 +340,3 @@ class KVCache:
         """Store the cache after an answer; `ids`: prompt and answer, the last of which may be missing in the cache."""
         self._cache = cache
         self._ids = list(ids[: cache.get_seq_length()]) if cache is not None else []
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
-    length = min(len(first), len(second))
-    return next((at for at in range(length) if first[at] != second[at]), length)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,10 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     selected: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
+        gaps = [point for point in stretch if not math.isfinite(point.value)]
         numbers = [point for point in stretch if math.isfinite(point.value)]
-        gap = next((point for point in stretch if not math.isfinite(point.value)), None)
-        chosen = (
-            {min(numbers, key=lambda point: point.value), max(numbers, key=lambda point: point.value)} if numbers else set()
-        )
-        selected += sorted(chosen | ({gap} if gap else set()), key=lambda point: point.step)
+        ends = {end(numbers, key=attrgetter("value")) for end in (min, max) if numbers}
+        selected += sorted({*ends, *gaps[:1]}, key=attrgetter("step"))
     return list(dict.fromkeys([points[0], *selected, points[-1]]))
 
 
@@ -209,20 +208,15 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
     colours = [f"var(--run{number})" for number in range(len(COLOURS))]
     frame = {"width": WIDTH, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}, "padding": 2}
     frame["config"] = _look("var(--faint)", "var(--grid)", 10.5)
-    specs = [
-        frame
-        | (
-            scatter_spec(chart, colours)
-            if isinstance(chart, Scatter)
-            else curves_spec(chart, axis, log=log, colours=colours)
-        )
-        for chart in charts
-    ]
-    if not specs:
+    if not charts:
         return []
+    specs = (
+        scatter_spec(chart, colours) if isinstance(chart, Scatter) else curves_spec(chart, axis, log=log, colours=colours)
+        for chart in charts
+    )
     process = subprocess.run(
         [sys.executable, "-P", "-c", DRAW],
-        input="\n".join(map(json.dumps, specs)),
+        input="\n".join(json.dumps(frame | spec) for spec in specs),
         capture_output=True,
         text=True,
         encoding="utf-8",
