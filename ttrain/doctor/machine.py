@@ -7,7 +7,7 @@ import ctypes
 import gc
 import shutil
 import threading
-import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,8 +28,8 @@ from ttrain.train.precision import DTYPES, Precision, has_bf16
 from ttrain.train.schedules import decay_start, steps_of
 
 GB = 1e9
-MATMUL = {"cpu": 512}  # rows of a matrix
-MATMUL_ELSEWHERE, TRIES = 4096, 20
+MATMUL, MATMUL_ELSEWHERE = 512, 4096  # rows of a matrix, on a CPU and elsewhere
+TRIES = 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
 SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
@@ -135,9 +135,8 @@ def disk(
     """Whether checkpoints, the model and `other_bytes` (shards still to be made) fit in what is free."""
     steps = steps_of(config, rows)[0]
     permanent = int(0 < decay_start(config.schedule, steps) < steps)
-    kept_checkpoints = (
-        runtime.keep_checkpoints + (steps // runtime.keep_every_steps if runtime.keep_every_steps else 0) + permanent
-    )
+    every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
+    kept_checkpoints = runtime.keep_checkpoints + every + permanent
     # 2: the best one, and the one being written
     most = min(kept_checkpoints + 2, steps // runtime.checkpoint_every_steps + permanent + 2)
     needed = most * footprint.checkpoint + footprint.weights + other_bytes
@@ -174,14 +173,9 @@ def chosen_precision(
 
 def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """The fastest of a few products of two matrices."""
-    rows = MATMUL.get(device.type, MATMUL_ELSEWHERE)
+    rows = MATMUL if device.type == "cpu" else MATMUL_ELSEWHERE
     matrix = torch.ones(rows, rows, dtype=dtype, device=device)
-    durations = []
-    for _ in range(TRIES):
-        began = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        durations.append(time.perf_counter() - began)
-    return min(durations)
+    return min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=TRIES))  # float waits for the device
 
 
 def native_kernels(computed_in: Precision) -> Check:

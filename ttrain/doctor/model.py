@@ -190,7 +190,9 @@ def _different_id(ids: Any) -> Any:
     return np.where(ids == 1, 0, 1)
 
 
-Step = tuple[float, dict[str, Tensor]]  # loss (of rank 0, NaN on others), and gradients by name
+Tensors = Mapping[str, Tensor]
+
+Step = tuple[float, Tensors]  # loss (of rank 0, NaN on others), and gradients by name
 
 Launch = Callable[[Learner, InMemoryRows], list[Step]]
 
@@ -305,7 +307,7 @@ def learn_batch(
     ).fit()  # fmt: skip
 
 
-def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+def distance(first: Tensors, second: Tensors) -> float:
     """Norm of the difference of two sets of tensors, relative to the first; infinite where names differ."""
     if {*first} != {*second}:
         return math.inf
@@ -314,7 +316,7 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
     return math.sqrt(squared_distance / size) if size else math.inf
 
 
-def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def same(first: Tensors, second: Tensors) -> bool:
     """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 

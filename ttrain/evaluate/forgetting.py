@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 from ttrain.config import Promotion
 from ttrain.data.tools import JsonObject
@@ -29,7 +28,7 @@ class HeldoutText:
     `members`: the texts that are judged as this one.
     """
 
-    kind: Literal["night", "source", "several", "metric"]
+    kind: str  # night, source, several or metric
     name: str
     rows: tuple[int, ...]
     new: bool = False
@@ -135,8 +134,7 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    kinds: dict[Literal["night", "source"], Digests] = {"night": nights, "source": sources}
-    for kind, members in kinds.items():
+    for kind, members in (("night", nights), ("source", sources)):
         rows = {
             name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
         }

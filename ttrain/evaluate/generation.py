@@ -404,9 +404,9 @@ def _of_han(text: str, *, spoken: bool = False) -> Fraction:
         divisor = Fraction(1) if below == "百" else _of_han(below)  # 百分之五十 as 50 %
         return sign * _of_han(above) / divisor if divisor else Fraction(0)
     whole, _, decimals = text.partition("点")
-    tail = Fraction(int("".join(str(DIGITS[han]) for han in decimals)), 10 ** len(decimals)) if decimals else Fraction(0)
+    tail = Fraction(_digits(decimals), 10 ** len(decimals))
     if not any(han in UNITS for han in whole):  # digit after digit, as years are read
-        return sign * (int("".join(str(DIGITS[han]) for han in whole) or 0) + tail)
+        return sign * (_digits(whole) + tail)
     total = section = digit = 0
     for han in whole:
         unit = UNITS.get(han, 0)
@@ -421,3 +421,8 @@ def _of_han(text: str, *, spoken: bool = False) -> Fraction:
     if spoken and len(whole) > 2 and whole[-2] in SPOKEN and not decimals:
         digit *= UNITS[whole[-2]] // 10
     return sign * (total + section + digit + tail)
+
+
+def _digits(text: str) -> int:
+    """Parse Chinese digits one after the other; none are 0."""
+    return int("".join(str(DIGITS[han]) for han in text) or 0)

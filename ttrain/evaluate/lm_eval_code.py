@@ -7,7 +7,7 @@ can run Python, too: the harness renders them in an environment that reaches eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def check(path: Path, setting: str) -> None:
         if len(visited) > MAX_FILES:
             raise DataError(f"{setting}: {path} reads more than {MAX_FILES} files; split it")
         try:
-            root, tree = _parsed(file)
+            tree = _parsed(file)
+        except _FunctionCall as call:
+            name, line = call.args
+            message = f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}"
+            raise UsageError(message) from None
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise DataError(f"{setting}: cannot read {file}: {' '.join(str(error).split())}") from None
-        calls = (node for node in _nested(root, _nodes_below) if node is not None and node.tag == FUNCTION)
-        if (call := next(calls, None)) is not None:
-            line, name = call.start_mark.line + 1, str(call.value)
-            raise UsageError(f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}")
         for metric in _metrics(tree):
             if not _is_metric_of_the_harness(metric):
                 script = metric["metric"]
@@ -65,12 +65,15 @@ def sandbox_templates() -> None:
         utils.env = sandboxed
 
 
-def _parsed(file: Path) -> tuple[yaml.Node | None, Any]:
-    """(the file's node tree with tags and lines, its contents with function names as strings)."""
+class _FunctionCall(Exception):
+    """A file names a function, which the harness would import: (name, line)."""
+
+
+def _parsed(file: Path) -> Any:
+    """The contents of a file. Raises _FunctionCall."""
     if file.stat().st_size > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    text = file.read_bytes().decode("utf-8-sig")
-    return yaml.compose(text, _Loader), yaml.load(text, _Loader)
+    return yaml.load(file.read_bytes().decode("utf-8-sig"), _Loader)
 
 
 class _Loader(yaml_text.Loader):
@@ -79,32 +82,26 @@ class _Loader(yaml_text.Loader):
     tags = yaml_text.PLAIN | {FUNCTION}
 
 
-_Loader.add_constructor(FUNCTION, lambda loader, node: str(node.value))
+def _refuse(loader: yaml.Loader, node: yaml.Node) -> None:
+    raise _FunctionCall(node.value, node.start_mark.line + 1)
 
 
-def _nested(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """Yield every node of a tree in order, each once, so that nested aliases do not multiply."""
-    pending, visited = [root], set[int]()
+_Loader.add_constructor(FUNCTION, _refuse)
+
+
+def _nested(tree: Any) -> Iterator[Any]:
+    """Yield every value in a tree, each once, so that nested aliases do not multiply."""
+    pending, visited = [tree], set[int]()
     while pending:
-        node = pending.pop()
-        if id(node) not in visited:
-            visited.add(id(node))
-            yield node
-            pending += reversed(list(children(node)))
-
-
-def _nodes_below(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [child for pair in node.value for child in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
-
-
-def _values_below(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        value = pending.pop()
+        if id(value) not in visited:
+            visited.add(id(value))
+            yield value
+            pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _metrics(tree: Any) -> Iterator[dict[str, Any]]:
-    for value in _nested(tree, _values_below):
+    for value in _nested(tree):
         listed = value.get("metric_list") if isinstance(value, dict) else None
         for metric in listed if isinstance(listed, list) else ():
             if isinstance(metric, dict) and "metric" in metric:

@@ -118,11 +118,10 @@ def score_each(
         model.train(was_training)
     if ranks is not None:  # a window has a number on one rank and zero on the others
         nats = np.array(ranks.sum(nats.tolist()))
-    totals, counts = [0.0] * len(arrays), [0] * len(arrays)
-    for cost, (number, window) in zip(nats.tolist(), numbered_windows, strict=True):
+    totals = [0.0] * len(arrays)
+    for cost, (number, _) in zip(nats.tolist(), numbered_windows, strict=True):
         totals[number] += cost
-        counts[number] += int(arrays[number][1][window.first : window.end].sum())
-    return list(map(Score, totals, counts))
+    return [Score(total, int(live[1:].sum())) for total, (_, live) in zip(totals, arrays, strict=True)]
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:

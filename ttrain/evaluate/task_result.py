@@ -17,6 +17,8 @@ LN2 = math.log(2)
 
 REFUSED = re.compile(r"[^\w.: -]")  # MLflow refuses these in metric names; a slash separates parts of the name
 
+Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -32,7 +34,7 @@ class Metric:
     higher_is_better: bool
     unit: str
     factor: float = 1.0
-    shown: Literal["exp"] | None = None
+    shown: Shown = None
 
     def __post_init__(self) -> None:
         assert len(self.sums) == len(self.sizes), f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes"
@@ -54,9 +56,7 @@ class Metric:
         return replace(self, sums=tuple(self.sums[n] for n in numbers), sizes=tuple(self.sizes[n] for n in numbers))
 
 
-def mean(
-    name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Literal["exp"] | None = None
-) -> Metric:
+def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
     """The metric that is the mean of one value of each item."""
     sums = tuple(map(float, values))
     return Metric(name, sums, (1.0,) * len(sums), higher_is_better=higher, unit=unit, shown=shown)
@@ -202,7 +202,7 @@ class RecordedSums(NamedTuple):
     sizes: tuple[float, ...]
     records: tuple[str, ...]  # digests
     higher_is_better: bool | None  # None: not recorded
-    shown: Literal["exp"] | None
+    shown: Shown
 
 
 def sums_of(directory: Path, metric: str) -> RecordedSums | None:
@@ -221,5 +221,4 @@ def sums_in(contents: JsonObject, metric: str) -> RecordedSums | None:
     if (rows := entry.get("rows")) is not None:
         costs, sizes, records = ([values[row] for row in rows] for values in (costs, sizes, records))
     sums = tuple(entry["factor"] * nats for nats in costs)
-    shown: Literal["exp"] | None = "exp" if entry.get("shown") == "exp" else None
-    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), shown)
+    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), entry.get("shown"))

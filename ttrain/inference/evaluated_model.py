@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.evaluated_model import EvaluatedModel
@@ -17,7 +17,10 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
 
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
         completions: list[tuple[list[int], bool]] = [([], False)] * len(prompts)
-        for numbers in _batches([len(prompt) for prompt in prompts], new_tokens, most):
+        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # so that there is little padding
+        for numbers in generating.grouped(
+            by_length, lambda batch, number: (len(batch) + 1) * (len(prompts[number]) + new_tokens) <= most
+        ):
             answers = generating.generate(
                 loaded_model, [prompts[number] for number in numbers], Sampling(max_tokens=new_tokens), numbers=numbers
             )
@@ -36,15 +39,3 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
         batch_tokens=most,
         generate=generate,
     )
-
-
-def _batches(lengths: Sequence[int], new_tokens: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Group prompt numbers into batches of similar length, so that there is little padding; at least one each."""
-    batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        if batch and (len(batch) + 1) * (lengths[number] + new_tokens) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -98,6 +98,18 @@ def generate(
         kv_cache.put(found_BT[0].tolist(), cache)
     seconds = time.monotonic() - began
     return [_completion(loaded_model, row, seconds) for row in found_BT[:, longest:].tolist()]
+
+
+def grouped(numbers: Iterable[int], fits: Callable[[list[int], int], bool]) -> Iterator[list[int]]:
+    """Split into batches, in order: a number that does not fit a batch begins the next one."""
+    batch: list[int] = []
+    for number in numbers:
+        if batch and not fits(batch, number):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def completion_text(encoder: Encoder, completion: Completion) -> str:

@@ -155,13 +155,11 @@ def parse_space(overrides: Sequence[Override]) -> Space:
 def with_values(overrides: Sequence[Override], space: Space, values: Values) -> list[Override]:
     """The overrides, with one value for each setting that varies, in place of its range."""
     last = {item.key: position for position, item in enumerate(overrides)}
-    placed_overrides: list[Override] = []
-    for position, item in enumerate(overrides):
-        if item.key not in space.dimensions:
-            placed_overrides.append(item)
-        elif position == last[item.key]:
-            placed_overrides.append(item._replace(value=values[item.key]))
-    return placed_overrides
+    return [
+        item._replace(value=values[item.key]) if item.key in space.dimensions else item
+        for position, item in enumerate(overrides)
+        if item.key not in space.dimensions or position == last[item.key]
+    ]
 
 
 def assignment(key: str, value: Any) -> str:
@@ -226,14 +224,12 @@ def _choice(arguments: Sequence[Any]) -> ValueList:
 
 
 def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
-    numbers = _numbers(arguments, 2, 2 if kind == "logint" else 3)
+    numbers = _numbers(arguments, 2 if kind == "logint" else 3)
     if any(number != int(number) for number in numbers):
         raise _InvalidArgumentsError("it takes whole numbers")
     if max(map(abs, numbers)) > LARGEST:
         raise _InvalidArgumentsError(f"a whole number is at most {LARGEST:,}")
     low, high, step = (*map(int, numbers), 1)[:3]
-    if low >= high:
-        raise _InvalidArgumentsError("the first number must be below the second")
     if step < 1:
         raise _InvalidArgumentsError("the step must be 1 or more")
     if kind == "logint" and low < 1:
@@ -242,9 +238,7 @@ def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
 
 
 def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
-    low, high, *count_arguments = _numbers(arguments, 2, 3)
-    if low >= high:
-        raise _InvalidArgumentsError("the first number must be below the second")
+    low, high, *count_arguments = _numbers(arguments, 3)
     if kind == "log" and low <= 0:
         raise _InvalidArgumentsError("a logarithm needs numbers above 0")
     interval = Interval(low, high, kind == "log")
@@ -257,9 +251,9 @@ def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
     return ValueList(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
 
 
-def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
-    """The arguments as finite numbers."""
-    if not fewest <= len(arguments) <= most:
+def _numbers(arguments: Sequence[Any], most: int) -> list[float]:
+    """The arguments as two or more finite numbers, the first of them below the second."""
+    if not 2 <= len(arguments) <= most:
         raise _InvalidArgumentsError(f"it has {counted(len(arguments), 'value')}, with commas between")
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
@@ -267,4 +261,6 @@ def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
         numbers = []
     if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
         raise _InvalidArgumentsError("it takes numbers")
+    if numbers[0] >= numbers[1]:
+        raise _InvalidArgumentsError("the first number must be below the second")
     return numbers
