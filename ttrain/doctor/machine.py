@@ -58,20 +58,17 @@ class Footprint:
 def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
     """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and extrapolated.
 
-    So the doctor itself does not run out of memory. A step before those loads what libraries load once.
+    So the doctor itself does not run out of memory.
     """
     subject = learner.build()
     sample = select_rows(rows, MEASURED_ROWS, positions=None)
     grown = {}
-    for number, count in enumerate((1, 1, MEASURED_ROWS)):
+    for count in (1, 1, MEASURED_ROWS):  # a step before those that count loads what libraries load once
         trainer = trainer_of(
             learner, subject, sample, ranks=Ranks(0, 1, precision.device), precision=precision,
             steps=1, rows_per_step=count, rows_per_device=count,
         )  # fmt: skip
-        with Peak(precision.device) as peak:
-            trainer.fit()
-        if number:
-            grown[count] = peak.bytes - peak.before
+        grown[count] = memory_growth(trainer.fit, precision.device)
     weights, gradients = _bytes(trainer.bare.state_dict().values()), _bytes(trainer.optimizers.parameters)
     optimizer = _bytes(trainer.optimizers.state().values())
     one_row = max(0, grown[1] - gradients - optimizer)
@@ -80,37 +77,30 @@ def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
     return Footprint(weights, gradients, optimizer, one_row + each_further * (rows_per_device - 1))
 
 
-class Peak:
-    """The most memory that this process has on a device while the block runs: torch's on CUDA, else resident memory."""
+def memory_growth(work: Callable[[], object], device: torch.device) -> int:
+    """By how many bytes this process grows at most on a device while `work` runs: torch's on CUDA, else resident ones."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    _give_back_freed()
+    process, ended = psutil.Process(), threading.Event()
+    before = peak = process.memory_info().rss
 
-    def __init__(self, device: torch.device) -> None:
-        self.before = self.bytes = 0
-        self._device, self._end = device, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(SAMPLING_SECONDS):
+            peak = max(peak, process.memory_info().rss)
 
-    def __enter__(self) -> Peak:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.before = torch.cuda.memory_allocated(self._device)
-        else:
-            _give_back_freed()
-            self.before = psutil.Process().memory_info().rss
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device)
-        else:
-            self._end.set()
-            self._thread.join()
-
-    def _watch(self) -> None:
-        process = psutil.Process()
-        while True:
-            self.bytes = max(self.bytes, process.memory_info().rss)
-            if self._end.wait(SAMPLING_SECONDS):
-                return
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        thread.join()
+    return int(max(peak, process.memory_info().rss) - before)
 
 
 def memory(footprint: Footprint, runtime: Runtime, device: torch.device, available: float) -> Check:

@@ -303,7 +303,7 @@ def learn_batch(
     schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
     trainer_of(
         learner, subject, rows, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
-        rows_per_step=len(rows), rows_per_device=len(rows), callbacks=[recorder], schedule=schedule,
+        rows_per_step=len(rows), rows_per_device=len(rows), callbacks=[recorder], changes={"schedule": schedule},
     ).fit()  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
     optim = learner.config.optim.model_copy(update={"clip": None})
     trainer = trainer_of(
         learner, subject, rows, ranks=ranks, precision=Precision("fp32", ranks.device), steps=1, rows_per_step=len(rows),
-        rows_per_device=rows_per_device, callbacks=[recorder], optim=optim,
+        rows_per_device=rows_per_device, callbacks=[recorder], changes={"optim": optim},
     )  # fmt: skip
     gradients: dict[str, Tensor] = {}
 

@@ -204,7 +204,7 @@ def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[Pas
 
 def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
-    costs = log_likelihoods(subject, passage_texts(items.items), progress)
+    costs = log_likelihoods(subject, [prompt[:2] for prompt in items.items], progress)
     figures = [
         mean("accuracy", (cost.greedy for cost in costs)),
         mean("perplexity", (cost.nats for cost in costs), "", higher=False, shown="exp"),
@@ -218,8 +218,3 @@ def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progres
         for (context, target, _), cost in zip(items.items, costs, strict=True)
     ]  # fmt: skip
     return items.result(subject.name, figures, rows)
-
-
-def passage_texts(items: Sequence[PassagePrompt]) -> list[tuple[str, str]]:
-    """(context, continuation) of every item."""
-    return [(prompt.context, prompt.continuation) for prompt in items]

@@ -60,7 +60,7 @@ class StrategyTrials:
     """Trials on a model: strategies that gave equal scores, with the longest row and context so far, and those that did
     not."""
 
-    passed: dict[ScoringStrategy, tuple[int, int]] = field(default_factory=dict)
+    passed: dict[ScoringStrategy, tuple[int, ...]] = field(default_factory=dict)
     failed: set[ScoringStrategy] = field(default_factory=set)
 
 
@@ -145,11 +145,11 @@ class Scorer:
             ]
             size = longest[0].tokens, len(longest[1].context)
             tested_size = trials.passed.get(strategy, (0, 0))
-            if size[0] <= tested_size[0] and size[1] <= tested_size[1]:
+            if all(map(operator.le, size, tested_size)):
                 return strategy
             reasons = [self._failure(strategy, row) for row in dict.fromkeys(longest if strategy.prefixes else longest[:1])]
             if not any(reasons):
-                trials.passed[strategy] = max(size[0], tested_size[0]), max(size[1], tested_size[1])
+                trials.passed[strategy] = tuple(map(max, size, tested_size))
                 return strategy
             trials.failed.add(strategy)
             log.info("%s cannot be scored %s: %s", self._subject.name, strategy, next(filter(None, reasons)))

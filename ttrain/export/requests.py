@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import orjson
@@ -231,19 +230,13 @@ RETRY_SECONDS = "1"
 
 
 @final
+@dataclass(eq=False)
 class ActiveRequest:
     """A request that is being answered: the length that it asks for, and whether its client still waits."""
 
-    def __init__(self) -> None:
-        self.max_tokens: tuple[str, int] | None = None  # (field, tokens); None: as many as there is room for
-        self._closed = threading.Event()  # read by the thread that computes
-        self._closing = asyncio.Event()
-        self._callbacks: list[Callable[[], object]] = []
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no client waits for the answer any more."""
-        return self._closed.is_set()
+    max_tokens: tuple[str, int] | None = None  # (field, tokens); None: as many as there is room for
+    is_closed: bool = False  # whether no client waits for the answer any more; read by the thread that computes
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call this, in the event loop, once no client waits for the answer; at once where that is so already."""
@@ -255,14 +248,9 @@ class ActiveRequest:
     def close(self) -> None:
         """Mark that no client waits for the answer any more: it is gone, or has the answer."""
         if not self.is_closed:
-            self._closed.set()
-            self._closing.set()
+            self.is_closed = True
             for callback in self._callbacks:
                 callback()
-
-    async def closed(self) -> None:
-        """Return once no client waits for the answer any more."""
-        await self._closing.wait()
 
 
 ACTIVE: ContextVar[ActiveRequest] = ContextVar("active_request")  # of the task that answers it
@@ -309,7 +297,7 @@ class LimitedRequests:
         self._active += 1
         try:
             if scope["path"] not in self.paths:
-                await self.app(scope, _Replay(body, receive), send)
+                await self.app(scope, _replay(body, receive), send)
             else:
                 await self._answer(scope, body, receive, send)
         finally:
@@ -349,34 +337,31 @@ class LimitedRequests:
             raise _Refused(429, text, (b"retry-after", RETRY_SECONDS.encode()), (b"connection", b"close"))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        request = ActiveRequest()
+        request, gone = ActiveRequest(), asyncio.Event()
+        request.on_close(gone.set)
         token = ACTIVE.set(request)
         watch = asyncio.create_task(_close_with_client(request, receive))
 
         async def disconnected() -> Message:
-            await request.closed()
+            await gone.wait()
             return {"type": "http.disconnect"}
 
         try:
-            await self.app(scope, _Replay(body, disconnected), send)
+            await self.app(scope, _replay(body, disconnected), send)
         finally:
             request.close()
             watch.cancel()
             ACTIVE.reset(token)
 
 
-@dataclass
-class _Replay:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """`receive` of a request whose body was read already."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    body: bytes | None
-    next_receive: Receive
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
 
-    async def __call__(self) -> Message:
-        if self.body is None:
-            return await self.next_receive()
-        body, self.body = self.body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return replayed
 
 
 async def _close_with_client(request: ActiveRequest, receive: Receive) -> None:

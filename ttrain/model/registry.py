@@ -78,12 +78,15 @@ def check_shape(model: Model, cache: DigestCache, memory: Path) -> None:
     libraries = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
     settings = model.model_dump(mode="json")
     record = memory / digest_of({"model": settings, "code": code_digests(BUILDER, cache), "libraries": libraries})
-    problem = _read_record(record)
+    problem: str | None = None
+    with contextlib.suppress(OSError, ValueError):
+        problem = record.read_text(encoding="utf-8")
     if problem is None:
-        problem = _build_elsewhere(settings)
-        if problem is None:
+        if (problem := _build_elsewhere(settings)) is None:
             return  # unknown; the stage itself will report it
-        _write(record, problem)
+        with contextlib.suppress(OSError):  # else the next plan takes some seconds longer
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(record, problem.encode("utf-8"))
     if problem:
         raise UsageError(problem)
 
@@ -104,20 +107,6 @@ def _build_elsewhere(settings: object) -> str | None:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return None
     return answer if isinstance(answer, str) else None
-
-
-def _read_record(record: Path) -> str | None:
-    try:
-        return record.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def _write(record: Path, problem: str) -> None:
-    """Cache the result; if that fails, the next plan takes some seconds longer."""
-    with contextlib.suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(record, problem.encode("utf-8"))
 
 
 def register_own() -> None:
