@@ -67,10 +67,11 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
     for name, harness_task in _load_tasks(spec, files, setting).items():
         documents += _documents(name, harness_task, spec, setting)
     documents = sampled(documents, spec.limit, spec.seed)
-    names: dict[str, list[int]] = defaultdict(list)
-    for number, document in enumerate(documents):
-        names[document.name].append(number)
-    groups = {f"task={name}": tuple(numbers) for name, numbers in names.items()} if len(names) > 1 else {}
+    names = dict.fromkeys(document.name for document in documents)
+    groups = {
+        f"task={name}": tuple(number for number, document in enumerate(documents) if document.name == name)
+        for name in (names if len(names) > 1 else ())
+    }
     identities = [
         [
             document.name,

@@ -28,15 +28,17 @@ from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.distributed import Ranks
 
-# Padded tokens of a forward pass: the default maximum, and how many are enough for full speed. On a CPU 512 tokens take as
-# long each as 2048 (S, rows of 512: 829 and 807 us).
-BATCH_TOKENS, ENOUGH_TOKENS = {"cpu": 4096}, {"cpu": 512}
-
-BATCH_TOKENS_ELSEWHERE, ENOUGH_TOKENS_ELSEWHERE = 32_768, 8192
-
-LEAST_FILL = 0.9  # of a row that is added to a batch of ENOUGH_TOKENS or more
+LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
 
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
+
+
+def batch_tokens_of(device: torch.device) -> tuple[int, int]:
+    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
+
+    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
+    """
+    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
 
 
 class Score(NamedTuple):
@@ -100,9 +102,8 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    most = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_ELSEWHERE)
-    enough = ENOUGH_TOKENS.get(device.type, ENOUGH_TOKENS_ELSEWHERE)
-    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
+    most, enough = batch_tokens_of(device)
+    batches = batch_slices([window.inputs for _, window in numbered_windows], batch_tokens or most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
     was_training = model.training

@@ -13,10 +13,10 @@ from ttrain.inference.sampling import Sampling
 
 def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = None) -> EvaluatedModel:
     """Adapt a loaded model for evaluation in batches of at most `batch_tokens`, padding included; None: by device."""
-    most = batch_tokens or perplexity.BATCH_TOKENS.get(loaded_model.device.type, perplexity.BATCH_TOKENS_ELSEWHERE)
+    most = batch_tokens or perplexity.batch_tokens_of(loaded_model.device)[0]
 
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
-        completions: list[tuple[list[int], bool]] = [([], False)] * len(prompts)
+        completions: dict[int, tuple[list[int], bool]] = {}
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # so that there is little padding
         for numbers in generating.grouped(
             by_length, lambda batch, number: (len(batch) + 1) * (len(prompts[number]) + new_tokens) <= most
@@ -24,9 +24,8 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
             answers = generating.generate(
                 loaded_model, [prompts[number] for number in numbers], Sampling(max_tokens=new_tokens), numbers=numbers
             )
-            for number, answer in zip(numbers, answers, strict=True):
-                completions[number] = (answer.ids, answer.ended)
-        return completions
+            completions |= {number: (answer.ids, answer.ended) for number, answer in zip(numbers, answers, strict=True)}
+        return [completions[number] for number in range(len(prompts))]
 
     return EvaluatedModel(
         name=loaded_model.name,

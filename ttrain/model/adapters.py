@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from ttrain.config import Lora
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
-from ttrain.model.factory import overwrite
+from ttrain.model.factory import Tensors, overwrite
 from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -51,10 +51,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         from ttrain.model import adapter_layers
 
         return adapter_layers.attach(model, config)
-    return _attach_low_rank(model, config)
-
-
-def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
     from peft import LoraConfig, TaskType, get_peft_model
 
     from ttrain.model.adapter_layers import FusedLinear
@@ -114,7 +110,7 @@ def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_state(model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
+def load_state(model: PeftModel, weights: Tensors) -> None:
     """Load an adapter's weights into the model. Raises ArtifactError if names or shapes differ."""
     overwrite(state(model), weights)
 

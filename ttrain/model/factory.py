@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from ttrain.model.architecture import build_config
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
@@ -107,7 +109,7 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def overwrite(own_tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
     """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
     both = [name for name in own_tensors if name in weights]
     wrong = [
@@ -158,9 +160,7 @@ def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and _writes(name.removesuffix(".weight").split("."))
+        if parameter.ndim >= 2
+        and (parts := name.removesuffix(".weight").split("."))[-1] in RESIDUAL
+        and ELSEWHERE.isdisjoint(parts)
     }
-
-
-def _writes(parts: Sequence[str]) -> bool:
-    return parts[-1] in RESIDUAL and ELSEWHERE.isdisjoint(parts)

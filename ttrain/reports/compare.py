@@ -143,14 +143,14 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
         for sample in comparison.samples:
             if sample.model == model:
                 samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
-    aside = [table(comparison.settings_aside)] if comparison.settings_aside else []
+    aside = comparison.settings_aside
     return [
         differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
         Section(FIGURES, figures),
         differing("Data", comparison.data, "The same files, the same rows."),
         Section("Samples", samples),
         differing("Code and machine", comparison.code, "The same code and libraries on the same kind of machine."),
-        Section("Settings that shape no result", aside),
+        Section("Settings that shape no result", [table(aside)] if aside else []),
     ]
 
 

@@ -29,20 +29,17 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the defaults, or not what `auto` makes of the others;
     also of settings that are texts."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    changed = {
-        name: (value, defaults.get(name, ABSENT))
-        for name, value in settings.items()
-        if name not in defaults or value not in (defaults[name], str(defaults[name]))
-    }
     automatic = {
         name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()
     }
-    others = {
-        name: (settings[name], value)
-        for name, value in automatic.items()
-        if name in settings and name not in changed and settings[name] not in (value, str(value))
-    }
-    return changed | others
+    changed: dict[str, tuple[Any, Any]] = {}
+    for usual in ({name: defaults.get(name, ABSENT) for name in settings}, automatic):
+        changed |= {
+            name: (settings[name], value)
+            for name, value in usual.items()
+            if name in settings and name not in changed and settings[name] not in (value, str(value))
+        }
+    return changed
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:

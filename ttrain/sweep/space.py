@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.config import yaml_text
 from ttrain.config.loading import Override
@@ -41,11 +41,7 @@ class Interval:
     low: float
     high: float
     log: bool = False
-
-    @property
-    def values(self) -> Sequence[Any] | None:
-        """All values where they can be counted, else None."""
-        return None
+    values: ClassVar[None] = None  # which cannot be counted
 
     @property
     def probes(self) -> tuple[Any, ...]:
