@@ -37,11 +37,7 @@ class HeldoutText:
     @property
     def label(self) -> str:
         """The text's name in messages and tables."""
-        return _label(self.kind, self.name)
-
-
-def _label(kind: str, name: str) -> str:
-    return f"source {name}" if kind == "source" else name
+        return f"source {self.name}" if self.kind == "source" else self.name
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class BestFigure:
 
 @dataclass(frozen=True)
 class TextFigure:
-    """The figures of challenger and champion on one held-out text, or in one metric.
+    """The figures of challenger and champion on one held-out text, by its label, or in one metric.
 
     `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
     of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
@@ -81,23 +77,18 @@ class TextFigure:
     best_champion: str | None = None
     least_loss: float | None = None
 
-    @property
-    def label(self) -> str:
-        """The text's name in messages and tables."""
-        return _label(self.kind, self.name)
-
     def to_json(self) -> JsonObject:
         """All fields as JSON; numbers that are not finite become null."""
-        return finite({**asdict(self), "name": self.label})
+        return finite(asdict(self))
 
     def describe(self) -> str:
         """The loss in a line, for a reason."""
         assert self.champion is not None, "a text is lost against a champion"
         if self.difference is None:
-            return f"{self.label}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
+            return f"{self.name}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
         interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
         return (
-            f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
+            f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
         )
 
     @property
@@ -214,7 +205,7 @@ def _figure(
 ) -> TextFigure:
     rule = Rule(settings.confidence, settings.resamples, settings.seed)
     ours = challenger.figure.restricted(text.rows)
-    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value, statistics.interval(ours, rule))
+    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value, statistics.interval(ours, rule))
     if champion is None:
         return alone
     theirs = champion.figure.restricted(text.rows)
@@ -284,7 +275,7 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
     """A row for each text, below HEADER."""
     return [
         (
-            figure.label,
+            figure.name,
             f"{figure.records:,}",
             _with_interval(figure.challenger, figure.challenger_interval),
             "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),

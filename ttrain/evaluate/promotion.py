@@ -152,7 +152,7 @@ def decide(
     """
     decision = _compared(challenger, champion, settings, baseline)
     lost = [figure for figure in texts if figure.lost]
-    decision = replace(decision, lost=tuple(figure.label for figure in lost))
+    decision = replace(decision, lost=tuple(figure.name for figure in lost))
     if not decision.promote or not (lost or unknown):
         return decision
     if lost:

@@ -46,15 +46,13 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
     keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
     """
-    torch.manual_seed(config.seed)
-    if config.kind == "prefix":
-        from ttrain.model import adapter_layers
-
-        return adapter_layers.attach(model, config)
     from peft import LoraConfig, TaskType, get_peft_model
 
-    from ttrain.model.adapter_layers import FusedLinear
+    from ttrain.model import adapter_layers
 
+    torch.manual_seed(config.seed)
+    if config.kind == "prefix":
+        return adapter_layers.attach(model, config)
     targets = find_targets(model, config.targets)
     _check_parameters(targets, config)
     settings = LoraConfig(
@@ -69,7 +67,7 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         bias="none",
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
-        settings._register_custom_module({torch.nn.Linear: FusedLinear})  # not written to adapter_config.json
+        settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})  # not written to adapter_config.json
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
         adapted = get_peft_model(model, settings)
