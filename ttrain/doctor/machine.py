@@ -144,13 +144,19 @@ def free_bytes(directory: Path) -> float:
     return float(shutil.disk_usage(existing_directory).free)
 
 
+def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """The fastest of a few products of two matrices."""
+    rows = MATMUL if device.type == "cpu" else MATMUL_ELSEWHERE
+    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
+    return min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=TRIES))  # float waits for the device
+
+
 def chosen_precision(
-    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] | None = None
+    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] = matmul_seconds
 ) -> Check:
     """The number format and device that were chosen, why, and how fast matrices are multiplied in it here."""
     device, word = precision.device, precision.word
-    took = seconds or matmul_seconds
-    speed = took(torch.float32, device) / took(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
+    speed = seconds(torch.float32, device) / seconds(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
     why = f"{requested} was asked for" if requested != "auto" else (
         "the chip has bf16" if word == "bf16" else "CUDA without bf16" if word == "fp16" else "no bf16 in the chip"
     )  # fmt: skip
@@ -159,13 +165,6 @@ def chosen_precision(
     return make_check(
         "precision", speed >= EMULATED, figure, f"set precision=auto or {best}: {word} is emulated on this {device}"
     )
-
-
-def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """The fastest of a few products of two matrices."""
-    rows = MATMUL if device.type == "cpu" else MATMUL_ELSEWHERE
-    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
-    return min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=TRIES))  # float waits for the device
 
 
 def native_kernels(computed_in: Precision) -> Check:
