@@ -91,7 +91,7 @@ def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
     judged = compared({**GAIN, **changes})
     assert not judged.decision.promote and judged.decision.lost == (lost,)
     assert f"it forgets {lost}: " in judged.decision.reason and "promotion.forgetting allows 3.0%" in judged.decision.reason
-    of_metrics = {figure.label: figure for figure in judged.texts if figure.kind == "metric"}
+    of_metrics = {figure.name: figure for figure in judged.texts if figure.kind == "metric"}
     assert set(of_metrics) == {"chat_loss_sft", "preference_accuracy/dpo", "domain_loss_lora"}
     assert of_metrics[lost].lost and of_metrics[lost].records == COUNT
     assert compared({**GAIN, **changes}, forgetting=None).decision.promote
@@ -131,7 +131,7 @@ def test_the_metric_that_decides_is_not_judged_twice_and_the_others_are(compared
     """As in a night without new documents, where the first model that differs decides."""
     judged = compared({"sft": 1.2, "lora": 2.0}, metric="chat_loss_sft")
     assert not judged.decision.promote and judged.decision.lost == ("domain_loss_lora",)
-    assert [figure.label for figure in judged.texts if figure.kind == "metric"] == [
+    assert [figure.name for figure in judged.texts if figure.kind == "metric"] == [
         "preference_accuracy/dpo",
         "domain_loss_lora",
     ]

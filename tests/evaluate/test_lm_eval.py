@@ -17,7 +17,7 @@ from support.tiny_models import speaker, write_model
 
 from ttrain.config.evaluate import ChoicesTask, HarnessTask
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import choices, lm_eval_code, lm_eval_tasks, run, suites
+from ttrain.evaluate import choices, lm_eval_tasks, run, suites
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
@@ -263,7 +263,7 @@ def test_a_group_counts_every_item_and_shows_each_task(
 def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:
     from lm_eval import utils
 
-    lm_eval_code.sandbox_templates()
+    lm_eval_tasks.sandbox_templates()
     touched = tmp_path / "touched"
     with pytest.raises(Exception, match=r"unsafe|undefined|access"):
         utils.apply_template(f"{{{{ cycler.__init__.__globals__.os.system('touch {touched}') }}}}", {})
@@ -277,7 +277,7 @@ def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
     with pytest.raises(DataError, match="it holds more than 25,000 values"):
-        lm_eval_code.check(tmp_path / "bomb.yaml", "tasks.theirs.task")
+        lm_eval_tasks.check_task_file(tmp_path / "bomb.yaml", "tasks.theirs.task")
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,15 +114,15 @@ def test_copies_of_an_item_are_said() -> None:
 def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
     rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
     by = ("lang", "langg", "id", "same")
-    found = groups(rows, by)
+    found, unused = groups(rows, by)
     assert set(found) == {"lang=a", "lang=b"}
-    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), groups=found)
+    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), (), found, unused)
     assert Results([], Rule(), [read]).notes() == [
         "poems: by names 'langg', which forms no groups: no item has it as a text or a whole number",
         "poems: by names 'id', which forms no groups: it has 30 values, more than 20",
         "poems: by names 'same', which forms no groups: it is the same for every item",
     ]
-    own = Items("prose", TextTask(), ("x",), ("d",), groups=groups([{}], ("source", "lang")))
+    own = Items("prose", TextTask(), ("x",), ("d",), (), *groups([{}], ("source", "lang")))
     assert Results([], Rule(), [own]).notes() == [], "nobody named them"
 
 

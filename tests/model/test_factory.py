@@ -39,7 +39,7 @@ def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path:
     weights |= {"model.router.weight": torch.zeros(2), "model.embed_tokens.weight": torch.zeros(VOCAB + 1, 16)}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     before = copies(factory.state(model))
-    for load in (lambda: factory.load(directory), lambda: factory.load_state(model, weights)):
+    for load in (lambda: factory.load(directory), lambda: factory.overwrite(factory.state(model), weights)):
         with pytest.raises(ArtifactError) as refused:
             load()
         for said in (

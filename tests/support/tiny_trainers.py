@@ -83,7 +83,7 @@ class Held:
         return factory.state(self.model)  # type: ignore[arg-type]
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        factory.load_state(self.model, weights)  # type: ignore[arg-type]
+        factory.overwrite(self.state(), weights)
 
 
 class WatchedOptimizers(Optimizers):

@@ -48,9 +48,13 @@ def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array, Array], st
     positions = targets = 0
     for number, ids, labels in records(rows):
         bad = np.flatnonzero((labels[:-1] != IGNORE) & (labels[:-1] != ids[1:]))
-        wrong = f"the target at position {bad[0]} is not the next token" if len(bad) else fault(ids, labels)
+        if len(bad):
+            target, following = (encoder.decode([int(token)]) for token in (labels[bad[0]], ids[bad[0] + 1]))
+            wrong = f"the target at position {bad[0]} is not the next token: {target!r} where {following!r} follows"
+        else:
+            wrong = fault(ids, labels)
         if wrong:
-            return Check(LABELS, False, _decoded(f"row {number}: {wrong}", ids, labels, encoder), FIX)
+            return Check(LABELS, False, f"row {number}: {wrong}", FIX)
         positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
     shown = min(MOST_ROWS, len(rows))
     share = f"{targets} of {positions} tokens in {shown} rows are learnt, each the next one"
@@ -101,15 +105,6 @@ def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
         batch = rows.batch([number * len(rows) // min(MOST_ROWS, len(rows))])
         for start, end in batch.spans(0):
             yield number, batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
-
-
-def _decoded(figure: str, ids: Array, labels: Array, encoder: Encoder) -> str:
-    """The figure, with the text of the tokens at the first position whose target is another token than the next one."""
-    bad = np.flatnonzero(labels[:-1] != ids[1:])
-    if not len(bad) or labels[bad[0]] == IGNORE:
-        return figure
-    target, following = (encoder.decode([int(number)]) for number in (labels[bad[0]], ids[bad[0] + 1]))
-    return f"{figure}: {target!r} where {following!r} follows"
 
 
 def _word(ids: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import shutil
 import threading
-import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,8 +28,8 @@ from ttrain.train.precision import DTYPES, Precision, has_bf16
 from ttrain.train.schedules import decay_start, steps_of
 
 GB = 1e9
-MATMUL = {"cpu": 512}  # rows of a matrix
-MATMUL_ELSEWHERE, TRIES = 4096, 20
+MATMUL, MATMUL_ELSEWHERE = 512, 4096  # rows of a matrix, on a CPU and elsewhere
+TRIES = 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
 SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
@@ -58,20 +58,17 @@ class Footprint:
 def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
     """The sizes of the tensors, and the memory that a step takes: measured with one row and with three, and extrapolated.
 
-    So the doctor itself does not run out of memory. A step before those loads what libraries load once.
+    So the doctor itself does not run out of memory.
     """
     subject = learner.build()
     sample = select_rows(rows, MEASURED_ROWS, positions=None)
     grown = {}
-    for number, count in enumerate((1, 1, MEASURED_ROWS)):
+    for count in (1, 1, MEASURED_ROWS):  # a step before those that count loads what libraries load once
         trainer = trainer_of(
             learner, subject, sample, ranks=Ranks(0, 1, precision.device), precision=precision,
             steps=1, rows_per_step=count, rows_per_device=count,
         )  # fmt: skip
-        with Peak(precision.device) as peak:
-            trainer.fit()
-        if number:
-            grown[count] = peak.bytes - peak.before
+        grown[count] = memory_growth(trainer.fit, precision.device)
     weights, gradients = _bytes(trainer.bare.state_dict().values()), _bytes(trainer.optimizers.parameters)
     optimizer = _bytes(trainer.optimizers.state().values())
     one_row = max(0, grown[1] - gradients - optimizer)
@@ -80,37 +77,30 @@ def measure(learner: Learner, rows: Rows, precision: Precision) -> Footprint:
     return Footprint(weights, gradients, optimizer, one_row + each_further * (rows_per_device - 1))
 
 
-class Peak:
-    """The most memory that this process has on a device while the block runs: torch's on CUDA, else resident memory."""
+def memory_growth(work: Callable[[], object], device: torch.device) -> int:
+    """By how many bytes this process grows at most on a device while `work` runs: torch's on CUDA, else resident ones."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    _give_back_freed()
+    process, ended = psutil.Process(), threading.Event()
+    before = peak = process.memory_info().rss
 
-    def __init__(self, device: torch.device) -> None:
-        self.before = self.bytes = 0
-        self._device, self._end = device, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(SAMPLING_SECONDS):
+            peak = max(peak, process.memory_info().rss)
 
-    def __enter__(self) -> Peak:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.before = torch.cuda.memory_allocated(self._device)
-        else:
-            _give_back_freed()
-            self.before = psutil.Process().memory_info().rss
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device)
-        else:
-            self._end.set()
-            self._thread.join()
-
-    def _watch(self) -> None:
-        process = psutil.Process()
-        while True:
-            self.bytes = max(self.bytes, process.memory_info().rss)
-            if self._end.wait(SAMPLING_SECONDS):
-                return
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        thread.join()
+    return int(max(peak, process.memory_info().rss) - before)
 
 
 def memory(footprint: Footprint, runtime: Runtime, device: torch.device, available: float) -> Check:
@@ -135,9 +125,8 @@ def disk(
     """Whether checkpoints, the model and `other_bytes` (shards still to be made) fit in what is free."""
     steps = steps_of(config, rows)[0]
     permanent = int(0 < decay_start(config.schedule, steps) < steps)
-    kept_checkpoints = (
-        runtime.keep_checkpoints + (steps // runtime.keep_every_steps if runtime.keep_every_steps else 0) + permanent
-    )
+    every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
+    kept_checkpoints = runtime.keep_checkpoints + every + permanent
     # 2: the best one, and the one being written
     most = min(kept_checkpoints + 2, steps // runtime.checkpoint_every_steps + permanent + 2)
     needed = most * footprint.checkpoint + footprint.weights + other_bytes
@@ -155,13 +144,19 @@ def free_bytes(directory: Path) -> float:
     return float(shutil.disk_usage(existing_directory).free)
 
 
+def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """The fastest of a few products of two matrices."""
+    rows = MATMUL if device.type == "cpu" else MATMUL_ELSEWHERE
+    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
+    return min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=TRIES))  # float waits for the device
+
+
 def chosen_precision(
-    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] | None = None
+    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] = matmul_seconds
 ) -> Check:
     """The number format and device that were chosen, why, and how fast matrices are multiplied in it here."""
     device, word = precision.device, precision.word
-    took = seconds or matmul_seconds
-    speed = took(torch.float32, device) / took(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
+    speed = seconds(torch.float32, device) / seconds(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
     why = f"{requested} was asked for" if requested != "auto" else (
         "the chip has bf16" if word == "bf16" else "CUDA without bf16" if word == "fp16" else "no bf16 in the chip"
     )  # fmt: skip
@@ -170,18 +165,6 @@ def chosen_precision(
     return make_check(
         "precision", speed >= EMULATED, figure, f"set precision=auto or {best}: {word} is emulated on this {device}"
     )
-
-
-def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """The fastest of a few products of two matrices."""
-    rows = MATMUL.get(device.type, MATMUL_ELSEWHERE)
-    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
-    durations = []
-    for _ in range(TRIES):
-        began = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        durations.append(time.perf_counter() - began)
-    return min(durations)
 
 
 def native_kernels(computed_in: Precision) -> Check:
@@ -224,8 +207,7 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
     from packaging.requirements import Requirement
 
     wrong, untested = [], []
-    requirements = [Requirement(line) for line in required]
-    for requirement in requirements:
+    for requirement in map(Requirement, required):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         have = _installed(requirement.name, installed)

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,13 @@ def routers(learner: Learner, rows: Rows, precision: Precision) -> Check | None:
         return None
     chosen: dict[str, tuple[Tensor, int]] = {}
 
-    def watch(name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
-            experts = max(tensor.shape[-1] for tensor in parts)
-            numbers = next((tensor for tensor in parts if not tensor.is_floating_point()), None)
-            chosen[name] = (parts[0].argmax(-1) if numbers is None else numbers, experts)
-
-        return note
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        numbers = next((tensor for tensor in parts if not tensor.is_floating_point()), parts[0].argmax(-1))
+        chosen[name] = numbers, max(tensor.shape[-1] for tensor in parts)
 
     for name, module in router_modules:
-        module.register_forward_hook(watch(name))
+        module.register_forward_hook(partial(note, name))
     task, model = learner.prepared(precision.device, subject.model)
     with precision.autocast():
         task.validation_step(model, select_rows(rows, LOSS_ROWS).whole, precision.device)
@@ -184,9 +181,8 @@ def _logits(learner: Learner, precision: Precision, inputs: Sequence[Array], seg
     return logits
 
 
-def _head(model: nn.Module) -> Any:
-    language_model: Any = model
-    return language_model.get_output_embeddings()
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
 
 
 def _different_id(ids: Any) -> Any:
@@ -194,7 +190,9 @@ def _different_id(ids: Any) -> Any:
     return np.where(ids == 1, 0, 1)
 
 
-Step = tuple[float, dict[str, Tensor]]  # loss (of rank 0, NaN on others), and gradients by name
+Tensors = Mapping[str, Tensor]
+
+Step = tuple[float, Tensors]  # loss (of rank 0, NaN on others), and gradients by name
 
 Launch = Callable[[Learner, InMemoryRows], list[Step]]
 
@@ -305,11 +303,11 @@ def learn_batch(
     schedule = learner.config.schedule.model_copy(update={"kind": "constant", "warmup_steps": 0, "hold_steps": 0})
     trainer_of(
         learner, subject, rows, ranks=Ranks(0, 1, precision.device), precision=precision, steps=LEARNT_STEPS,
-        rows_per_step=len(rows), rows_per_device=len(rows), callbacks=[recorder], schedule=schedule,
+        rows_per_step=len(rows), rows_per_device=len(rows), callbacks=[recorder], changes={"schedule": schedule},
     ).fit()  # fmt: skip
 
 
-def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+def distance(first: Tensors, second: Tensors) -> float:
     """Norm of the difference of two sets of tensors, relative to the first; infinite where names differ."""
     if {*first} != {*second}:
         return math.inf
@@ -318,7 +316,7 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
     return math.sqrt(squared_distance / size) if size else math.inf
 
 
-def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def same(first: Tensors, second: Tensors) -> bool:
     """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -330,7 +328,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
     optim = learner.config.optim.model_copy(update={"clip": None})
     trainer = trainer_of(
         learner, subject, rows, ranks=ranks, precision=Precision("fp32", ranks.device), steps=1, rows_per_step=len(rows),
-        rows_per_device=rows_per_device, callbacks=[recorder], optim=optim,
+        rows_per_device=rows_per_device, callbacks=[recorder], changes={"optim": optim},
     )  # fmt: skip
     gradients: dict[str, Tensor] = {}
 

@@ -5,8 +5,9 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,6 @@ from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.errors import TTrainError, UsageError
 from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
-from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.task import TrainingTask
@@ -148,13 +148,12 @@ def trainer_of(
     rows_per_step: int,
     rows_per_device: int,
     steps: int,
-    callbacks: Sequence[Callback] = (),
-    checkpoints: Checkpoints | None = None,
     save_every: int = NEVER,
-    start: Snapshot | None = None,
-    **changes: Any,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **parts: Any,
 ) -> Trainer:
-    """The stage's trainer for `steps` steps of these rows; `changes` are other settings of the stage."""
+    """The stage's trainer for `steps` steps of these rows. `changes`: other settings of the stage; `parts`: callbacks and
+    other arguments of the trainer."""
     changed = {
         "tokens": steps * rows_per_step * rows.row_length,
         "epochs": None,
@@ -172,11 +171,9 @@ def trainer_of(
         ranks=ranks,
         precision=precision,
         weights=subject,
-        checkpoints=checkpoints,
-        callbacks=callbacks,
         cadence=Cadence(log=NEVER, checkpoint=save_every),
         options=TrainerOptions(False, learner.runtime.parallel, learner.runtime.reduction),
-        start=start,
+        **parts,
     )
 
 

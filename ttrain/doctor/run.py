@@ -147,8 +147,7 @@ class Doctor:
         if kind is not None and sample is not None:
             checks |= kind.checks(learner, sample, computed_in)
         for name, examine in checks.items():
-            check = run_check(name, examine)
-            if check is not None:
+            if (check := run_check(name, examine)) is not None:
                 yield check
 
 
@@ -160,10 +159,8 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def subject(stage: str, config: Section, inputs: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
-    prepared: training.TrainableModel = import_module(STAGES[stage].module).prepare(
-        config, inputs, Encoder(inputs["tokenizer"], fast=False)
-    )
-    return prepared
+    prepare: Callable[..., training.TrainableModel] = import_module(STAGES[stage].module).prepare
+    return prepare(config, inputs, Encoder(inputs["tokenizer"], fast=False))
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8  # of a data set; the first of each of so many files
@@ -195,8 +192,7 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     if stage not in settings.trainings:
         raise no_stage(stage, settings.trainings, settings)
     sample_shards = directory / "sample"
-    source_artifact = artifacts.get("source")
-    sampling = _Sample(settings, source_artifact.path if source_artifact else None, directory)
+    sampling = _Sample(settings, artifacts["source"].path if "source" in artifacts else None, directory)
     tokenizer_path = artifacts["tokenizer"].path if "tokenizer" in artifacts else sampling.tokenizer()
     shards_stage = SHARDS[TRAINING_STAGES[stage].dataset]
     stored_shards = artifacts.get(shards_stage.name)
@@ -230,13 +226,12 @@ class _Sample:
     def tokenizer(self) -> Path:
         """Train a tokenizer on the sample, or take the existing one."""
         roles = data_files(TOKENIZER, self.settings)
-        texts = self.directory / "texts.jsonl"
-        if is_measured := self.settings.reads("tokenizer"):
+        texts, output, read = self.directory / "texts.jsonl", self.directory / "tokenizer", list[str]()
+        if self.settings.reads("tokenizer"):
             self._copy(TOKENIZER, [file.location for file in roles.get(TRAIN, ())], texts, TRAIN)
-        output = self.directory / "tokenizer"
+            read = [str(texts)]
         reading = self.settings.reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         existing = [Path(file.location) for file in roles.get(EXISTING, ())]
-        read = [str(texts)] if is_measured else []
         tokenizer.train_directory(read, output, self.settings.tokenizer, reading, existing_files=existing)
         return output
 

@@ -3,14 +3,14 @@ other models, and the best of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES
 from ttrain.evaluate import forgetting, promotion
-from ttrain.evaluate.forgetting import BestFigure, TextFigure
+from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
 from ttrain.evaluate.promotion import Decision
 from ttrain.evaluate.scores import Evaluation
 
@@ -30,7 +30,7 @@ def judge(
     challenger: Evaluation,
     champion: Evaluation | None,
     rules: Promotion,
-    nights: Mapping[str, Collection[str]],
+    nights: Digests,
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> Judged:

@@ -46,18 +46,16 @@ def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallb
     Raises UsageError for a model without a chat template.
     """
     spec = items.spec
-    assert isinstance(spec, ChatsTask), "each kind of task has its own module"
     encoded = encode(items, subject, items.items)
     whole = bool(spec.new_tokens and spec.answers)  # the loss is half of the work then
     scores = perplexity.score_items(spec, subject, encoded, _part(progress, 0, whole))
     figures = perplexity.loss_figures(scores)
-    rows: list[JsonObject] = [{"nats": score.nats, "tokens": score.tokens} for score in scores]
-    for row, encoding in zip(rows, encoded, strict=True):
-        row |= {"refused": encoding} if isinstance(encoding, str) else {}
+    rows: list[JsonObject] = [score._asdict() for score in scores]
+    chats = list(items.items)
+    for number, encoding in enumerate(encoded):
+        if isinstance(encoding, str):
+            rows[number]["refused"], chats[number] = encoding, ()
     if whole:
-        chats = [
-            () if isinstance(encoding, str) else messages for messages, encoding in zip(items.items, encoded, strict=True)
-        ]
         answers_by_chat = ask(chats, subject, spec.answers, spec.new_tokens, _part(progress, 1, whole))
         figures += answer_metrics(answers_by_chat)
         for row, turns in zip(rows, answers_by_chat, strict=True):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
@@ -43,7 +44,7 @@ class ChoicePrompt:
     continuations: tuple[str, ...]
 
 
-def parse_choice(record: dict[str, Any]) -> ChoiceQuestion:
+def parse_choice(record: JsonObject) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -74,7 +75,6 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
     separates models long before their accuracies differ. An item with a score that is not finite counts as wrong.
     """
-    assert isinstance(items.spec, ChoicesTask)
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
     rows, losses = [], []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
@@ -184,7 +184,7 @@ class PassagePrompt(NamedTuple):
     passage: Passage
 
 
-def parse_passage(record: dict[str, Any]) -> Passage:
+def parse_passage(record: JsonObject) -> Passage:
     """Parse a row. Raises BadRow if its context or target is missing or empty."""
     context, target = prompts.text(record, "context"), prompts.text(record, "target")
     return Passage(context, prompts.separator(context, target) + target)
@@ -204,7 +204,7 @@ def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[Pas
 
 def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
-    costs = log_likelihoods(subject, passage_texts(items.items), progress)
+    costs = log_likelihoods(subject, [prompt[:2] for prompt in items.items], progress)
     figures = [
         mean("accuracy", (cost.greedy for cost in costs)),
         mean("perplexity", (cost.nats for cost in costs), "", higher=False, shown="exp"),
@@ -218,8 +218,3 @@ def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progres
         for (context, target, _), cost in zip(items.items, costs, strict=True)
     ]  # fmt: skip
     return items.result(subject.name, figures, rows)
-
-
-def passage_texts(items: Sequence[PassagePrompt]) -> list[tuple[str, str]]:
-    """(context, continuation) of every item."""
-    return [(prompt.context, prompt.continuation) for prompt in items]

@@ -23,7 +23,6 @@ class EvaluatedModel:
     encoder       its tokenizer
     device        the device of its inputs
     begin_ids     tokens before a text to continue
-    stop_ids      tokens that end an answer
     max_length    positions the model accepts; None where it has no limit
     can_chat      whether its tokenizer has a chat template whose tokens the model knows
     batch_tokens  padded tokens of a forward pass, which bound the memory; no score may depend on it
@@ -36,7 +35,6 @@ class EvaluatedModel:
     encoder: Encoder
     device: torch.device
     begin_ids: tuple[int, ...]
-    stop_ids: tuple[int, ...]
     max_length: int | None
     can_chat: bool
     batch_tokens: int

@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
 
 from ttrain.config import Promotion
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import statistics
 from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.statistics import Interval, Rule
@@ -17,6 +17,7 @@ from ttrain.evaluate.task_result import finite
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts
+Digests = Mapping[str, Collection[str]]  # of the records of each night or source
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class HeldoutText:
     `members`: the texts that are judged as this one.
     """
 
-    kind: Literal["night", "source", "several", "metric"]
+    kind: str  # night, source, several or metric
     name: str
     rows: tuple[int, ...]
     new: bool = False
@@ -36,11 +37,7 @@ class HeldoutText:
     @property
     def label(self) -> str:
         """The text's name in messages and tables."""
-        return _label(self.kind, self.name)
-
-
-def _label(kind: str, name: str) -> str:
-    return f"source {name}" if kind == "source" else name
+        return f"source {self.name}" if self.kind == "source" else self.name
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class BestFigure:
 
 @dataclass(frozen=True)
 class TextFigure:
-    """The figures of challenger and champion on one held-out text, or in one metric.
+    """The figures of challenger and champion on one held-out text, by its label, or in one metric.
 
     `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
     of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
@@ -80,23 +77,18 @@ class TextFigure:
     best_champion: str | None = None
     least_loss: float | None = None
 
-    @property
-    def label(self) -> str:
-        """The text's name in messages and tables."""
-        return _label(self.kind, self.name)
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All fields as JSON; numbers that are not finite become null."""
-        return finite({**asdict(self), "name": self.label})
+        return finite(asdict(self))
 
     def describe(self) -> str:
         """The loss in a line, for a reason."""
         assert self.champion is not None, "a text is lost against a champion"
         if self.difference is None:
-            return f"{self.label}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
+            return f"{self.name}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
         interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
         return (
-            f"{self.label}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
+            f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
         )
 
     @property
@@ -122,8 +114,8 @@ def _shares(interval: Interval, of: float) -> str:
 
 def heldout_texts(
     records: Sequence[str],
-    nights: Mapping[str, Collection[str]],
-    sources: Mapping[str, Collection[str]],
+    nights: Digests,
+    sources: Digests,
     new: str = "",
 ) -> list[HeldoutText]:
     """The texts among the scored records, by night, the oldest first, and by source.
@@ -133,8 +125,7 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    kinds: dict[Literal["night", "source"], Mapping[str, Collection[str]]] = {"night": nights, "source": sources}
-    for kind, members in kinds.items():
+    for kind, members in (("night", nights), ("source", sources)):
         rows = {
             name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
         }
@@ -214,7 +205,7 @@ def _figure(
 ) -> TextFigure:
     rule = Rule(settings.confidence, settings.resamples, settings.seed)
     ours = challenger.figure.restricted(text.rows)
-    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value, statistics.interval(ours, rule))
+    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value, statistics.interval(ours, rule))
     if champion is None:
         return alone
     theirs = champion.figure.restricted(text.rows)
@@ -284,7 +275,7 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
     """A row for each text, below HEADER."""
     return [
         (
-            figure.label,
+            figure.name,
             f"{figure.records:,}",
             _with_interval(figure.challenger, figure.challenger_interval),
             "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),

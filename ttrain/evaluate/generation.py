@@ -87,7 +87,6 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
     of `stop` ended before `new_tokens`."""
     spec = items.spec
-    assert isinstance(spec, GenerationTask)
     if spec.chat and not subject.can_chat:
         raise UsageError(
             f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat template; set chat: false, "
@@ -105,10 +104,8 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
             "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
-    figures = [
-        mean(name, (row[key] for row in rows)) for name, key in ((f"accuracy_{spec.match}", "right"), ("ended", "ended"))
-    ]
-    figures += cut_figure([row.get("cut", 0) for row in rows])
+    figures = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
+    figures += cut_figure([cut for _, cut in prompts])
     return items.result(subject.name, figures, rows)
 
 
@@ -407,9 +404,9 @@ def _of_han(text: str, *, spoken: bool = False) -> Fraction:
         divisor = Fraction(1) if below == "百" else _of_han(below)  # 百分之五十 as 50 %
         return sign * _of_han(above) / divisor if divisor else Fraction(0)
     whole, _, decimals = text.partition("点")
-    tail = Fraction(int("".join(str(DIGITS[han]) for han in decimals)), 10 ** len(decimals)) if decimals else Fraction(0)
+    tail = Fraction(_digits(decimals), 10 ** len(decimals))
     if not any(han in UNITS for han in whole):  # digit after digit, as years are read
-        return sign * (int("".join(str(DIGITS[han]) for han in whole) or 0) + tail)
+        return sign * (_digits(whole) + tail)
     total = section = digit = 0
     for han in whole:
         unit = UNITS.get(han, 0)
@@ -424,3 +421,8 @@ def _of_han(text: str, *, spoken: bool = False) -> Fraction:
     if spoken and len(whole) > 2 and whole[-2] in SPOKEN and not decimals:
         digit *= UNITS[whole[-2]] // 10
     return sign * (total + section + digit + tail)
+
+
+def _digits(text: str) -> int:
+    """Parse Chinese digits one after the other; none are 0."""
+    return int("".join(str(DIGITS[han]) for han in text) or 0)

@@ -15,11 +15,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task
 from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
-from ttrain.core.text import counted
+from ttrain.core.text import counted, first_of
 from ttrain.data import records
 from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Metric, TaskResult
+from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Groups, Metric, TaskResult
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class LeftOut(NamedTuple):
 
     @property
     def location(self) -> str:
-        """Where the row is, for messages."""
-        return self.file if self.line is None else f"{self.file}:{self.line}"
+        """Where a row of a file is, for messages."""
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -72,34 +72,26 @@ class SuiteFiles:
         return self.options[task] if name == "file" else f"--{name.replace('_', '-')}"
 
 
-class Groups(dict[str, tuple[int, ...]]):
-    """Row numbers by group, such as "lang=zh". `unused`: keys that form no groups, with the reason."""
-
-    unused: dict[str, str]
-
-    def __init__(self, numbers_by_group: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]) -> None:
-        super().__init__(numbers_by_group)
-        self.unused = dict(unused)
-
-
 @dataclass(frozen=True, eq=False)
 class Items(Generic[T]):
     """The items of a task, the same for every model.
 
     task      its name in the suite
-    spec      its settings
+    spec      its settings, of the kind that the task's own module reads
     items     of the task's own type
     digests   of each item: two evaluations with equal digests used the same items
     left_out  rows that are not valid items
     groups    "lang=zh" -> numbers of the items that belong to it
+    unused    keys of `by` that form no groups, with the reason
     """
 
     task: str
-    spec: Task
+    spec: Any
     items: tuple[T, ...]
     digests: tuple[str, ...]
     left_out: tuple[LeftOut, ...] = ()
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
+    unused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -177,7 +169,7 @@ def read_texts(
     rows = within(sampled(rows, spec.limit, spec.seed))
     values = tuple(value for value, _ in rows)
     by_label = groups([row for _, row in rows], spec.by)
-    return Items(task, spec, values, digests(list(map(identity, values))), tuple(left_out), by_label)
+    return Items(task, spec, values, digests(map(identity, values)), tuple(left_out), *by_label)
 
 
 def heldout_part(task: Task) -> str | None:
@@ -190,7 +182,7 @@ def comparable(records: Iterable[JsonObject]) -> list[JsonObject]:
     return [record for record in records if "completion" not in record]
 
 
-def digests(values: Sequence[object]) -> tuple[str, ...]:
+def digests(values: Iterable[object]) -> tuple[str, ...]:
     """Digest of each item, from JSON with everything that the model gets and is judged by."""
     return tuple(digest_of(value)[:DIGEST_CHARACTERS] for value in values)
 
@@ -202,8 +194,9 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
-    """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[Groups, dict[str, str]]:
+    """Group rows by the values of each key: ({"lang=zh": row numbers}, {unused key: reason}); rows without the key are in
+    none of its groups.
 
     A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
     row forms no groups and is listed as unused.
@@ -223,7 +216,7 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
             unused[key] = "it is the same for every item"
         else:
             numbers_by_group |= {name: tuple(numbers) for name, numbers in of_key.items()}
-    return Groups(dict(sorted(numbers_by_group.items())), unused)
+    return dict(sorted(numbers_by_group.items())), unused
 
 
 SHOWN_PLACES = 3  # of each reason
@@ -263,20 +256,19 @@ def _copies(items: Items[Any]) -> Iterator[str]:
 def _unused(items: Items[Any]) -> Iterator[str]:
     """Report keys of the suite that form no groups; a task's default keys may be missing."""
     default_keys = type(items.spec).model_fields["by"].default
-    for key, why in items.groups.unused.items() if isinstance(items.groups, Groups) else ():
+    for key, why in items.unused.items():
         if key not in default_keys:
             yield f"by names '{key}', which forms no groups: {why}"
 
 
 def _locations(rows: Sequence[LeftOut]) -> str:
     """Format as "a.jsonl:3, 7, b.jsonl:1 and 12 more"."""
-    shown: list[str] = []
-    previous = ""
-    for file, line, _ in rows[:SHOWN_PLACES]:
-        shown.append(f"{line}" if file == previous else file if line is None else f"{Path(file).name}:{line}")
-        previous = file
-    unshown = len(rows) - len(shown)
-    return ", ".join(shown) + (f" and {unshown:,} more" if unshown else "")
+    files = ["", *(row.file for row in rows)]
+    places = [
+        f"{row.line}" if row.file == previous else f"{Path(row.file).name}:{row.line}"
+        for previous, row in zip(files, rows, strict=False)
+    ]
+    return first_of(places, SHOWN_PLACES)
 
 
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
@@ -316,11 +308,10 @@ def with_examples(
             f"{files.setting(task, 'shots')} is {spec.shots}, but {source} has {counted(fewest, 'row')} "
             f"besides the item itself; set fewer"
         )
-    unused = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
-    identified = [item_of(row, examples_of) for (row, _), examples_of in zip(drawn, shots, strict=True)]
-    names = digests([identity for _, identity in identified])
+    left_out = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
+    items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
     by_label = groups([record for _, record in drawn], spec.by)
-    return Items(task, spec, tuple(item for item, _ in identified), names, tuple(unused), by_label)
+    return Items(task, spec, items, digests(identities), tuple(left_out), *by_label)
 
 
 def text(record: JsonObject, key: str) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ttrain.data.jinja_templates import BOS
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.tree_attention import Ids, Scorer
+from ttrain.evaluate.tree_attention import Ids, Pair, Scorer
 
 
 class Likelihood(NamedTuple):
@@ -30,7 +30,7 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """Score each (context, continuation). Raises DataError for a continuation without tokens."""
     pairs = encode_pairs(subject, texts)
-    pieces: list[tuple[Ids, Ids]] = []
+    pieces: list[Pair] = []
     owners: list[int] = []
     cuts: list[int] = []
     for number, pair in enumerate(pairs):
@@ -49,7 +49,7 @@ def log_likelihoods(
     ]
 
 
-def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
+def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
     """Encode each (context, continuation) as one text, split after as many tokens as the context has alone.
 
     White space at the end of a context moves to the continuation, since words begin with their space. A context without
@@ -61,7 +61,7 @@ def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> l
     contexts = list(dict.fromkeys(context for context, _ in texts))  # a question once for all its choices
     alone = {context: (*begin_ids, *ids) for context, ids in zip(contexts, encoder.encode(contexts), strict=True)}
     whole = encoder.encode([context + continuation for context, continuation in texts])
-    pairs: list[tuple[Ids, Ids]] = []
+    pairs: list[Pair] = []
     for (context, continuation), ids in zip(texts, whole, strict=True):
         context_ids = alone[context]
         continuation_ids = ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
@@ -92,7 +92,7 @@ def beginning(subject: EvaluatedModel) -> Ids:
     )
 
 
-def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[tuple[Ids, Ids]], int]:
+def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[Pair], int]:
     """Cut to `max_length` positions: (pairs that fit, number of tokens that the context lost on the left).
 
     The last token of a continuation is a target only, so that `max_length + 1` tokens fit. A longer continuation is split

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ttrain.config.evaluate import RecordsTask, TextTask
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
+from ttrain.data.tools import JsonObject
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -27,15 +28,17 @@ from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.distributed import Ranks
 
-# Padded tokens of a forward pass: the default maximum, and how many are enough for full speed. On a CPU 512 tokens take as
-# long each as 2048 (S, rows of 512: 829 and 807 us).
-BATCH_TOKENS, ENOUGH_TOKENS = {"cpu": 4096}, {"cpu": 512}
-
-BATCH_TOKENS_ELSEWHERE, ENOUGH_TOKENS_ELSEWHERE = 32_768, 8192
-
-LEAST_FILL = 0.9  # of a row that is added to a batch of ENOUGH_TOKENS or more
+LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
 
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
+
+
+def batch_tokens_of(device: torch.device) -> tuple[int, int]:
+    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
+
+    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
+    """
+    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
 
 
 class Score(NamedTuple):
@@ -99,9 +102,8 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    most = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_ELSEWHERE)
-    enough = ENOUGH_TOKENS.get(device.type, ENOUGH_TOKENS_ELSEWHERE)
-    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
+    most, enough = batch_tokens_of(device)
+    batches = batch_slices([window.inputs for _, window in numbered_windows], batch_tokens or most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
     was_training = model.training
@@ -117,11 +119,10 @@ def score_each(
         model.train(was_training)
     if ranks is not None:  # a window has a number on one rank and zero on the others
         nats = np.array(ranks.sum(nats.tolist()))
-    totals, counts = [0.0] * len(arrays), [0] * len(arrays)
-    for cost, (number, window) in zip(nats.tolist(), numbered_windows, strict=True):
+    totals = [0.0] * len(arrays)
+    for cost, (number, _) in zip(nats.tolist(), numbered_windows, strict=True):
         totals[number] += cost
-        counts[number] += int(arrays[number][1][window.first : window.end].sum())
-    return [Score(*pair) for pair in zip(totals, counts, strict=True)]
+    return [Score(total, int(live[1:].sum())) for total, (_, live) in zip(totals, arrays, strict=True)]
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
@@ -165,7 +166,7 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """
     is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
 
-    def parse(row: dict[str, Any]) -> str:
+    def parse(row: JsonObject) -> str:
         if is_heldout:
             return str(row["text"])
         document = parser(row)
@@ -190,7 +191,6 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
     """
     spec = items.spec
-    assert isinstance(spec, TextTask), "each kind of task has its own module"
     ids = subject.encoder.encode(items.items)
     begin_ids = beginning(subject)
     sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]

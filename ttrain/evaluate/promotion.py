@@ -9,6 +9,7 @@ from typing import Any
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
+from ttrain.data.tools import JsonObject
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites, task_result
 from ttrain.evaluate import statistics as confidence
@@ -50,7 +51,7 @@ class Decision:
         """One word for titles and tags."""
         return "promoted" if self.promote else "kept"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All fields as JSON; numbers that are not finite become null."""
         return task_result.finite(asdict(self))
 
@@ -151,7 +152,7 @@ def decide(
     """
     decision = _compared(challenger, champion, settings, baseline)
     lost = [figure for figure in texts if figure.lost]
-    decision = replace(decision, lost=tuple(figure.label for figure in lost))
+    decision = replace(decision, lost=tuple(figure.name for figure in lost))
     if not decision.promote or not (lost or unknown):
         return decision
     if lost:

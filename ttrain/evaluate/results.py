@@ -15,6 +15,7 @@ from ttrain.evaluate.items import Items
 from ttrain.evaluate.statistics import FEWEST_ITEMS, Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric, TaskResult, finite, metric_of
 
+Table = tuple[list[str], list[tuple[str, ...]]]  # header, rows
 COMPARED = tuple(field.name for field in fields(PairedComparison))
 OTHER_ITEMS = "not the same items"
 OTHER_COUNTS = "the models count the items differently, as with two tokenizers: compare a metric per byte"
@@ -130,7 +131,7 @@ class Results:
             "items": sum(size > 0 for size in figure.sizes),
         })  # fmt: skip
 
-    def table(self) -> tuple[list[str], list[tuple[str, ...]]]:
+    def table(self) -> Table:
         """(header, rows): a row for each metric, a column for each model; for a single model also the minimum detectable
         difference. Below a task's primary metric come its baselines and its values for groups of items."""
         rows: list[tuple[str, ...]] = []
@@ -156,7 +157,7 @@ class Results:
         """Format the primary metric of a task result in one line."""
         return f"{outcome.task}/{outcome.primary.name} {self._cell(outcome.primary)}"
 
-    def comparison_table(self) -> tuple[list[str], list[tuple[str, ...]]]:
+    def comparison_table(self) -> Table:
         """(header, rows): a row for each task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():

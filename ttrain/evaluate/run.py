@@ -15,7 +15,7 @@ from ttrain.data.preferences import Preference
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel
-from ttrain.evaluate.items import IN_TRAINING, Groups, Items, LeftOut, SuiteFiles
+from ttrain.evaluate.items import IN_TRAINING, Items, LeftOut, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
 
@@ -64,8 +64,8 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_
         return items
     clean = [number for number in range(len(items.items)) if number not in overlapping]
     if not leave_out:
-        groups = {**items.groups, GROUPS[0]: tuple(sorted(overlapping)), GROUPS[1]: tuple(clean)}
-        return replace(items, groups=_groups_like(items.groups, groups))
+        marked = {GROUPS[0]: tuple(sorted(overlapping)), **({GROUPS[1]: tuple(clean)} if clean else {})}
+        return replace(items, groups={**items.groups, **marked})
     if not clean:
         raise DataError(
             f"all {len(overlapping)} items of {items.task} occur in the training documents, so no item is left; set "
@@ -75,19 +75,15 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_
     groups = {
         name: tuple(new_numbers[number] for number in numbers if number in new_numbers)
         for name, numbers in items.groups.items()
+        if not overlapping.issuperset(numbers)
     }
     return replace(
         items,
         items=tuple(items.items[number] for number in clean),
         digests=tuple(items.digests[number] for number in clean),
         left_out=(*items.left_out, *(LeftOut(items.digests[number], None, IN_TRAINING) for number in sorted(overlapping))),
-        groups=_groups_like(items.groups, groups),
+        groups=groups,
     )
-
-
-def _groups_like(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> Groups:
-    """The non-empty groups, with the unused keys of the old ones."""
-    return Groups({name: numbers for name, numbers in new.items() if numbers}, getattr(old, "unused", {}))
 
 
 def _digest(item: object) -> str | None:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ttrain.config import Promotion
 from ttrain.core.files import read_object
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import task_result
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate.task_result import Metric, Shown
 from ttrain.store.layout import Artifact
 
 
@@ -30,7 +29,7 @@ class Scores:
     sizes: tuple[float, ...] = ()
     records: tuple[str, ...] = ()  # digests of the scored records
     higher_is_better: bool | None = None  # None: the evaluation does not say
-    shown: Literal["exp"] | None = None
+    shown: Shown = None
 
     @property
     def figure(self) -> Metric:

@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
 from ttrain.core.files import user_path
 from ttrain.core.text import rule_of
+from ttrain.data.tools import JsonObject
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
 
@@ -76,9 +78,7 @@ def find(name: str) -> Path:
     return shipped
 
 
-def of_tasks(
-    tasks: Mapping[str, Mapping[str, Any]], origin: str, options: Mapping[str, str] = MappingProxyType({})
-) -> LoadedSuite:
+def of_tasks(tasks: Mapping[str, JsonObject], origin: str, options: Mapping[str, str] = MappingProxyType({})) -> LoadedSuite:
     """Build a suite from tasks that the user gave with these options; paths are relative to the working directory."""
     return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), options)
 
@@ -107,7 +107,7 @@ def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
     return _updated(loaded, settings, lambda old, new: new)
 
 
-def _updated(loaded: LoadedSuite, settings: Mapping[str, Any], update: Callable[[Any, Any], Any]) -> LoadedSuite:
+def _updated(loaded: LoadedSuite, settings: JsonObject, update: Callable[[Any, Any], Any]) -> LoadedSuite:
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task |= {name: update(task[name], value) for name, value in settings.items() if name in task}
@@ -176,7 +176,7 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
 TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
 
 
-def describe_error(item: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+def describe_error(item: ErrorDetails, tree: Mapping[str, Any]) -> str:
     """Describe one wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
     location = [str(key) for key in item["loc"]]
     name = ".".join(

@@ -11,10 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from ttrain.core.files import read_object, write_json
 from ttrain.core.hashing import digest_of
+from ttrain.data.tools import JsonObject
 
 LN2 = math.log(2)
 
 REFUSED = re.compile(r"[^\w.: -]")  # MLflow refuses these in metric names; a slash separates parts of the name
+
+Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Metric:
     higher_is_better: bool
     unit: str
     factor: float = 1.0
-    shown: Literal["exp"] | None = None
+    shown: Shown = None
 
     def __post_init__(self) -> None:
         assert len(self.sums) == len(self.sizes), f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes"
@@ -53,12 +56,13 @@ class Metric:
         return replace(self, sums=tuple(self.sums[n] for n in numbers), sizes=tuple(self.sizes[n] for n in numbers))
 
 
-def mean(
-    name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Literal["exp"] | None = None
-) -> Metric:
+def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
     """The metric that is the mean of one value of each item."""
     sums = tuple(map(float, values))
     return Metric(name, sums, (1.0,) * len(sums), higher_is_better=higher, unit=unit, shown=shown)
+
+
+Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,9 @@ class TaskResult:
     subject: str
     items: tuple[str, ...]
     figures: tuple[Metric, ...]
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JsonObject] = field(default_factory=list)
     left_out: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +106,7 @@ def metric_of(metric: str, group: str) -> str:
     return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
 
 
-def finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+def finite(fields: JsonObject) -> JsonObject:
     """Convert for JSON: numbers that are not finite become null, tuples become lists."""
     return {
         name: [_finite_or_none(end) for end in value] if isinstance(value, tuple) else _finite_or_none(value)
@@ -128,8 +132,8 @@ class ScoreTable:
     """Collects the parts and metrics of one evaluation."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, dict[str, Any]] = {}
-        self._metrics: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, JsonObject] = {}
+        self._metrics: dict[str, JsonObject] = {}
 
     def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
         """Add records to score; `sizes` are their bytes, if bytes count. Records are identified by digests of their content,
@@ -198,7 +202,7 @@ class RecordedSums(NamedTuple):
     sizes: tuple[float, ...]
     records: tuple[str, ...]  # digests
     higher_is_better: bool | None  # None: not recorded
-    shown: Literal["exp"] | None
+    shown: Shown
 
 
 def sums_of(directory: Path, metric: str) -> RecordedSums | None:
@@ -206,7 +210,7 @@ def sums_of(directory: Path, metric: str) -> RecordedSums | None:
     return sums_in(read_object(directory / FILE), metric)
 
 
-def sums_in(contents: Mapping[str, Any], metric: str) -> RecordedSums | None:
+def sums_in(contents: JsonObject, metric: str) -> RecordedSums | None:
     """Get a metric from the file's contents; None if it has no sums."""
     entry = contents.get("metrics", {}).get(metric)
     if entry is None:
@@ -217,5 +221,4 @@ def sums_in(contents: Mapping[str, Any], metric: str) -> RecordedSums | None:
     if (rows := entry.get("rows")) is not None:
         costs, sizes, records = ([values[row] for row in rows] for values in (costs, sizes, records))
     sums = tuple(entry["factor"] * nats for nats in costs)
-    shown: Literal["exp"] | None = "exp" if entry.get("shown") == "exp" else None
-    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), shown)
+    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), entry.get("shown"))

@@ -11,8 +11,10 @@ Letters in names: B rows, T positions, U positions that predict, N targets, D wi
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -58,7 +60,7 @@ class StrategyTrials:
     """Trials on a model: strategies that gave equal scores, with the longest row and context so far, and those that did
     not."""
 
-    passed: dict[ScoringStrategy, tuple[int, int]] = field(default_factory=dict)
+    passed: dict[ScoringStrategy, tuple[int, ...]] = field(default_factory=dict)
     failed: set[ScoringStrategy] = field(default_factory=set)
 
 
@@ -143,11 +145,11 @@ class Scorer:
             ]
             size = longest[0].tokens, len(longest[1].context)
             tested_size = trials.passed.get(strategy, (0, 0))
-            if size[0] <= tested_size[0] and size[1] <= tested_size[1]:
+            if all(map(operator.le, size, tested_size)):
                 return strategy
             reasons = [self._failure(strategy, row) for row in dict.fromkeys(longest if strategy.prefixes else longest[:1])]
             if not any(reasons):
-                trials.passed[strategy] = max(size[0], tested_size[0]), max(size[1], tested_size[1])
+                trials.passed[strategy] = tuple(map(max, size, tested_size))
                 return strategy
             trials.failed.add(strategy)
             log.info("%s cannot be scored %s: %s", self._subject.name, strategy, next(filter(None, reasons)))
@@ -383,5 +385,4 @@ def _common(first: Ids, second: Ids) -> int:
     """Length of the common prefix of two rows of ids."""
     if first == second[: len(first)]:  # common with worked examples, and avoids the loop
         return len(first)
-    different = (at for at, (first_id, second_id) in enumerate(zip(first, second, strict=False)) if first_id != second_id)
-    return next(different, min(len(first), len(second)))
+    return sum(takewhile(bool, map(operator.eq, first, second)))

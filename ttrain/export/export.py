@@ -214,10 +214,7 @@ def _second_head(reference: Reference, work: Path, request: Request) -> Iterator
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
     """Copy those of the files that exist; returns their names."""
-    existing_names = [name for name in names if (source / name).is_file()]
-    for name in existing_names:
-        shutil.copyfile(source / name, work / name)
-    return existing_names
+    return [shutil.copyfile(source / name, work / name).name for name in names if (source / name).is_file()]
 
 
 def _copy_code(source: Path, work: Path) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import orjson
@@ -16,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, Validat
 from pydantic_core import ErrorDetails
 
 from ttrain.core.text import rule_of, truncated
+from ttrain.data.tools import JsonObject
 
 MAX_VALUE_CHARACTERS = 60  # of a wrong value, in a message
 
@@ -92,13 +92,13 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, strict=True)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[int, Bias] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     generation_config: Json[GenerationSettings] | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _only_variables_of_the_template(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _only_variables_of_the_template(cls, variables: JsonObject | None) -> JsonObject | None:
         refused = sorted(set(variables or ()).intersection(TEMPLATE_ARGUMENTS))
         if refused:
             raise ValueError(f"holds variables of the model's template only, not {', '.join(refused)}")
@@ -117,7 +117,7 @@ class Body(BaseModel):
 
 class Function(BaseModel):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | JsonObject
 
 
 class ToolCall(BaseModel):
@@ -158,7 +158,7 @@ class ResponseBody(Body):
 
     limits: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[list[JsonObject], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Tokens = None
 
@@ -177,7 +177,7 @@ RULES = {
 }
 
 
-def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
+def problem(error: ValidationError, body: JsonObject) -> str:
     """What is wrong with a body, with its value and the rule, in a line: the first field, all of its rules where it may
     be of several kinds and is of none."""
     details = error.errors(include_url=False)
@@ -194,7 +194,7 @@ def problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     return f"{field} is {shown}: {rule if first['type'].endswith('_type') else rule_of(first, RULES)}"
 
 
-def _field(detail: ErrorDetails, body: Mapping[str, Any]) -> str:
+def _field(detail: ErrorDetails, body: JsonObject) -> str:
     """Where the value is in the body; pydantic's place has names of Python's types in it, where there are several."""
     steps = []
     value: Any = body
@@ -230,19 +230,13 @@ RETRY_SECONDS = "1"
 
 
 @final
+@dataclass(eq=False)
 class ActiveRequest:
     """A request that is being answered: the length that it asks for, and whether its client still waits."""
 
-    def __init__(self) -> None:
-        self.max_tokens: tuple[str, int] | None = None  # (field, tokens); None: as many as there is room for
-        self._closed = threading.Event()  # read by the thread that computes
-        self._closing = asyncio.Event()
-        self._callbacks: list[Callable[[], object]] = []
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no client waits for the answer any more."""
-        return self._closed.is_set()
+    max_tokens: tuple[str, int] | None = None  # (field, tokens); None: as many as there is room for
+    is_closed: bool = False  # whether no client waits for the answer any more; read by the thread that computes
+    _callbacks: list[Callable[[], object]] = field(default_factory=list)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call this, in the event loop, once no client waits for the answer; at once where that is so already."""
@@ -254,14 +248,9 @@ class ActiveRequest:
     def close(self) -> None:
         """Mark that no client waits for the answer any more: it is gone, or has the answer."""
         if not self.is_closed:
-            self._closed.set()
-            self._closing.set()
+            self.is_closed = True
             for callback in self._callbacks:
                 callback()
-
-    async def closed(self) -> None:
-        """Return once no client waits for the answer any more."""
-        await self._closing.wait()
 
 
 ACTIVE: ContextVar[ActiveRequest] = ContextVar("active_request")  # of the task that answers it
@@ -308,7 +297,7 @@ class LimitedRequests:
         self._active += 1
         try:
             if scope["path"] not in self.paths:
-                await self.app(scope, _Replay(body, receive), send)
+                await self.app(scope, _replay(body, receive), send)
             else:
                 await self._answer(scope, body, receive, send)
         finally:
@@ -348,34 +337,31 @@ class LimitedRequests:
             raise _Refused(429, text, (b"retry-after", RETRY_SECONDS.encode()), (b"connection", b"close"))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        request = ActiveRequest()
+        request, gone = ActiveRequest(), asyncio.Event()
+        request.on_close(gone.set)
         token = ACTIVE.set(request)
         watch = asyncio.create_task(_close_with_client(request, receive))
 
         async def disconnected() -> Message:
-            await request.closed()
+            await gone.wait()
             return {"type": "http.disconnect"}
 
         try:
-            await self.app(scope, _Replay(body, disconnected), send)
+            await self.app(scope, _replay(body, disconnected), send)
         finally:
             request.close()
             watch.cancel()
             ACTIVE.reset(token)
 
 
-@dataclass
-class _Replay:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """`receive` of a request whose body was read already."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    body: bytes | None
-    next_receive: Receive
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
 
-    async def __call__(self) -> Message:
-        if self.body is None:
-            return await self.next_receive()
-        body, self.body = self.body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return replayed
 
 
 async def _close_with_client(request: ActiveRequest, receive: Receive) -> None:
@@ -384,7 +370,7 @@ async def _close_with_client(request: ActiveRequest, receive: Receive) -> None:
     request.close()
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, message: str) -> JsonObject:
     """The body of a refusal, in the form of OpenAI's interface."""
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from codecs import BOM_UTF8
 from collections import Counter
@@ -174,20 +175,11 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Group prompt numbers into batches of similar length and equal answer length limit, so that a long prompt does not
     shorten the answers to short ones. Prompts that leave no room are left out."""
-    batch: list[int] = []
-    previous_room = 0
-    for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
-        try:
-            free = generate.available_tokens(loaded_model, len(ids[at]), sampling)
-        except DataError:
-            break  # as for all longer prompts
-        if batch and (len(batch) == batch_size or free != previous_room):
-            yield batch
-            batch = []
-        batch.append(at)
-        previous_room = free
-    if batch:
-        yield batch
+    room: dict[int, int] = {}
+    with contextlib.suppress(DataError):  # of a prompt that is too long, as all longer ones are
+        for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
+            room[at] = generate.available_tokens(loaded_model, len(ids[at]), sampling)
+    return generate.grouped(room, lambda batch, at: len(batch) < batch_size and room[at] == room[batch[0]])
 
 
 ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
 from ttrain.inference.generate import Drafts, KVCache, TextStream
@@ -18,12 +18,8 @@ from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
 OnText = Callable[[str], object]
-
-
-class ModelSelector(Protocol):
-    """Selects the model that answers a question; returns it and details for the reply."""
-
-    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]: ...
+Selected = tuple[LoadedModel, JsonObject]  # the model that answers a question, and details for the reply
+ModelSelector = Callable[[str], Selected]
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,10 @@ class Reply:
     seconds: float
     forgotten: int  # messages that no longer fitted into the context
     drafts: Drafts | None
-    choice: dict[str, Any]
+    choice: JsonObject
 
-    def to_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
+    def to_json(self) -> JsonObject:
+        fields: JsonObject = {
             "answer": self.text, "model": self.by, "tokens": self.tokens, "stop": self.stop,
             "seconds": round(self.seconds, 3), "forgotten": self.forgotten,
         }  # fmt: skip

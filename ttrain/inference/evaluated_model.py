@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.evaluated_model import EvaluatedModel
@@ -13,17 +13,19 @@ from ttrain.inference.sampling import Sampling
 
 def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = None) -> EvaluatedModel:
     """Adapt a loaded model for evaluation in batches of at most `batch_tokens`, padding included; None: by device."""
-    most = batch_tokens or perplexity.BATCH_TOKENS.get(loaded_model.device.type, perplexity.BATCH_TOKENS_ELSEWHERE)
+    most = batch_tokens or perplexity.batch_tokens_of(loaded_model.device)[0]
 
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
-        completions: list[tuple[list[int], bool]] = [([], False)] * len(prompts)
-        for numbers in _batches([len(prompt) for prompt in prompts], new_tokens, most):
+        completions: dict[int, tuple[list[int], bool]] = {}
+        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # so that there is little padding
+        for numbers in generating.grouped(
+            by_length, lambda batch, number: (len(batch) + 1) * (len(prompts[number]) + new_tokens) <= most
+        ):
             answers = generating.generate(
                 loaded_model, [prompts[number] for number in numbers], Sampling(max_tokens=new_tokens), numbers=numbers
             )
-            for number, answer in zip(numbers, answers, strict=True):
-                completions[number] = (answer.ids, answer.ended)
-        return completions
+            completions |= {number: (answer.ids, answer.ended) for number, answer in zip(numbers, answers, strict=True)}
+        return [completions[number] for number in range(len(prompts))]
 
     return EvaluatedModel(
         name=loaded_model.name,
@@ -31,21 +33,8 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
         encoder=loaded_model.encoder,
         device=loaded_model.device,
         begin_ids=loaded_model.begin_ids,
-        stop_ids=loaded_model.stop_ids,
         max_length=loaded_model.max_length,
         can_chat=loaded_model.can_chat,
         batch_tokens=most,
         generate=generate,
     )
-
-
-def _batches(lengths: Sequence[int], new_tokens: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Group prompt numbers into batches of similar length, so that there is little padding; at least one each."""
-    batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        if batch and (len(batch) + 1) * (lengths[number] + new_tokens) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch

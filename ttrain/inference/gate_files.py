@@ -77,10 +77,12 @@ def digest(expert: Expert) -> str:
 
 def changed_weights(expert: Expert) -> str | None:
     """How the expert's weights differ from those the gate was trained on; None if they do not. Reads the weights."""
-    recorded = [(expert.model, MODEL, expert.weights_sha256)]
-    if expert.adapter and expert.adapter_sha256:
-        recorded.append((expert.adapter, ADAPTER, expert.adapter_sha256))
+    recorded = (
+        (expert.model, MODEL, expert.weights_sha256), (expert.adapter, ADAPTER, expert.adapter_sha256),
+    )  # fmt: skip
     for directory, name, recorded_digest in recorded:
+        if not (directory and recorded_digest):
+            continue
         try:
             current_digest = weights_digest(Path(directory), name=name)
         except ArtifactError:

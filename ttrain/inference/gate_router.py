@@ -23,7 +23,7 @@ from ttrain.core.hashing import sha256_file
 from ttrain.data.loader import spread
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.inference import gate_files, loading
-from ttrain.inference.chat import ModelSelector
+from ttrain.inference.chat import ModelSelector, Selected
 from ttrain.inference.loading import LoadedModel
 from ttrain.model import adapters
 
@@ -143,7 +143,7 @@ class AdapterSelector:
         adapters.switch(model, loading.adapter_name(number))
         self.active = name
 
-    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]:
+    def __call__(self, question: str) -> Selected:
         return self._models[self.active][1], {}
 
 
@@ -156,7 +156,7 @@ class GateSelector:
         self._load_options = {"device": device, "dtype": dtype}
         self._models: dict[int, LoadedModel] = {}
 
-    def __call__(self, question: str) -> tuple[LoadedModel, dict[str, Any]]:
+    def __call__(self, question: str) -> Selected:
         """Pick and load an expert. Raises ArtifactError if its weights changed since the gate was trained."""
         number, probabilities = self._gate.route(question)
         if number not in self._models:

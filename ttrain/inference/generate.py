@@ -6,9 +6,11 @@ Letters in names: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from ttrain.data.encoder import Encoder
+from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.inference.loading import LoadedModel, need_second_head
 from ttrain.inference.sampling import Sampling
@@ -95,6 +98,18 @@ def generate(
         kv_cache.put(found_BT[0].tolist(), cache)
     seconds = time.monotonic() - began
     return [_completion(loaded_model, row, seconds) for row in found_BT[:, longest:].tolist()]
+
+
+def grouped(numbers: Iterable[int], fits: Callable[[list[int], int], bool]) -> Iterator[list[int]]:
+    """Split into batches, in order: a number that does not fit a batch begins the next one."""
+    batch: list[int] = []
+    for number in numbers:
+        if batch and not fits(batch, number):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def completion_text(encoder: Encoder, completion: Completion) -> str:
@@ -209,7 +224,7 @@ class Drafts:
     accepted: int = 0
     passes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {**vars(self), "acceptance": self.accepted / self.drafted if self.drafted else None}
 
     def __str__(self) -> str:
@@ -324,7 +339,7 @@ class KVCache:
         if not self._uses_cache:
             return None
         cache, self._cache = self._cache, None
-        same = _common(self._ids, prompt[:-1])
+        same = sum(takewhile(bool, map(operator.eq, self._ids, prompt[:-1])))  # ids at the beginning
         if cache is None or not same:
             cache, same = DynamicCache(config=self._config), 0
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
@@ -337,9 +352,3 @@ class KVCache:
         """Store the cache after an answer; `ids`: prompt and answer, the last of which may be missing in the cache."""
         self._cache = cache
         self._ids = list(ids[: cache.get_seq_length()]) if cache is not None else []
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
-    length = min(len(first), len(second))
-    return next((at for at in range(length) if first[at] != second[at]), length)

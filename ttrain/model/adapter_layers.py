@@ -94,9 +94,8 @@ class LowRank(torch.autograd.Function):
 
 NAME = "default"
 
-TOLERANCE = (
-    0.2  # relative to the effect of the tokens: rounding is 1e-5 in fp32, and a few percent over 4-bit weights in bf16
-)
+# Relative to the effect of the tokens: rounding is 1e-5 in fp32, and a few percent over 4-bit weights in bf16.
+TOLERANCE = 0.2
 
 
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types

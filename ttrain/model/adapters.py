@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from ttrain.config import Lora
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
-from ttrain.model.factory import overwrite
+from ttrain.model.factory import Tensors, overwrite
 from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -46,19 +46,13 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
     keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
     """
-    torch.manual_seed(config.seed)
-    if config.kind == "prefix":
-        from ttrain.model import adapter_layers
-
-        return adapter_layers.attach(model, config)
-    return _attach_low_rank(model, config)
-
-
-def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    from ttrain.model.adapter_layers import FusedLinear
+    from ttrain.model import adapter_layers
 
+    torch.manual_seed(config.seed)
+    if config.kind == "prefix":
+        return adapter_layers.attach(model, config)
     targets = find_targets(model, config.targets)
     _check_parameters(targets, config)
     settings = LoraConfig(
@@ -73,7 +67,7 @@ def _attach_low_rank(model: PreTrainedModel, config: Lora) -> PeftModel:
         bias="none",
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
-        settings._register_custom_module({torch.nn.Linear: FusedLinear})  # not written to adapter_config.json
+        settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})  # not written to adapter_config.json
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
         adapted = get_peft_model(model, settings)
@@ -114,7 +108,7 @@ def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_state(model: PeftModel, weights: Mapping[str, torch.Tensor]) -> None:
+def load_state(model: PeftModel, weights: Tensors) -> None:
     """Load an adapter's weights into the model. Raises ArtifactError if names or shapes differ."""
     overwrite(state(model), weights)
 
@@ -201,8 +195,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 def check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
-    expected_digest = base_digest_of(directory)
-    if expected_digest is None:
+    if (expected_digest := base_digest_of(directory)) is None:
         log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
     elif expected_digest != base_digest:
         raise ArtifactError(

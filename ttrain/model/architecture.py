@@ -22,6 +22,7 @@ from ttrain.model import registry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Fields = dict[str, Any]  # of a config of transformers
 
 # Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -53,9 +54,9 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
     """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
     from huggingface_hub.errors import StrictDataclassError
 
-    names, moe_fields = FieldNames(config.kind), dict[str, Any]()
+    names, moe_fields = FieldNames(config.kind), Fields()
     if config.moe is not None:
-        kind, moe_fields = moe_config(config, _standard(config))
+        kind, moe_fields = moe_config(config)
         names = FieldNames(kind)
     values = {**_sizes(config, names), **moe_fields, **_fields(config, names), "vocab_size": vocab_size, **ids}
     values = {**names.decoder(), **values}
@@ -81,7 +82,7 @@ class FieldNames:
     """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 
     def __init__(self, kind: str) -> None:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, PretrainedConfig
 
         registry.check_kind(kind)
         if kind in registry.OWN_KINDS:
@@ -89,15 +90,13 @@ class FieldNames:
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         config_class: Any = self.make
-        inherited = {field.name for field in dataclasses.fields(config_class.__mro__[_base(config_class)])}
+        inherited = {field.name for field in dataclasses.fields(PretrainedConfig)}
         self.fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in inherited}
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
-        why = _unsuitable(config_class, kind)
-        if why:
+        if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            hint = (
-                f"set model.kind={decoder}" if decoder in registry.names() else "choose a decoder: llama, qwen3, gpt2, ..."
-            )
+            known = decoder in registry.names()
+            hint = f"set model.kind={decoder}" if known else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
@@ -105,10 +104,9 @@ class FieldNames:
         candidates = (self.aliases.get(name, name) for name in NAMES[setting])
         return next((name for name in candidates if name in self.fields), None)
 
-    def decoder(self) -> dict[str, Any]:
+    def decoder(self) -> Fields:
         """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
-        fixed = {"is_decoder": True, "causal": True, "use_cache": True}
-        fields: dict[str, Any] = {name: value for name, value in fixed.items() if name in self.fields}
+        fields: Fields = {name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields}
         for name, field in self.fields.items():
             if "drop" in name and isinstance(field.default, int | float) and not isinstance(field.default, bool):
                 fields[name] = type(field.default)(0)
@@ -124,34 +122,24 @@ def _unsuitable(config_class: Any, kind: str) -> str:
     return "counts positions from pad_token_id on, not from 0 in each record" if kind in OFFSET else ""
 
 
-def _base(config_class: Any) -> int:
-    return next(n for n, kind in enumerate(config_class.__mro__) if kind.__module__ == "transformers.configuration_utils")
+def _dense_size(config: Model) -> int:
+    """Inner width of a layer without experts."""
+    return config.intermediate_size or usual_intermediate_size(config.hidden_size)
 
 
-def _standard(config: Model) -> dict[str, Any]:
-    """The sizes under the names that transformers gives them in most configs."""
-    kv_heads = config.kv_heads or config.heads
-    return {
-        **{names[0]: getattr(config, setting) for setting, names in NAMES.items()},
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": config.intermediate_size or usual_intermediate_size(config.hidden_size),
-        "head_dim": config.hidden_size // config.heads,
-    }
-
-
-def _sizes(config: Model, names: FieldNames) -> dict[str, Any]:
+def _sizes(config: Model, names: FieldNames) -> Fields:
     """The sizes under the architecture's own names."""
-    standard, sizes = _standard(config), dict[str, Any]()
-    for setting in NAMES:
+    values = {setting: getattr(config, setting) for setting in NAMES}
+    values |= {"kv_heads": config.kv_heads or config.heads, "intermediate_size": _dense_size(config)}
+    sizes = {"head_dim": config.hidden_size // config.heads} if "head_dim" in names.fields else Fields()
+    for setting, value in values.items():
         name = names.of(setting)
         if name is None:
             _refuse_if_set(config, setting, names)
         elif setting == "intermediate_size" and config.intermediate_size is None and names.fields[name].default is None:
             continue  # the architecture derives it in its own way
         else:
-            sizes[name] = standard[NAMES[setting][0]]
-    if "head_dim" in names.fields:
-        sizes["head_dim"] = standard["head_dim"]
+            sizes[name] = value
     return sizes
 
 
@@ -167,7 +155,7 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
     )
 
 
-def _fields(config: Model, names: FieldNames) -> dict[str, Any]:
+def _fields(config: Model, names: FieldNames) -> Fields:
     """`model.fields`, checked against the config's own fields."""
     reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(OURS, "tokenizer")
     fields = {}
@@ -198,8 +186,8 @@ def _typed(value: Any, kind: Any) -> Any:
 
 def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:
     """Set base, type and factor of the rotary positions, keeping the architecture's own settings (arXiv:2104.09864)."""
-    present = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(present, dict) or "rope_type" not in present:
+    present = getattr(hf_config, "rope_parameters", None) or {}
+    if "rope_type" not in present:
         for setting in ROPE:
             _refuse_if_set(config, setting, names)
         return
@@ -230,31 +218,39 @@ SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
+# What makes glm4_moe a qwen3 with shared experts.
+AS_QWEN3 = {"norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0, "partial_rotary_factor": 1.0}
 
-def moe_config(model: Model, common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+
+def moe_config(model: Model) -> tuple[str, Fields]:
     """(model_type, fields of its config) that `model.kind` with `model.moe` stands for; `model.moe` must be set.
 
-    `common`: the sizes by transformers' names, of which `intermediate_size` is that of a dense layer. The fields returned go
-    over those that these sizes give. They hold the weights of the balance as well, by the names in `Moe.IN_CONFIG`, so that
-    a stage which starts from these weights balances them in the same way.
+    The fields go over those that `_sizes` gives. They hold the weights of the balance as well, by the names in
+    `Moe.IN_CONFIG`, so that a stage which starts from these weights balances them in the same way.
     Raises UsageError if no architecture has the requested features.
     """
     moe = model.moe
     assert moe is not None, "model.moe is not set"
-    dense: int = common["intermediate_size"]
     if moe.dense_layers >= model.layers:
         raise UsageError(
             f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
             f"experts; set model.moe.dense_layers={model.layers - 1} at most"
         )
+    kind, added = model.kind, Fields()
+    if kind == "llama":
+        kind = "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
+    elif kind == "qwen3" and moe.shared_experts:
+        kind, added = "glm4_moe", AS_QWEN3
+    elif kind == "qwen3":
+        if moe.bias_rate:
+            raise UsageError(
+                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
+                f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or "
+                f"model.kind=llama"
+            )
+        kind, added = "qwen3_moe", {"norm_topk_prob": True}
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
-    if model.kind == "llama":
-        kind, fields = _llama(moe, dense)
-    elif model.kind == "qwen3":
-        kind, fields = _qwen3(moe, dense)
-    else:
-        kind, fields = model.kind, _own(model, moe, dense)
-    return kind, {**fields, **balance}
+    return kind, {**_expert_fields(kind, model.layers, moe, _dense_size(model)), **added, **balance}
 
 
 def expert_size(moe: Moe, dense: int) -> int:
@@ -263,93 +259,39 @@ def expert_size(moe: Moe, dense: int) -> int:
     return moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
 
 
-def _llama(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
-    if not (moe.shared_experts or moe.bias_rate or moe.dense_layers):
-        sizes = {
-            "num_local_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "intermediate_size": expert_size(moe, dense),
-        }
-        return "mixtral", sizes
-    return "ernie4_5_moe", {
-        "moe_num_experts": moe.experts,
-        "moe_k": moe.top_k,
-        "moe_num_shared_experts": moe.shared_experts,
-        "moe_intermediate_size": expert_size(moe, dense),
-        "moe_layer_start_index": moe.dense_layers,
-        "intermediate_size": dense,
-    }
-
-
-def _qwen3(moe: Moe, dense: int) -> tuple[str, dict[str, Any]]:
-    if not (moe.shared_experts or moe.bias_rate):
-        return "qwen3_moe", {
-            "num_experts": moe.experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": expert_size(moe, dense),
-            "intermediate_size": dense,
-            "mlp_only_layers": list(range(moe.dense_layers)),
-            "norm_topk_prob": True,
-        }
-    if not moe.shared_experts:
-        raise UsageError(
-            f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
-            f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or model.kind=llama"
-        )
-    return "glm4_moe", {
-        "n_routed_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "n_shared_experts": moe.shared_experts,
-        "moe_intermediate_size": expert_size(moe, dense),
-        "first_k_dense_replace": moe.dense_layers,
-        "intermediate_size": dense,
-        "norm_topk_prob": True,
-        "use_qk_norm": True,
-        "num_mtp_layers": 0,
-        "partial_rotary_factor": 1.0,
-    }
-
-
-def _own(model: Model, moe: Moe, dense: int) -> dict[str, Any]:
+def _expert_fields(kind: str, layers: int, moe: Moe, dense: int) -> Fields:
     """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
     from transformers import AutoConfig
 
-    config_fields = AutoConfig.for_model(model.kind).to_dict()
+    config_fields = AutoConfig.for_model(kind).to_dict()
     experts = _name(EXPERTS, config_fields)
     if experts is None:
         raise UsageError(
-            f"model.moe is set but model.kind is {model.kind}, which has no experts; set model.kind=llama or qwen3, or one "
+            f"model.moe is set but model.kind is {kind}, which has no experts; set model.kind=llama or qwen3, or one "
             f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
         )
-    fields: dict[str, Any] = {experts: moe.experts}
+    fields: Fields = {experts: moe.experts}
     for setting, names, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
         name = _name(names, config_fields)
         if name is not None:
             fields[name] = value
         elif value or setting == "top_k":
-            raise UsageError(f"model.moe.{setting} is {value} but model.kind {model.kind} has no such size; leave it out")
+            raise UsageError(f"model.moe.{setting} is {value} but model.kind {kind} has no such size; leave it out")
     if "moe_intermediate_size" in config_fields:
         fields |= {"moe_intermediate_size": expert_size(moe, dense), "intermediate_size": dense}
     else:
         fields["intermediate_size"] = expert_size(moe, dense)
-    one_group = {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
-    return {**fields, **one_group, **_dense_layers(model, moe, config_fields)}
+    fields |= {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
+    if (name := _name(DENSE, config_fields)) is not None:
+        fields[name] = moe.dense_layers
+    elif "mlp_only_layers" in config_fields:
+        fields["mlp_only_layers"] = list(range(moe.dense_layers))
+    elif "mlp_layer_types" in config_fields:
+        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (layers - moe.dense_layers)
+    elif moe.dense_layers:
+        raise UsageError(f"model.moe.dense_layers is {moe.dense_layers} but all layers of {kind} have experts; set it to 0")
+    return fields
 
 
-def _dense_layers(model: Model, moe: Moe, config_fields: dict[str, Any]) -> dict[str, Any]:
-    name = _name(DENSE, config_fields)
-    if name is not None:
-        return {name: moe.dense_layers}
-    if "mlp_only_layers" in config_fields:
-        return {"mlp_only_layers": list(range(moe.dense_layers))}
-    if "mlp_layer_types" in config_fields:
-        return {"mlp_layer_types": ["dense"] * moe.dense_layers + ["sparse"] * (model.layers - moe.dense_layers)}
-    if moe.dense_layers:
-        raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {model.kind} have experts; set it to 0"
-        )
-    return {}
-
-
-def _name(candidates: tuple[str, ...], config_fields: dict[str, Any]) -> str | None:
+def _name(candidates: tuple[str, ...], config_fields: Fields) -> str | None:
     return next((name for name in candidates if name in config_fields), None)

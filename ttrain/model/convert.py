@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from ttrain.core.hashing import sha256_file
 from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import import_weights, registry
-from ttrain.model.import_common import ConvertedModel
-from ttrain.model.import_weights import VOCABULARY
+from ttrain.model.import_weights import VOCABULARY, ConvertedModel, Settings, Weights
 from ttrain.store.model_files import SECOND_HEAD
 
 PICKLED, PLAIN = (".pt", ".pth", ".pkl", ".bin"), (".safetensors",)
@@ -88,7 +86,7 @@ def import_model(source: Path, target: Path, *, config: Path | None = None, toke
     )
 
 
-def convert(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str) -> ConvertedModel:
+def convert(weights: Weights, settings: Settings, origin: str) -> ConvertedModel:
     """Convert a state dict to transformers' names; its layout is detected by its names. `origin`: for errors."""
     layouts = (
         (import_weights.TINYSEEK_KEYS, import_weights.convert_tinyseek),
@@ -120,7 +118,7 @@ def weights_file(source: Path) -> Path:
     return files[0]
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
+def read_weights(file: Path) -> Weights:
     """Read a state dict without executing code from it. Raises ArtifactError if the file holds anything but tensors."""
     try:
         weights: Any = load_file(file) if file.suffix in PLAIN else torch.load(file, map_location="cpu", weights_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from ttrain.model.architecture import build_config
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
@@ -57,7 +59,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        _register(directory)
+        if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
+            registry.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
@@ -80,12 +83,6 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     if wrong:
         raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
     return model
-
-
-def _register(directory: Path) -> None:
-    """Register our own architectures with transformers if the directory holds one."""
-    if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
-        registry.register_own()
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
@@ -112,12 +109,7 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def load_state(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load weights into the model. Raises ArtifactError if names or shapes differ."""
-    overwrite(state(model), weights)
-
-
-def overwrite(own_tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
     """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
     both = [name for name in own_tensors if name in weights]
     wrong = [
@@ -168,9 +160,7 @@ def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and _writes(name.removesuffix(".weight").split("."))
+        if parameter.ndim >= 2
+        and (parts := name.removesuffix(".weight").split("."))[-1] in RESIDUAL
+        and ELSEWHERE.isdisjoint(parts)
     }
-
-
-def _writes(parts: Sequence[str]) -> bool:
-    return parts[-1] in RESIDUAL and ELSEWHERE.isdisjoint(parts)

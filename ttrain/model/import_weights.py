@@ -1,17 +1,20 @@
-"""Importer of MiniMind (github.com/jingyaogong/minimind) to the equivalent architectures of transformers.
+"""Importers of foreign state dicts. MiniMind (github.com/jingyaogong/minimind) becomes an equivalent architecture of
+transformers, TinySeek the architecture `tinyseek`.
 
-    its model                                  architecture
+    MiniMind                                   architecture
     2025, without norms on queries and keys    llama, with experts granitemoeshared
     2026, with them                            qwen3, with experts qwen3_moe
 
-Its state dicts come without a config. What shapes do not show is taken from a `config.json`, else from its code's defaults.
+MiniMind's state dicts come without a config. What shapes do not show is taken from a `config.json`, else from the defaults
+of its code.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +23,84 @@ from torch import Tensor
 
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError
-from ttrain.model.import_common import ConvertedModel, StateDictReader, check_sizes, setting_or_default
 from ttrain.model.modeling_tinyseek import TinySeekConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Weights = dict[str, Tensor]
+Settings = Mapping[str, Any]  # of the config beside foreign weights
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model in transformers' names.
+
+    assumed       values found neither in the weights nor in a config beside them
+    second_head   the head that predicts the token after the next one, never among the weights
+    """
+
+    layout: str
+    config: PretrainedConfig
+    weights: Weights
+    assumed: dict[str, Any]
+    second_head: Weights = field(default_factory=dict)
+
+
+class StateDictReader:
+    """The tensors of a state dict, each taken once, so that left-over ones are reported."""
+
+    def __init__(self, weights: Weights, origin: str) -> None:
+        self._remaining, self._origin = dict(weights), origin
+        self._missing, self._wrong = list[str](), list[str]()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Take a tensor in fp32; zeros, and an entry for `finish`, if it is missing, has another shape, or is not a weight:
+        an integer type, as quantized ones are, or a non-finite value."""
+        tensor = self._remaining.pop(name, None)
+        if tensor is None:
+            self._missing.append(f"missing: {name} {[*shape]}")
+        elif tensor.shape != shape:
+            self._wrong.append(f"mis-shaped: {name} is {[*tensor.shape]} but must be {[*shape]}")
+        elif not tensor.is_floating_point():
+            self._wrong.append(f"no weights: {name} holds {str(tensor.dtype).removeprefix('torch.')}")
+        elif not torch.isfinite(tensor).all():
+            self._wrong.append(f"no weights: {name} holds numbers that are not finite")
+        else:
+            return tensor.to(torch.float32)
+        return torch.zeros(shape)
+
+    def linear(self, name: str, to: str, out: int, into: int) -> Weights:
+        """Take a linear layer's weight and bias under another name."""
+        return {f"{to}.weight": self.take(f"{name}.weight", out, into), f"{to}.bias": self.take(f"{name}.bias", out)}
+
+    def stacked(self, names: Iterable[str], *shape: int) -> Tensor:
+        """Take tensors of one shape, stacked in a new first dimension."""
+        return torch.stack([self.take(name, *shape) for name in names])
+
+    def finish(self) -> None:
+        """Raise ArtifactError, with every name and shape, unless exactly the taken tensors existed."""
+        unexpected = [f"unexpected: {name} {[*tensor.shape]}" for name, tensor in sorted(self._remaining.items())]
+        if problems := [*self._missing, *self._wrong, *unexpected]:
+            raise ArtifactError(f"the weights in {self._origin} do not fit their layout:\n  " + "\n  ".join(problems))
+
+
+def setting_or_default(settings: Settings, name: str, default: Any, assumed: dict[str, Any]) -> Any:
+    """A setting of the config, else the default, which is then recorded in `assumed`."""
+    if settings.get(name) is not None:
+        return settings[name]
+    assumed[name] = default
+    return default
+
+
+def check_sizes(settings: Settings, shapes: Mapping[str, int], origin: str) -> None:
+    """Raise ArtifactError if a size in the config differs from that of the weights."""
+    wrong = [
+        f"{name} is {settings[name]!r}, but the weights have {size}"
+        for name, size in shapes.items() if settings.get(name) is not None and settings[name] != size
+    ]  # fmt: skip
+    if wrong:
+        raise ArtifactError(f"the config of {origin} does not fit its weights: {'; '.join(wrong)}; give the right --config")
 
 
 MINIMIND_EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -43,7 +119,7 @@ EPS = {False: 1e-5, True: 1e-6}  # without and with norms on queries and keys
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def convert_minimind(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str) -> ConvertedModel:
+def convert_minimind(weights: Weights, settings: Settings, origin: str) -> ConvertedModel:
     """Convert MiniMind's weights. Raises ArtifactError if they do not fit, or transformers has no equivalent."""
     if OLD_MARK in weights:
         raise ArtifactError(f"{origin} has MiniMind's layout of 2024 (wq, wk, ...), which is not supported")
@@ -79,7 +155,7 @@ def convert_minimind(weights: dict[str, Tensor], settings: Mapping[str, Any], or
 class _Sizes:
     """Sizes of the model, from shapes or else settings. D width, F inner width, E experts, S shared ones, K of a head."""
 
-    def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    def __init__(self, weights: Weights, settings: Settings) -> None:
         first = "model.layers.0"
         self.assumed: dict[str, Any] = {}
         self.V, self.D = weights[MINIMIND_EMBEDDING].shape
@@ -111,46 +187,38 @@ class _Sizes:
             self.from_shapes["intermediate_size"] = self.F
 
 
-def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> dict[str, Tensor]:
+def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> Weights:
     D, F = sizes.D, sizes.F
-    tensors: dict[str, Tensor] = {}
-    for projection, out, into in (
-        ("q_proj", sizes.query, D), ("k_proj", sizes.key, D), ("v_proj", sizes.key, D), ("o_proj", D, sizes.query),
-    ):  # fmt: skip
-        tensors |= source.linear(f"{name}.self_attn.{projection}", f"{name}.self_attn.{projection}", out, into, bias=False)
-    norms = {"input_layernorm": D, "post_attention_layernorm": D}
+    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (sizes.query, D), "self_attn.k_proj": (sizes.key, D), "self_attn.v_proj": (sizes.key, D),
+        "self_attn.o_proj": (D, sizes.query), "input_layernorm": (D,), "post_attention_layernorm": (D,),
+    }  # fmt: skip
     if sizes.normed:
-        norms |= {"self_attn.q_norm": sizes.K, "self_attn.k_norm": sizes.K}
-    tensors |= {f"{name}.{norm}.weight": source.take(f"{name}.{norm}.weight", width) for norm, width in norms.items()}
+        shapes |= {"self_attn.q_norm": (sizes.K,), "self_attn.k_norm": (sizes.K,)}
     if not sizes.E:
-        for projection, out, into in _shapes(D, F):
-            tensors |= source.linear(f"{name}.mlp.{projection}", f"{name}.mlp.{projection}", out, into, bias=False)
+        shapes |= {f"mlp.{projection}": shape for projection, shape in mlp.items()}
+    tensors = {f"{name}.{part}.weight": source.take(f"{name}.{part}.weight", *shape) for part, shape in shapes.items()}
+    if not sizes.E:
         return tensors
+
+    def stacked(kind: str, count: int) -> list[Tensor]:
+        experts = [f"{name}.mlp.{kind}.{expert}" for expert in range(count)]
+        return [source.stacked((f"{each}.{projection}.weight" for each in experts), *mlp[projection]) for projection in mlp]
+
     block, router = ("mlp", "gate") if sizes.normed else ("block_sparse_moe", "router")
     tensors[f"{name}.{block}.{router}.weight"] = source.take(f"{name}.mlp.gate.weight", sizes.E, D)
-    gate, up, down = (
-        source.stacked((f"{name}.mlp.experts.{expert}.{projection}.weight" for expert in range(sizes.E)), out, into)
-        for projection, out, into in _shapes(D, F)
-    )
+    gate, up, down = stacked("experts", sizes.E)
     tensors[f"{name}.{block}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
     tensors[f"{name}.{block}.experts.down_proj"] = down
     if sizes.S:
-        gate, up, down = (
-            source.stacked(
-                (f"{name}.mlp.shared_experts.{expert}.{projection}.weight" for expert in range(sizes.S)), out, into
-            )
-            for projection, out, into in _shapes(D, F)
-        )
+        gate, up, down = stacked("shared_experts", sizes.S)
         tensors[f"{name}.shared_mlp.input_linear.weight"] = torch.cat((gate.flatten(0, 1), up.flatten(0, 1)))
         tensors[f"{name}.shared_mlp.output_linear.weight"] = torch.cat([*down], dim=1)
     return tensors
 
 
-def _shapes(D: int, F: int) -> list[tuple[str, int, int]]:
-    return [("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)]
-
-
-def _config(sizes: _Sizes, settings: Mapping[str, Any], tied: bool, origin: str) -> PretrainedConfig:
+def _config(sizes: _Sizes, settings: Settings, tied: bool, origin: str) -> PretrainedConfig:
     from transformers import GraniteMoeSharedConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     assumed = sizes.assumed
@@ -204,7 +272,7 @@ SECOND_WEIGHT = 1.0  # of the second head's loss in the sum
 ROPE_THETA, DROPOUT, ALPHA, TINYSEEK_PAD, TINYSEEK_END, TINYSEEK_LENGTH = 10_000.0, 0.1, 0.01, 0, 1, 512
 
 
-def convert_tinyseek(weights: dict[str, Tensor], settings: Mapping[str, Any], origin: str) -> ConvertedModel:
+def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> ConvertedModel:
     """Convert TinySeek's weights; its second head goes to a separate file. Raises ArtifactError if they do not fit."""
     if TINYSEEK_EMBEDDING not in weights:
         raise ArtifactError(
@@ -256,14 +324,14 @@ def convert_tinyseek(weights: dict[str, Tensor], settings: Mapping[str, Any], or
     tensors = {"model.embed_tokens.weight": source.take(TINYSEEK_EMBEDDING, V, D)}
     for number in range(1 if shared else config.num_hidden_layers):
         tensors |= _tinyseek_layer(source, SHARED if shared else f"{LAYERS}.{number}", f"model.layers.{number}", config)
-    head = source.linear("fc" if shared else "fc1", "lm_head", V, D, bias=True)
-    second = {} if shared else source.linear("fc2", "second", V, D, bias=True)
+    head = source.linear("fc" if shared else "fc1", "lm_head", V, D)
+    second = {} if shared else source.linear("fc2", "second", V, D)
     source.finish()
     second_head = {name.removeprefix("second."): tensor for name, tensor in second.items()}
     return ConvertedModel("TinySeek", config, tensors | head, assumed, second_head)
 
 
-def _sizes(weights: Mapping[str, Tensor], layer: str, origin: str) -> dict[str, int]:
+def _sizes(weights: Weights, layer: str, origin: str) -> dict[str, int]:
     """Sizes by TinySeek's names, from the shapes of the first layer."""
     try:
         V, D = weights[TINYSEEK_EMBEDDING].shape
@@ -285,7 +353,7 @@ def _sizes(weights: Mapping[str, Tensor], layer: str, origin: str) -> dict[str, 
     return sizes
 
 
-def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySeekConfig) -> dict[str, Tensor]:
+def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySeekConfig) -> Weights:
     D, C, R = config.hidden_size, config.latent_size or 0, config.rope_head_dim
     E, F, S = config.num_local_experts, config.moe_intermediate_size, config.n_shared_experts
     shapes = {
@@ -293,9 +361,9 @@ def _tinyseek_layer(source: StateDictReader, name: str, to: str, config: TinySee
         "w_dkv": ("kv_a_proj", C, D), "w_uk": ("k_b_proj", D, C), "w_uv": ("v_b_proj", D, C),
         "w_kr": ("k_rope_proj", R, D), "w_o": ("o_proj", D, D),
     }  # fmt: skip
-    tensors: dict[str, Tensor] = {}
+    tensors: Weights = {}
     for theirs, (ours, out, into) in shapes.items():
-        tensors |= source.linear(f"{name}.mla.{theirs}", f"{to}.self_attn.{ours}", out, into, bias=True)
+        tensors |= source.linear(f"{name}.mla.{theirs}", f"{to}.self_attn.{ours}", out, into)
     for theirs, ours in (("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")):
         tensors[f"{to}.{ours}.weight"] = source.take(f"{name}.{theirs}.gamma", D) * math.sqrt((D - 1) / D)
         tensors[f"{to}.{ours}.bias"] = source.take(f"{name}.{theirs}.beta", D)

@@ -6,7 +6,6 @@ never among them. The model's config records how it is trained, so that a stage 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ttrain.config.model import MultiToken
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
+from ttrain.model.factory import Tensors
 from ttrain.store.model_files import SECOND_HEAD
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def state(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def load_state(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+def load_state(model: PreTrainedModel, weights: Tensors) -> None:
     """Load weights into the model and its head. Raises ArtifactError if names or shapes differ."""
     factory.overwrite(state(model), weights)
 

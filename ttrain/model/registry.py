@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OWN_KINDS = ("moyun", "tinyseek")  # architectures that transformers lacks
 
 # transformers' table of causal architectures. Importing that module takes seconds, reading it 26 ms.
-MODULE, TABLE = Path("models", "auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+MODULE, TABLE = ("auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_kind(kind: str) -> None:
@@ -51,17 +51,9 @@ def names() -> frozenset[str]:
 def read_table() -> frozenset[str]:
     """Parse the table from the source file: TABLE = OrderedDict([("name", ...), ...])."""
     spec = importlib.util.find_spec("transformers")
-    locations = (spec and spec.submodule_search_locations) or []
-    tree = ast.parse((Path(locations[0]) / MODULE).read_text(encoding="utf-8"))
-    values = {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    call = values[TABLE]
-    if not isinstance(call, ast.Call):
-        raise ValueError(f"{TABLE} is not an OrderedDict")
-    return frozenset(dict(ast.literal_eval(call.args[0])))
+    source = Path((spec and spec.origin) or "").with_name("models").joinpath(*MODULE).read_text(encoding="utf-8")
+    table = source.partition(f"\n{TABLE} = OrderedDict(")[2].partition("\n)")[0]
+    return frozenset(dict(ast.literal_eval(table.strip())))
 
 
 RULED_KINDS = ("llama", "qwen3")
@@ -86,12 +78,15 @@ def check_shape(model: Model, cache: DigestCache, memory: Path) -> None:
     libraries = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
     settings = model.model_dump(mode="json")
     record = memory / digest_of({"model": settings, "code": code_digests(BUILDER, cache), "libraries": libraries})
-    problem = _read_record(record)
+    problem: str | None = None
+    with contextlib.suppress(OSError, ValueError):
+        problem = record.read_text(encoding="utf-8")
     if problem is None:
-        problem = _build_elsewhere(settings)
-        if problem is None:
+        if (problem := _build_elsewhere(settings)) is None:
             return  # unknown; the stage itself will report it
-        _write(record, problem)
+        with contextlib.suppress(OSError):  # else the next plan takes some seconds longer
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(record, problem.encode("utf-8"))
     if problem:
         raise UsageError(problem)
 
@@ -112,20 +107,6 @@ def _build_elsewhere(settings: object) -> str | None:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return None
     return answer if isinstance(answer, str) else None
-
-
-def _read_record(record: Path) -> str | None:
-    try:
-        return record.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def _write(record: Path, problem: str) -> None:
-    """Cache the result; if that fails, the next plan takes some seconds longer."""
-    with contextlib.suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(record, problem.encode("utf-8"))
 
 
 def register_own() -> None:

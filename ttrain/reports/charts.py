@@ -88,14 +88,10 @@ def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
 
 def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
     """(main charts, other charts) that compare several runs in a stage: a chart per metric, a line per run."""
-    stage_views = [view for view in views if stage in view.stages]
-    names = sorted({name for view in stage_views for name in view.curves(stage) if not STRAIGHT_CURVES.fullmatch(name)})
-    other_names = (
-        [name for name in names if name not in COMPARISON_METRICS] if len(views) <= MAX_RUNS_WITH_ALL_CURVES else []
-    )
-    names = [*(name for name in COMPARISON_METRICS if name in names), *other_names]
-    charts = [_over(views, stage, name, labels(len(views))) for name in names]
-    drawn = [chart for chart in charts if _is_line(chart)]
+    names = sorted({name for view in views for name in view.curves(stage) if not STRAIGHT_CURVES.fullmatch(name)})
+    others = [name for name in names if name not in COMPARISON_METRICS and len(views) <= MAX_RUNS_WITH_ALL_CURVES]
+    shown = [*(name for name in COMPARISON_METRICS if name in names), *others]
+    drawn = [chart for name in shown if _is_line(chart := _over(views, stage, name, labels(len(views))))]
     main = [chart for chart in drawn if chart.title in COMPARISON_METRICS]
     return main, drawn[len(main) :]
 
@@ -108,21 +104,21 @@ def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Seq
         raise UsageError(f"the stage {unknown[0]} has no curves; those that have are {', '.join(curve_stages) or 'none'}")
     rows, metric_names = [], set[str]()
     for stage in stages or curve_stages:
-        names = {name for view in views if stage in view.stages for name in view.curves(stage)}
+        names = {name for view in views for name in view.curves(stage)}
         metric_names |= names
         several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
-        over = {
-            metric: _over(views, stage, metric, several if len(views) > 1 else [metric])
+        over = [
+            _over(views, stage, metric, several if len(views) > 1 else [metric])
             for metric in metrics or LOSSES
             if metric in names
-        }
+        ]
         if metrics:
-            drawn = list(over.values())
+            drawn = over
         elif len(views) == 1:
             drawn = [chart for group in charts_of(views[0], stage) for chart in group if chart.title in SHOWN]
             drawn.sort(key=lambda chart: SHOWN.index(chart.title))
         else:
-            drawn = list(filter(_is_line, over.values()))
+            drawn = list(filter(_is_line, over))
         if drawn:
             rows.append([Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn])
     if not rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -114,7 +114,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
         settings_aside=tuple(settings[True]),
-        data=tuple(_data(views, manifests)),
+        data=tuple(_data(manifests)),
         code=tuple(_code(manifests)),
         metrics=tuple(figure for figure in metrics if figure.name not in same),
         same_metrics=tuple(same),
@@ -143,14 +143,14 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
         for sample in comparison.samples:
             if sample.model == model:
                 samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
-    aside = [table(comparison.settings_aside)] if comparison.settings_aside else []
+    aside = comparison.settings_aside
     return [
         differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
         Section(FIGURES, figures),
         differing("Data", comparison.data, "The same files, the same rows."),
         Section("Samples", samples),
         differing("Code and machine", comparison.code, "The same code and libraries on the same kind of machine."),
-        Section("Settings that shape no result", aside),
+        Section("Settings that shape no result", [table(aside)] if aside else []),
     ]
 
 
@@ -175,19 +175,19 @@ def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
             yield Difference(name, values)
 
 
-def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
+def _data(manifests: Sequence[Manifests]) -> Iterator[Difference]:
     """Files by their digests, and counts of their rows."""
-    tables: list[dict[str, str]] = []
-    for view, stages in zip(views, manifests, strict=True):
-        table: dict[str, str] = {}
-        for name in view.stages:
-            if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
-                table |= {f"{name}: {label}": value for label, value in _data_of(stages[name])}
-        tables.append(table)
-    yield from _differences(tables)
+    return _differences(
+        [
+            {f"{name}: {label}": value for name, manifest in stages.items() for label, value in _data_of(name, manifest)}
+            for stages in manifests
+        ]
+    )
 
 
-def _data_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _data_of(stage: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    if not (stage in ("tokenizer", "heldout", "source") or stage.startswith("shards-")):
+        return
     result = manifest.get("result", {})
     for role, name, digest in facts.files_of(manifest):
         yield (f"{name} ({role})" if role != "train" else name), digest
@@ -214,10 +214,9 @@ def _code(manifests: Sequence[Manifests]) -> Iterator[Difference]:
     for difference in _differences(tables):
         if len({*difference.values} - {ABSENT}) < 2:
             continue  # a stage that only one run has made is not a difference
-        modules = (
-            _modules(difference.name.removeprefix("code of "), manifests) if difference.name.startswith("code of ") else ""
-        )
-        yield Difference(f"{difference.name} ({modules})" if modules else difference.name, difference.values)
+        _, is_code, stage = difference.name.partition("code of ")
+        modules = _modules(stage, manifests) if is_code else ""
+        yield replace(difference, name=f"{difference.name} ({modules})") if modules else difference
 
 
 def _modules(stage: str, manifests: Sequence[Manifests]) -> str:
@@ -282,11 +281,8 @@ def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manife
 
 def _content(stages: Manifests, name: str) -> str | None:
     """The content digest of a stage's artifact, as later stages recorded it."""
-    for manifest in stages.values():
-        for used in manifest.get("inputs", {}).values():
-            if used["stage"] == name:
-                return str(used["content"])
-    return None
+    inputs = chain.from_iterable(manifest.get("inputs", {}).values() for manifest in stages.values())
+    return next((used["content"] for used in inputs if used["stage"] == name), None)
 
 
 def _texts(views: Sequence[RunView], manifests: Sequence[Manifests], *, same_tokens: bool) -> set[str]:
@@ -311,7 +307,7 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterat
         yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers))
 
 
-def scores_of(view: RunView) -> Mapping[str, Any]:
+def scores_of(view: RunView) -> dict[str, Any]:
     """The scores of each held-out record in the run's evaluation (`ttrain.evaluate.task_result`); else empty."""
     from ttrain.evaluate.task_result import FILE
 

@@ -7,9 +7,10 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from ttrain.core.terminal import escaped
 from ttrain.errors import TTrainError
 from ttrain.reports.charts import Chart, Line
 from ttrain.tracking import Point
+
+Spec = dict[str, Any]  # of Vega-Lite
 
 WIDTH, HEIGHT = 480, 250  # of a drawing in a page, which the page scales
 
@@ -82,12 +85,10 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     selected: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
+        gaps = [point for point in stretch if not math.isfinite(point.value)]
         numbers = [point for point in stretch if math.isfinite(point.value)]
-        gap = next((point for point in stretch if not math.isfinite(point.value)), None)
-        chosen = (
-            {min(numbers, key=lambda point: point.value), max(numbers, key=lambda point: point.value)} if numbers else set()
-        )
-        selected += sorted(chosen | ({gap} if gap else set()), key=lambda point: point.step)
+        ends = {end(numbers, key=attrgetter("value")) for end in (min, max) if numbers}
+        selected += sorted({*ends, *gaps[:1]}, key=attrgetter("step"))
     return list(dict.fromkeys([points[0], *selected, points[-1]]))
 
 
@@ -111,7 +112,7 @@ def _x(point: Point, axis: str, began: float) -> float | None:
     return round(1000 * (point.time - began)) if axis == "time" else point.tokens if axis == "tokens" else point.step
 
 
-def curves_spec(chart: Chart, axis: str, *, log: bool, colours: Sequence[str], key: str = "line") -> dict[str, Any]:
+def curves_spec(chart: Chart, axis: str, *, log: bool, colours: Sequence[str], key: str = "line") -> Spec:
     """Lines with gaps where values are missing. `key` is the field that tells lines apart: their number or their label.
 
     Labels are escaped: a character that XML does not allow ends the process that draws.
@@ -154,14 +155,14 @@ def curves_spec(chart: Chart, axis: str, *, log: bool, colours: Sequence[str], k
     }
 
 
-def scatter_spec(scatter: Scatter, colours: Sequence[str]) -> dict[str, Any]:
+def scatter_spec(scatter: Scatter, colours: Sequence[str]) -> Spec:
     """Dots, the best one larger and in the second colour."""
     dots = [
         {"x": escaped(x) if isinstance(x, str) else x, "y": y, "best": best, "tooltip": escaped(tooltip)}
         for x, y, tooltip, best in sorted(scatter.dots, key=lambda dot: dot[3])
         if math.isfinite(y)
     ]
-    x: dict[str, Any] = {"field": "x", "axis": {"title": None, "labelLimit": 100, "labelAngle": 0, "tickCount": 5}}
+    x: Spec = {"field": "x", "axis": {"title": None, "labelLimit": 100, "labelAngle": 0, "tickCount": 5}}
     if any(isinstance(dot[0], str) for dot in scatter.dots):
         x |= {"type": "ordinal", "sort": None}
     else:
@@ -193,7 +194,7 @@ def _round_values(values: Sequence[float]) -> list[float]:
     return [float(f"{factor}e{exponent}") for exponent in range(low, high + 1) for factor in factors]
 
 
-def _look(ink: str, grid: str, size: float) -> dict[str, Any]:
+def _look(ink: str, grid: str, size: float) -> Spec:
     axis = {"labelColor": ink, "labelFontSize": size, "gridColor": grid, "domain": False, "ticks": False}
     axis |= {"labelPadding": 6, "labelOverlap": True}
     return {"background": None, "view": {"stroke": None}, "axis": axis}
@@ -207,20 +208,15 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
     colours = [f"var(--run{number})" for number in range(len(COLOURS))]
     frame = {"width": WIDTH, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}, "padding": 2}
     frame["config"] = _look("var(--faint)", "var(--grid)", 10.5)
-    specs = [
-        frame
-        | (
-            scatter_spec(chart, colours)
-            if isinstance(chart, Scatter)
-            else curves_spec(chart, axis, log=log, colours=colours)
-        )
-        for chart in charts
-    ]
-    if not specs:
+    if not charts:
         return []
+    specs = (
+        scatter_spec(chart, colours) if isinstance(chart, Scatter) else curves_spec(chart, axis, log=log, colours=colours)
+        for chart in charts
+    )
     process = subprocess.run(
         [sys.executable, "-P", "-c", DRAW],
-        input="\n".join(map(json.dumps, specs)),
+        input="\n".join(json.dumps(frame | spec) for spec in specs),
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -241,7 +237,7 @@ def _for_page(svg: str, has_tooltips: bool) -> str:
     return DOT.sub(r"<path\2><title>\1</title></path>", svg) if has_tooltips else svg
 
 
-def picture(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> dict[str, Any]:
+def picture(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> Spec:
     """The specification of a picture with rows of charts, each with its title, its axes and its legend."""
     look = _look(FAINT, GRID, 11.5)
     look["background"] = "white"
@@ -257,7 +253,7 @@ def picture(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool 
     }
 
 
-def _panel(chart: Chart, axis: str, log: bool) -> dict[str, Any]:
+def _panel(chart: Chart, axis: str, log: bool) -> Spec:
     spec = curves_spec(chart, axis, log=log, colours=COLOURS, key="label")
     spec |= {"width": PANEL_WIDTH, "height": PANEL_HEIGHT, "title": {"text": escaped(chart.title)}}
     coding = spec["encoding"]
@@ -270,7 +266,7 @@ def _panel(chart: Chart, axis: str, log: bool) -> dict[str, Any]:
     return spec
 
 
-def save(specification: Mapping[str, Any], path: Path) -> None:
+def save(specification: Spec, path: Path) -> None:
     """Write a picture as PNG, whatever suffix the path has."""
     import vl_convert
 

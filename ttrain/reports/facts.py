@@ -11,6 +11,7 @@ from ttrain.config import Settings, flatten, rules
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT
+from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
 
 T = TypeVar("T")
@@ -28,20 +29,17 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the defaults, or not what `auto` makes of the others;
     also of settings that are texts."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    changed = {
-        name: (value, defaults.get(name, ABSENT))
-        for name, value in settings.items()
-        if name not in defaults or value not in (defaults[name], str(defaults[name]))
-    }
     automatic = {
         name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()
     }
-    others = {
-        name: (settings[name], value)
-        for name, value in automatic.items()
-        if name in settings and name not in changed and settings[name] not in (value, str(value))
-    }
-    return changed | others
+    changed: dict[str, tuple[Any, Any]] = {}
+    for usual in ({name: defaults.get(name, ABSENT) for name in settings}, automatic):
+        changed |= {
+            name: (settings[name], value)
+            for name, value in usual.items()
+            if name in settings and name not in changed and settings[name] not in (value, str(value))
+        }
+    return changed
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,14 +49,14 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in changed or name in MAIN_SETTINGS}
 
 
-def row_tallies(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def row_tallies(result: Result) -> dict[str, Result]:
     """The counts of rows of a stage's result, by their role: train, heldout."""
     tallies = result.get("rows") or {}
     tallies = {"train": tallies} if "rows" in tallies else tallies
     return {role: tally for role, tally in tallies.items() if isinstance(tally, dict)}
 
 
-def lost_rows(tally: Mapping[str, Any]) -> dict[str, int]:
+def lost_rows(tally: Result) -> dict[str, int]:
     """{reason: count} of the rows that were skipped or rejected."""
     return {**tally.get("skipped", {}), **tally.get("rejected", {})}
 
@@ -75,7 +73,7 @@ def code_of(manifest: Manifest) -> str:
     return digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
 
 
-def versions_of(manifests: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     """{python, platform or library: its versions}: stages of one run can be made on different days."""
     versions: dict[str, list[str]] = {}
     for manifest in manifests:
@@ -87,7 +85,7 @@ def versions_of(manifests: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: values for name, values in versions.items() if values}
 
 
-def samples_of(evaluation: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+def samples_of(evaluation: Manifest) -> dict[tuple[str, str], str]:
     """{(model, prompt): answer} of an evaluation's manifest, in the order of the models."""
     answers = evaluation.get("result", {}).get("samples") or {}
     models = sorted(answers, key=model_order)

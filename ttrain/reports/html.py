@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -114,13 +115,16 @@ def rendered(block: Block | Markup) -> Markup:
     return tag("p", block.text, class_=block.style)
 
 
+@dataclass
 class Page:
     """A page being built: its sections in order, and its charts, which are drawn together at the end."""
 
-    def __init__(self, title: str, *, runs: Sequence[str], axis: str = "tokens", log: bool = False) -> None:
-        self._title, self._runs, self._axis, self._log = title, list(runs), axis, log
-        self._sections: list[tuple[str, Markup]] = []
-        self._charts: list[Chart | Scatter] = []
+    title: str
+    runs: Sequence[str]
+    axis: str = "tokens"
+    log: bool = False
+    _sections: list[tuple[str, Markup]] = field(default_factory=list)
+    _charts: list[Chart | Scatter] = field(default_factory=list)
 
     def section(self, title: str, *blocks: Block | Markup) -> None:
         """A part of the page under a heading; left out where there is nothing in it."""
@@ -149,7 +153,7 @@ class Page:
             last = next((point.value for point in reversed(line.points) if math.isfinite(point.value)), None)
             swatch = tag("i", class_=f"run{drawings.colour_of(chart, number)}")
             value = tag("b", "–" if last is None else f"{last:.5g}", class_="value")
-            name = self._runs[line.run] if line.run < len(self._runs) else None
+            name = self.runs[line.run] if line.run < len(self.runs) else None
             yield tag("button", swatch, line.label, value, type="button", title=name, aria_pressed="true")
 
     def curves(self, charts_by_stage: Mapping[str, tuple[Sequence[Chart], Sequence[Chart]]]) -> Markup:
@@ -177,12 +181,12 @@ class Page:
             tag("section", tag("h2", title, id=f"s{number}"), content)
             for number, (title, content) in enumerate(self._sections)
         )
-        svgs = drawings.page_drawings(self._charts, axis=self._axis, log=self._log)
+        svgs = drawings.page_drawings(self._charts, axis=self.axis, log=self.log)
         text = [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            f"<title>{escape(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n",
+            f"<title>{escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>\n",
             f"<header>{escape(head)}</header>\n{tag('nav', *headings)}\n",
             PLACE.sub(lambda match: svgs[int(match[1])], "\n".join(sections)),
             tag("footer", f"ttrain {VERSION}. This page is self-contained: it loads nothing, and can be sent as it is."),
@@ -196,8 +200,8 @@ class Page:
         """The points of each chart, for the values under the pointer."""
         return [
             {
-                "axis": drawings.axis_of(chart, self._axis),
-                "lines": [list(zip(*rows, strict=True)) for rows in drawings.rows_of(chart, self._axis, log=self._log)],
+                "axis": drawings.axis_of(chart, self.axis),
+                "lines": [list(zip(*rows, strict=True)) for rows in drawings.rows_of(chart, self.axis, log=self.log)],
             }
             if isinstance(chart, Chart)
             else None

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
@@ -126,8 +125,6 @@ def _samples(view: RunView) -> Iterator[Block]:
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:
     """(step, text) of the samples of a training: the first, the last and some between."""
-    if stage not in view.stages:
-        return []
     files = view.files(stage, "run/samples")
     samples = sorted((int(match[1]), path) for path in files if (match := SAMPLE_FILES.fullmatch(path)))
     return [(step, view.text(stage, path) or "") for step, path in facts.spread(samples, SAMPLES_SHOWN)]
@@ -165,7 +162,7 @@ def data_tables(view: RunView) -> Iterator[Block]:
         yield Table(TRAINING_COLUMNS, rows, numbers=range(1, 8))
 
 
-def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+def _rows(name: str, result: summary.Result) -> tuple[str, ...]:
     rows = result.get("rows", {})
     if not rows:
         return ()
@@ -178,7 +175,7 @@ def _rows(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _lost(tally: Mapping[str, Any]) -> str:
+def _lost(tally: summary.Result) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in facts.lost_rows(tally).items() if count)
 
 
@@ -277,8 +274,7 @@ def _of_attempts(view: RunView, name: str, earlier: Iterable[runs.RecordedRun]) 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     result = manifest.get("result", {})
     for source in manifest.get("continued") or ():
-        key = str(source.get("key", source) if isinstance(source, dict) else source)
-        yield f"continued the work of {key[:SHOWN_DIGEST]}, made by other code", True
+        yield f"continued the work of {source['key'][:SHOWN_DIGEST]}, made by other code", True
     if skipped := result.get("skipped_steps"):
         yield f"{skipped:,} steps were skipped: their gradient was not finite", True
     for guard, count in (result.get("guard_warnings") or {}).items():

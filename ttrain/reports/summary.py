@@ -14,6 +14,7 @@ from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
 EvaluationRow = tuple[str, str, str]  # metric, value, remark
+Result = Mapping[str, Any]  # of a stage, as its manifest has it, or a part of one
 
 # The metrics of a stage in its line of `status`.
 KEY_METRICS: Mapping[str, tuple[str, ...]] = {
@@ -24,26 +25,20 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
     from ttrain.config.training import TRAININGS, VALIDATION_LOSS
 
-    metrics: dict[str, float] = {}
-    for name in TRAININGS:
-        for metric in (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second"):
-            value = results.get(name, {}).get(metric)
-            if value is not None:
-                metrics[f"{name}/{metric}"] = float(value)
-    metrics |= _total([results[name] for name in TRAININGS if name in results])
-    tokenizer = results.get("tokenizer", {})
-    metrics |= {f"tok/{name}": float(tokenizer[name]) for name in ("bytes_per_token", "unk_rate") if name in tokenizer}
-    evaluation = results.get("evaluate", {})
-    for group in ("metrics", "counts"):
-        for name, value in evaluation.get(group, {}).items():
-            metrics[f"eval/{name}"] = float(value)
-    for name, value in results.get("evaluate-champion", {}).get("metrics", {}).items():
-        metrics[f"champion/{name}"] = float(value)
-    return {name: rounded(value) for name, value in sorted(metrics.items())}
+    trainings = {name: results[name] for name in TRAININGS if name in results}
+    figures = (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second")
+    metrics = {f"{name}/{figure}": result.get(figure) for name, result in trainings.items() for figure in figures}
+    metrics |= _total(trainings.values())
+    metrics |= {f"tok/{name}": results.get("tokenizer", {}).get(name) for name in ("bytes_per_token", "unk_rate")}
+    for stage, group, prefix in (
+        ("evaluate", "metrics", "eval"), ("evaluate", "counts", "eval"), ("evaluate-champion", "metrics", "champion"),
+    ):  # fmt: skip
+        metrics |= {f"{prefix}/{name}": value for name, value in results.get(stage, {}).get(group, {}).items()}
+    return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
 def rounded(value: float) -> float:
@@ -51,7 +46,7 @@ def rounded(value: float) -> float:
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
-def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _total(trainings: Iterable[Result]) -> dict[str, float]:
     """The total time of the trainings, whichever runs made them; a device is a rank.
 
     A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
@@ -67,7 +62,7 @@ def _total(trainings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
 
 
-def _overlaps(contamination: Mapping[str, Any] | None) -> str:
+def _overlaps(contamination: Result | None) -> str:
     """How many evaluation items occur in training rows, where these were searched and none was removed."""
     if not contamination or contamination["removed"]:
         return ""
@@ -75,7 +70,7 @@ def _overlaps(contamination: Mapping[str, Any] | None) -> str:
     return f"; {overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
-def key_figures(stage: str, result: Mapping[str, Any]) -> str:
+def key_figures(stage: str, result: Result) -> str:
     """One line about a stage's result."""
     from ttrain.config.data import LEARNT
     from ttrain.config.training import BITS_PER_BYTE, CHOSEN_BASE, TRAININGS, VALIDATION_LOSS
@@ -123,9 +118,8 @@ def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
 def shortened(reasons: Sequence[str]) -> str:
     """One line for a terminal: the first reasons, and how many more there are."""
     hidden_count = len(reasons) - SHOWN_REASONS
-    return "; ".join(
-        [*reasons[:SHOWN_REASONS], *([f"and {hidden_count} more, which `plan --json` has"] if hidden_count > 0 else [])]
-    )
+    hidden = [f"and {hidden_count} more, which `plan --json` has"] if hidden_count > 0 else []
+    return "; ".join([*reasons[:SHOWN_REASONS], *hidden])
 
 
 def run_json(run: RecordedRun) -> dict[str, Any]:
@@ -147,7 +141,7 @@ def _figure(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
 
-def shown_stages(run: RecordedRun) -> list[Mapping[str, Any]]:
+def shown_stages(run: RecordedRun) -> list[Result]:
     """The stages of a recorded run that tell something: none where all were cached, and after a night that found nothing new
     those that it came to."""
     if run["outcome"] == "cached":
@@ -155,7 +149,7 @@ def shown_stages(run: RecordedRun) -> list[Mapping[str, Any]]:
     return [stage for stage in run["stages"] if run["outcome"] != NOTHING_NEW or stage["outcome"] != "pending"]
 
 
-def status_row(stage: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
     log = stage.get("log") or ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
@@ -171,12 +165,10 @@ BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"),
 # Of the held-out records, what is counted beside them.
 SCORED = {"chats": ("chats", "chat_tokens"), "domain": ("chats", "domain_tokens"), "pairs": ("pairs", "")}
 
-NO_SUITES: Mapping[str, Any] = {"models": (), "tasks": (), "comparisons": ()}
+NO_SUITES: Result = {"models": (), "tasks": (), "comparisons": ()}
 
 
-def rows(
-    metrics: Mapping[str, float], results: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> list[EvaluationRow]:
+def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
     """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
     intervals and the tasks of its suites."""
     from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
@@ -230,7 +222,7 @@ def rows(
     return [*table, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
 
 
-def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str, Any]) -> Iterator[EvaluationRow]:
+def _suites_of_champion(suites: Result, champion_suites: Result) -> Iterator[EvaluationRow]:
     """The rows of the champion's suites, each with the difference of its challenger."""
     challengers = {task["task"]: task for task in suites["tasks"]}
     for task in champion_suites["tasks"]:
@@ -245,29 +237,25 @@ def _suites_of_champion(suites: Mapping[str, Any], champion_suites: Mapping[str,
                     remark = f"the challenger's is {challenger['figure'].replace('_', ' ')}"
                 elif None not in (new["value"], figure["value"]):
                     remark = f"the challenger: {new['value'] - figure['value']:+.3f}"
-            yield (
-                f"{task['task']} {name.replace('_', ' ')}, {model}, champion",
-                _with_interval(figure["value"], figure["interval"]),
-                remark,
-            )
+            yield _suite_row(task, f"{model}, champion", figure, remark)
 
 
-def _suites(suites: Mapping[str, Any]) -> Iterator[EvaluationRow]:
+def _suites(suites: Result) -> Iterator[EvaluationRow]:
     """The main metric of each task for each model, and its comparison with the first model."""
     verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
     for task in suites["tasks"]:
         for model in (name for name in suites["models"] if name in task["models"]):
-            name, figure = task["figure"], task["models"][model]["figures"][task["figure"]]
             left_out = sum(task["left_out"].values())
             remark = f"{task['items']:,} items" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
             if versus := verdicts.get((task["task"], model)):
                 difference = versus.get("difference")
                 remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
-            yield (
-                f"{task['task']} {name.replace('_', ' ')}, {model}",
-                _with_interval(figure["value"], figure["interval"]),
-                remark,
-            )
+            yield _suite_row(task, model, task["models"][model]["figures"][task["figure"]], remark)
+
+
+def _suite_row(task: Result, model: str, figure: Result, remark: str) -> EvaluationRow:
+    label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
+    return label, _with_interval(figure["value"], figure["interval"]), remark
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:

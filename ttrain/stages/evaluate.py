@@ -84,7 +84,7 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
         BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
     }
     samples_by_model: dict[str, Any] = {}
-    items_by_model, outcomes, labels = _read_items(settings, job), list[TaskResult](), items_of.groups(documents, LABELS)
+    items_by_model, outcomes, labels = _read_items(settings, job), list[TaskResult](), items_of.groups(documents, LABELS)[0]
     for number, name in enumerate(_models(job)):
         model = _load(name, job, device)
         of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)

@@ -70,7 +70,8 @@ def choose(
                 f"{key} changes no result of this pipeline, so that all trials would be equal; vary settings of "
                 f"{', '.join(settings.trainings)}, model, tokenizer, reading, shards or data"
             )
-    metric_name = metric or _default_metric(settings, direct, graph)
+    shaped = affected_by(frozenset().union(*direct.values()), graph)
+    metric_name = metric or _default_metric(settings, direct, shaped)
     maximize = maximize or (not metric and metric_name in HIGHER_IS_BETTER)
     prefix, slash, _ = metric_name.partition("/")
     stage = PREFIXES.get(prefix, prefix)
@@ -81,7 +82,6 @@ def choose(
     for name in filter(None, (stage, until)):
         if name not in graph:
             raise no_stage(name, graph, settings)
-    shaped = affected_by(frozenset().union(*direct.values()), graph)
     if stage not in shaped:
         raise UsageError(
             f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
@@ -121,20 +121,18 @@ def _is_affected(stage: Stage, key: str) -> bool:
     return not subkey or not parts or subkey.partition(".")[0] in parts
 
 
-def _default_metric(settings: Settings, direct: Mapping[str, frozenset[str]], graph: Graph) -> str:
-    """The metric of a sweep where none is requested."""
-    stages = frozenset().union(*direct.values())
-    shaped = affected_by(stages, graph)
+def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset[str]) -> str:
+    """The metric of a sweep over the settings `keys`, which affect the stages `shaped`, where none is requested."""
     if TOKENIZER.name in shaped:  # nats per token cannot be compared across tokenizers
-        if "pretrain" in graph:
+        if "pretrain" in shaped:
             return BITS
         raise UsageError(
-            f"{', '.join(direct)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
+            f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
         )
-    varied_trainings = [name for name in settings.trainings if any(key.startswith(f"{name}.") for key in direct)]
+    varied_trainings = [name for name in settings.trainings if any(key.startswith(f"{name}.") for key in keys)]
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
-        raise UsageError(f"{', '.join(direct)} shapes no training; name a metric: --metric eval/NAME")
+        raise UsageError(f"{', '.join(keys)} shapes no training; name a metric: --metric eval/NAME")
     row = TRAINING_STAGES[(varied_trainings or affected[:1])[-1]]
     if row.rows == "pairs" and row.metric:  # whose loss is measured in units of beta, so that other betas have others
         return row.metric.of_run

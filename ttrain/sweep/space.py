@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.config import yaml_text
 from ttrain.config.loading import Override
@@ -20,6 +20,7 @@ from ttrain.errors import UsageError
 
 MOST_VALUES, LARGEST = 10_000, 2**53  # points of an interval; a whole number that a float holds exactly
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
+Values = Mapping[str, Any]  # of the settings that vary, by name
 FORMS = {
     "log": "log(low,high) or log(low,high,count)",
     "uniform": "uniform(low,high) or uniform(low,high,count)",
@@ -40,11 +41,7 @@ class Interval:
     low: float
     high: float
     log: bool = False
-
-    @property
-    def values(self) -> Sequence[Any] | None:
-        """All values where they can be counted, else None."""
-        return None
+    values: ClassVar[None] = None  # which cannot be counted
 
     @property
     def probes(self) -> tuple[Any, ...]:
@@ -121,7 +118,7 @@ class Space:
         counts = [None if d.values is None else len(d.values) for d in self.dimensions.values()]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
-    def combination(self, number: int) -> dict[str, Any]:
+    def combination(self, number: int) -> Values:
         """Combination `number` of `size`; the last setting varies fastest, as in nested loops."""
         chosen: dict[str, Any] = {}
         for key, dimension in reversed(list(self.dimensions.items())):
@@ -151,16 +148,14 @@ def parse_space(overrides: Sequence[Override]) -> Space:
     return Space({key: parse(key, text) for key, text in texts.items()}, texts)
 
 
-def with_values(overrides: Sequence[Override], space: Space, values: Mapping[str, Any]) -> list[Override]:
+def with_values(overrides: Sequence[Override], space: Space, values: Values) -> list[Override]:
     """The overrides, with one value for each setting that varies, in place of its range."""
     last = {item.key: position for position, item in enumerate(overrides)}
-    placed_overrides: list[Override] = []
-    for position, item in enumerate(overrides):
-        if item.key not in space.dimensions:
-            placed_overrides.append(item)
-        elif position == last[item.key]:
-            placed_overrides.append(item._replace(value=values[item.key]))
-    return placed_overrides
+    return [
+        item._replace(value=values[item.key]) if item.key in space.dimensions else item
+        for position, item in enumerate(overrides)
+        if item.key not in space.dimensions or position == last[item.key]
+    ]
 
 
 def assignment(key: str, value: Any) -> str:
@@ -225,14 +220,12 @@ def _choice(arguments: Sequence[Any]) -> ValueList:
 
 
 def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
-    numbers = _numbers(arguments, 2, 2 if kind == "logint" else 3)
+    numbers = _numbers(arguments, 2 if kind == "logint" else 3)
     if any(number != int(number) for number in numbers):
         raise _InvalidArgumentsError("it takes whole numbers")
     if max(map(abs, numbers)) > LARGEST:
         raise _InvalidArgumentsError(f"a whole number is at most {LARGEST:,}")
     low, high, step = (*map(int, numbers), 1)[:3]
-    if low >= high:
-        raise _InvalidArgumentsError("the first number must be below the second")
     if step < 1:
         raise _InvalidArgumentsError("the step must be 1 or more")
     if kind == "logint" and low < 1:
@@ -241,9 +234,7 @@ def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
 
 
 def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
-    low, high, *count_arguments = _numbers(arguments, 2, 3)
-    if low >= high:
-        raise _InvalidArgumentsError("the first number must be below the second")
+    low, high, *count_arguments = _numbers(arguments, 3)
     if kind == "log" and low <= 0:
         raise _InvalidArgumentsError("a logarithm needs numbers above 0")
     interval = Interval(low, high, kind == "log")
@@ -256,9 +247,9 @@ def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
     return ValueList(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
 
 
-def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
-    """The arguments as finite numbers."""
-    if not fewest <= len(arguments) <= most:
+def _numbers(arguments: Sequence[Any], most: int) -> list[float]:
+    """The arguments as two or more finite numbers, the first of them below the second."""
+    if not 2 <= len(arguments) <= most:
         raise _InvalidArgumentsError(f"it has {counted(len(arguments), 'value')}, with commas between")
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
@@ -266,4 +257,6 @@ def _numbers(arguments: Sequence[Any], fewest: int, most: int) -> list[float]:
         numbers = []
     if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
         raise _InvalidArgumentsError("it takes numbers")
+    if numbers[0] >= numbers[1]:
+        raise _InvalidArgumentsError("the first number must be below the second")
     return numbers

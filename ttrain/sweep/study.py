@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ttrain.core.files import whole_lines
 from ttrain.sweep.records import Sweep
-from ttrain.sweep.space import Dimension, IntegerRange, Interval, Space
+from ttrain.sweep.space import Dimension, IntegerRange, Interval, Space, Values
 
 STARTUP_TRIALS = 4  # before TPE learns from them; Optuna's own 10 would leave nothing to learn in a sweep of eight
 DRAWS = 20  # of the same trial, where what is drawn was tried before
@@ -45,7 +45,7 @@ class Trial:
     """One choice of settings, and its outcome. `curve`: {tokens: value} of the metric while it trained."""
 
     number: int  # from 1
-    values: Mapping[str, Any]
+    values: Values
     outcome: str  # one of STATES, or "running": also one that was interrupted, and will go on
     value: float | None = None
     seconds: float | None = None
@@ -127,7 +127,7 @@ class Study:
         self.note(number, outcome=outcome)
         self._study.tell(self._frozen(number).number, value, state=STATES[outcome])
 
-    def _begin(self, number: int, params: Mapping[str, Any]) -> Trial:
+    def _begin(self, number: int, params: Values) -> Trial:
         """Record a running trial in one line of the journal, so that a kill leaves all of it or nothing."""
         attributes = {"trial": number}
         trial = optuna.trial.create_trial(
@@ -160,7 +160,7 @@ class Study:
     def _handle(self, number: int) -> optuna.trial.Trial:
         return optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
 
-    def _drawn(self, number: int) -> Mapping[str, Any]:
+    def _drawn(self, number: int) -> Values:
         """Values that no trial had, in the form in which Optuna draws them."""
         tried = [trial.values for trial in self.trials()]
         if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
@@ -174,10 +174,10 @@ class Study:
                 return params
         return self._params(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
 
-    def _params(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _params(self, values: Values) -> Values:
         return {key: _drawn_for(dimension, values[key]) for key, dimension in self.space.dimensions.items()}
 
-    def _spread(self, number: int) -> dict[str, Any]:
+    def _spread(self, number: int) -> Values:
         """Values of one of the first trials, which together reach all parts of each setting's range: a Latin hypercube
         (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
         random = np.random.default_rng(self.seed)
