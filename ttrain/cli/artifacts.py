@@ -6,7 +6,7 @@ import glob
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from ttrain.cli.options import AsJson, SettingsOptions, command_group, stage_words, with_option_groups
 from ttrain.core.terminal import bar, print_json, table
@@ -26,7 +26,7 @@ artifacts_app = command_group(
 )
 
 StageName = Annotated[
-    str, typer.Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
+    str, Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
 ]
 
 
@@ -40,8 +40,8 @@ def _known_stage(stage: str) -> str:
     return stage
 
 
-StageFilter = Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words, callback=_known_stage)]
-Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest")]
+StageFilter = Annotated[str, Argument(help="of this stage alone", autocompletion=stage_words, callback=_known_stage)]
+Key = Annotated[str, Argument(help="the beginning of its key; without: the newest")]
 
 
 @artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
@@ -139,7 +139,7 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="move damaged artifacts to `replaced`, so that the next run rebuilds them")
+        bool, Option("--set-aside", help="move damaged artifacts to `replaced`, so that the next run rebuilds them")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -178,7 +178,7 @@ def artifacts_verify(
     else:
         print(f"{count} artifacts, {format_size(done)}: none damaged")
     if damaged:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @artifacts_app.command(
@@ -189,9 +189,9 @@ def artifacts_verify(
 @with_option_groups
 def artifacts_adopt(
     stage: StageName,
-    key: Annotated[str, typer.Argument(help="the beginning of the key of the artifact to keep")],
+    key: Annotated[str, Argument(help="the beginning of the key of the artifact to keep")],
     settings_options: SettingsOptions,
-    pipeline: Annotated[str, typer.Option(help="the pipeline whose plan it is kept for")] = "full",
+    pipeline: Annotated[str, Option(help="the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,
 ) -> None:
     """Keep an artifact across a code change that you know to be harmless; its manifest says so.
@@ -226,11 +226,11 @@ def artifacts_adopt(
     epilog="Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7",
 )
 def artifacts_clean(
-    keep_runs: Annotated[int, typer.Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
+    keep_runs: Annotated[int, Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
     older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="keep artifacts that are younger, or that a younger run used")
+        float, Option(min=0, metavar="DAYS", help="keep artifacts that are younger, or that a younger run used")
     ] = OLDER_THAN_DAYS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="only print what would be removed")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""

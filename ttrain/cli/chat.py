@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Context, Exit, Option
 
 from ttrain.cli.options import (
     AsJson,
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     from ttrain.store.model_files import Reference
 
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
+Model = Annotated[str | None, Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
 ChatModel = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         help=f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model",
         metavar="[MODEL]",
         autocompletion=model_words,
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
-Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
-System = Annotated[str, typer.Option(help="a system prompt", callback=encodable)]
-Temperature = Annotated[float, typer.Option(help="0: always the most likely token")]
-TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
-TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
-Penalty = Annotated[float, typer.Option(help="above 1, tokens that the answer already contains become less likely")]
-MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens")]
-Seed = Annotated[int, typer.Option(help="the same seed, the same answers")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Option(help="auto: cuda, then mps, then cpu")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], Option(help="number format of the weights")]
+Base = Annotated[str | None, Option(help="the full model of an adapter, where it cannot be found by itself")]
+System = Annotated[str, Option(help="a system prompt", callback=encodable)]
+Temperature = Annotated[float, Option(help="0: always the most likely token")]
+TopP = Annotated[float, Option(help="keep the likeliest tokens that together have this share; 1: all")]
+TopK = Annotated[int, Option(help="keep that many of the likeliest tokens; 0: all")]
+Penalty = Annotated[float, Option(help="above 1, tokens that the answer already contains become less likely")]
+MaxTokens = Annotated[int, Option(help="longest answer, in tokens")]
+Seed = Annotated[int, Option(help="the same seed, the same answers")]
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ class GreedyOptions(SamplingOptions):
 @with_option_groups
 def chat(
     model: ChatModel = None,
-    versus: Annotated[str | None, typer.Option(metavar="MODEL", help="a second model, answering side by side")] = None,
+    versus: Annotated[str | None, Option(metavar="MODEL", help="a second model, answering side by side")] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADAPTER", help="another adapter on MODEL's base; /adapter NAME switches to it; repeatable"),
+        Option(metavar="ADAPTER", help="another adapter on MODEL's base; /adapter NAME switches to it; repeatable"),
     ] = None,
-    gate: Annotated[Path | None, typer.Option(help="a gate's directory: it picks the expert for each question")] = None,
+    gate: Annotated[Path | None, Option(help="a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
-    speculative: Annotated[bool, typer.Option("--speculative", help="the model's second head guesses ahead")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each answer")] = False,
+    speculative: Annotated[bool, Option("--speculative", help="the model's second head guesses ahead")] = False,
+    as_json: Annotated[bool, Option("--json", help="a line of JSON for each answer")] = False,
     *,
     sampling: SamplingOptions,
     loading_options: LoadingOptions,
@@ -176,13 +176,13 @@ def _sample_questions(reference: Reference) -> list[str]:
 
 @with_option_groups
 def generate(
-    prompts: Annotated[Path, typer.Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines with the answers; without it they are printed")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the lines as texts instead of answering them")] = False,
+    prompts: Annotated[Path, Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
+    model: Annotated[str | None, Option("--model", "-m", help=MODEL_HELP)] = None,
+    out: Annotated[Path | None, Option(help="JSON lines with the answers; without it they are printed")] = None,
+    raw: Annotated[bool, Option("--raw", help="continue the lines as texts instead of answering them")] = False,
     system: System = "",
-    batch_size: Annotated[int, typer.Option(min=1, help="prompts that are answered together")] = 16,
-    force: Annotated[bool, typer.Option("--force", help="replace the file of --out")] = False,
+    batch_size: Annotated[int, Option(min=1, help="prompts that are answered together")] = 16,
+    force: Annotated[bool, Option("--force", help="replace the file of --out")] = False,
     as_json: AsJson = False,
     *,
     sampling: GreedyOptions,
@@ -241,13 +241,11 @@ def generate(
 
 @with_option_groups
 def serve(
-    context: typer.Context,
+    context: Context,
     model: Model = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="requests answered or waiting at once; further ones get 429")
-    ] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="print address and model as JSON when it answers")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
+    max_requests: Annotated[int, Option(min=1, help="requests answered or waiting at once; further ones get 429")] = 32,
+    as_json: Annotated[bool, Option("--json", help="print address and model as JSON when it answers")] = False,
     *,
     loading_options: LoadingOptions,
 ) -> None:
@@ -289,7 +287,7 @@ def serve(
         except KeyboardInterrupt:
             code = 0
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _api_key() -> Path | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option, Typer
 
 from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
@@ -24,25 +24,24 @@ SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
-Metrics = Annotated[list[str] | None, typer.Option("--metric", "-m", help="with --png: a curve; may be repeated")]
+Metrics = Annotated[list[str] | None, Option("--metric", "-m", help="with --png: a curve; may be repeated")]
 PlottedStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--stage",
+    Option(
         help="with --png: only curves of this stage; may be repeated",
         autocompletion=stage_words,
     ),
 ]
 ReportedRuns = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", autocompletion=run_words),
+    Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", autocompletion=run_words),
 ]
-Axis = Annotated[Literal["tokens", "step", "time"], typer.Option("--axis", help="of the curves")]
-Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
-RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
+Axis = Annotated[Literal["tokens", "step", "time"], Option(help="of the curves")]
+Log = Annotated[bool, Option("--log", help="draw the curves with a logarithmic axis")]
+RunReferences = Annotated[list[str], Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
-def add_pages(app: typer.Typer, panel: str) -> None:
+def add_pages(app: Typer, panel: str) -> None:
     """Add the commands to the app."""
     app.command(
         "compare",
@@ -61,7 +60,7 @@ def add_pages(app: typer.Typer, panel: str) -> None:
 
 def compare(
     runs: RunReferences,
-    html: Annotated[Path | None, typer.Option("--html", help="write a page with curves to this file")] = None,
+    html: Annotated[Path | None, Option(help="write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
     as_json: AsJson = False,
@@ -99,9 +98,9 @@ class ReportOptions:
 
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here"),
+        Option("--out", "-o", help="the file; default: RUN.html or RUN.png here"),
     ] = None
-    png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False
+    png: Annotated[bool, Option("--png", help="draw curves as a picture, of several runs too")] = False
     metric: Metrics = None
     stage: PlottedStages = None
     axis: Axis = "tokens"
@@ -134,7 +133,7 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     check_output_file(path)
     path.write_text(report_of(home(), view, axis=options.axis, log=options.log), encoding="utf-8")
     for note in view.notes:
-        typer.echo(escaped(note), err=True)
+        print_escaped(note, stderr=True)
     if options.as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AsJson, command_group
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
@@ -36,22 +36,20 @@ tokenizer_app = command_group(
 )
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE")]
-Kind = Annotated[
-    Literal["auto", "documents", "chats", "pairs"], typer.Option(help="auto: by the keys of the first good rows")
-]
-TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
-MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
-KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
+Files = Annotated[list[str], Argument(help=FILES_HELP, metavar="FILE")]
+Kind = Annotated[Literal["auto", "documents", "chats", "pairs"], Option(help="auto: by the keys of the first good rows")]
+TextField = Annotated[str | None, Option(help="a document's key; without it text, content, body or paragraphs")]
+MaxRejected = Annotated[float, Option(min=0, max=1, help="a larger share of bad rows is an error")]
+KeepDuplicates = Annotated[bool, Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
 NearDuplicates = Annotated[
     float | None,
-    typer.Option(min=0, max=1, help="leave out documents this similar to an earlier one, such as 0.8"),
+    Option(min=0, max=1, help="leave out documents this similar to an earlier one, such as 0.8"),
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="processes; without it the cores")]
-RowLength = Annotated[int, typer.Option(min=8, help="tokens of a packed row")]
-SampleMethod = Annotated[Literal["reservoir", "head"], typer.Option(help="which rows are taken: random ones, or the first")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of the reservoir")]
-TokenizerDirectory = Annotated[Path | None, typer.Option("--tokenizer", help="its directory; without it, found by digest")]
+Workers = Annotated[int | None, Option(min=1, help="processes; without it the cores")]
+RowLength = Annotated[int, Option(min=8, help="tokens of a packed row")]
+SampleMethod = Annotated[Literal["reservoir", "head"], Option(help="which rows are taken: random ones, or the first")]
+Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="of the reservoir")]
+TokenizerDirectory = Annotated[Path | None, Option(help="its directory; without it, found by digest")]
 
 
 @data_app.command(
@@ -61,20 +59,20 @@ TokenizerDirectory = Annotated[Path | None, typer.Option("--tokenizer", help="it
 )
 def data_shard(
     files: Files,
-    tokenizer: Annotated[Path, typer.Option(help="directory of the tokenizer, or an artifact of its stage")],
-    out: Annotated[Path, typer.Option(help="directory of the shards; it may hold those of an earlier run")],
+    tokenizer: Annotated[Path, Option(help="directory of the tokenizer, or an artifact of its stage")],
+    out: Annotated[Path, Option(help="directory of the shards; it may hold those of an earlier run")],
     kind: Kind = "auto",
     text_field: TextField = None,
-    val_fraction: Annotated[float, typer.Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="rows to use; without it all")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="how many times --limit distinct rows to use")] = 1,
+    val_fraction: Annotated[float, Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
+    limit: Annotated[int | None, Option(min=1, help="rows to use; without it all")] = None,
+    rounds: Annotated[int, Option(min=1, help="how many times --limit distinct rows to use")] = 1,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     max_rejected: MaxRejected = 0.01,
     workers: Workers = None,
-    block_bytes: Annotated[int, typer.Option(min=1024, help="text of one shard")] = 16 << 20,
+    block_bytes: Annotated[int, Option(min=1024, help="text of one shard")] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
@@ -112,7 +110,7 @@ def data_validate(
     kind: Kind = "auto",
     text_field: TextField = None,
     max_rejected: MaxRejected = 0.01,
-    rejected: Annotated[Path | None, typer.Option(help="write the bad rows here: file, line, reason, text")] = None,
+    rejected: Annotated[Path | None, Option(help="write the bad rows here: file, line, reason, text")] = None,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     workers: Workers = None,
@@ -133,11 +131,11 @@ def data_validate(
     "ttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
-    shards: Annotated[Path, typer.Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
-    rows: Annotated[int, typer.Option(min=1, help="how many")] = 3,
+    shards: Annotated[Path, Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
+    rows: Annotated[int, Option(min=1, help="how many")] = 3,
     row_length: RowLength = 256,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed for choosing random rows; without it the first rows")] = None,
-    records: Annotated[bool, typer.Option("--records", help="records as they are stored, instead of packed rows")] = False,
+    seed: Annotated[int | None, Option(min=0, help="seed for choosing random rows; without it the first rows")] = None,
+    records: Annotated[bool, Option("--records", help="records as they are stored, instead of packed rows")] = False,
     tokenizer: TokenizerDirectory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -171,7 +169,7 @@ def data_inspect(
     epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json",
 )
 def data_stats(
-    paths: Annotated[list[str], typer.Argument(help="shards, or files as of `data shard`", metavar="PATH")],
+    paths: Annotated[list[str], Argument(help="shards, or files as of `data shard`", metavar="PATH")],
     row_length: RowLength = 256,
     kind: Kind = "auto",
     text_field: TextField = None,
@@ -203,15 +201,15 @@ def data_stats(
 )
 def tokenizer_train(
     files: Files,
-    out: Annotated[Path, typer.Option(help="directory for the tokenizer; it must be empty or missing")],
-    vocab_size: Annotated[int, typer.Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
-    max_lines: Annotated[int | None, typer.Option(min=1, help="documents to learn from; without it all")] = None,
+    out: Annotated[Path, Option(help="directory for the tokenizer; it must be empty or missing")],
+    vocab_size: Annotated[int, Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
+    max_lines: Annotated[int | None, Option(min=1, help="documents to learn from; without it all")] = None,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
-    max_bytes: Annotated[int, typer.Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
+    max_bytes: Annotated[int, Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
     text_field: TextField = None,
-    template: Annotated[Literal["ttrain", "tinyseek", "own"], typer.Option(help="own: the existing tokenizer's")] = "ttrain",
-    existing: Annotated[str | None, typer.Option(help="take this tokenizer: a folder, or owner/name[@revision]")] = None,
+    template: Annotated[Literal["ttrain", "tinyseek", "own"], Option(help="own: the existing tokenizer's")] = "ttrain",
+    existing: Annotated[str | None, Option(help="take this tokenizer: a folder, or owner/name[@revision]")] = None,
     max_rejected: MaxRejected = 0.01,
     as_json: AsJson = False,
 ) -> None:
@@ -237,8 +235,8 @@ def tokenizer_train(
     epilog="Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'",
 )
 def tokenizer_inspect(
-    directory: Annotated[Path, typer.Argument(help="directory of the tokenizer, or an artifact of its stage")],
-    text: Annotated[str | None, typer.Option(help="show the tokens of this text")] = None,
+    directory: Annotated[Path, Argument(help="directory of the tokenizer, or an artifact of its stage")],
+    text: Annotated[str | None, Option(help="show the tokens of this text")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text."""
@@ -290,16 +288,14 @@ SHOWN_ITEMS = 10
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(
-    shards: Annotated[list[Path], typer.Argument(help="shards, directories with train/ in them, or artifacts")],
+    shards: Annotated[list[Path], Argument(help="shards, directories with train/ in them, or artifacts")],
     items: Annotated[
         list[str] | None,
-        typer.Option(help="a suite, or JSONL with items; without it the records held out beside the shards"),
+        Option(help="a suite, or JSONL with items; without it the records held out beside the shards"),
     ] = None,
-    overlap_bytes: Annotated[
-        int, typer.Option(min=24, help="shortest common part that counts, in bytes of UTF-8 letters")
-    ] = 32,
+    overlap_bytes: Annotated[int, Option(min=24, help="shortest common part that counts, in bytes of UTF-8 letters")] = 32,
     overlap_share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="share of an item that a document must contain to count")
+        float, Option(min=0.01, max=1, help="share of an item that a document must contain to count")
     ] = 0.5,
     tokenizer: TokenizerDirectory = None,
     workers: Workers = None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import typer
+from typer import Exit
 
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
@@ -186,7 +186,7 @@ def report_on(
     for message in failed:
         print(f"error: {escaped(message)}", file=sys.stderr)
     if failed:
-        raise typer.Exit(2 if missing else 1)
+        raise Exit(2 if missing else 1)
 
 
 LOCK = Path("run", "lock")

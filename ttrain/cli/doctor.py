@@ -8,7 +8,7 @@ import warnings
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from ttrain.cli.options import AsJson, SettingsOptions, with_option_groups
 from ttrain.core.terminal import console, escaped, print_json, print_spans
@@ -25,7 +25,7 @@ NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="the training stage to check, such as sft; default: the first")
+        str | None, Option(metavar="STAGE", help="the training stage to check, such as sft; default: the first")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +75,7 @@ def doctor(
         verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"
         print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
     if failures:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _print(check: Check) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
@@ -42,15 +42,15 @@ MODELS_HELP = (
 
 KINDS = ("text", "chats", "pairs", "choices", "last_word", "generation")
 
-ModelNames = Annotated[list[str], typer.Argument(help=MODELS_HELP, metavar="MODEL...")]
+ModelNames = Annotated[list[str], Argument(help=MODELS_HELP, metavar="MODEL...")]
 
 Suites = Annotated[
-    list[str] | None, typer.Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
+    list[str] | None, Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
 ]
 
 
 def _file(name: str, shape: str) -> Any:
-    return typer.Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
+    return Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
 
 
 @with_option_groups
@@ -65,17 +65,13 @@ def evaluate(
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
     match: Annotated[
         Literal["auto", "exact", "numeric"] | None,
-        typer.Option(help="how answers of --generation are compared; auto: as numbers where all are"),
+        Option(help="how answers of --generation are compared; auto: as numbers where all are"),
     ] = None,
-    shots: Annotated[int | None, typer.Option(min=0, max=64, help="worked examples before each item")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="items of each task, drawn by its seed")] = None,
-    items: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write every item and answer there, as JSON Lines")
-    ] = None,
-    track: Annotated[bool, typer.Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory")
-    ] = None,
+    shots: Annotated[int | None, Option(min=0, max=64, help="worked examples before each item")] = None,
+    limit: Annotated[int | None, Option(min=1, help="items of each task, drawn by its seed")] = None,
+    items: Annotated[Path | None, Option(metavar="FILE", help="write every item and answer there, as JSON Lines")] = None,
+    track: Annotated[bool, Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
+    batch_tokens: Annotated[int | None, Option(min=1, help="padded tokens of a forward pass: bounds the memory")] = None,
     as_json: AsJson = False,
     *,
     loading_options: LoadingOptions,

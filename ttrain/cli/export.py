@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AdapterBase, AsJson, RunName, resolved_models
 from ttrain.core.terminal import print_escaped, print_json, table
@@ -31,31 +31,25 @@ def quieten() -> None:
 
 
 def export(
-    reference: Annotated[str, typer.Argument(metavar="REF", help=REFERENCE_HELP)],
-    to: Annotated[Path, typer.Option("--to", help="the directory to write")],
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"], typer.Option(help="of the weights; fp32: as they were trained")
-    ] = "bf16",
-    merge: Annotated[bool, typer.Option("--merge", help="an adapter becomes part of its base: one full model")] = False,
+    reference: Annotated[str, Argument(metavar="REF", help=REFERENCE_HELP)],
+    to: Annotated[Path, Option(help="the directory to write")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="of the weights; fp32: as they were trained")] = "bf16",
+    merge: Annotated[bool, Option("--merge", help="an adapter becomes part of its base: one full model")] = False,
     run: RunName = None,
     base: AdapterBase = None,
-    shard_size: Annotated[str, typer.Option("--shard-size", help="largest weights file, for example 500MB")] = "5GB",
-    keep_head: Annotated[bool, typer.Option("--keep-head", help="write the second head beside the model")] = False,
-    licence: Annotated[
-        str | None, typer.Option("--license", help="of the model, for its card, for example apache-2.0")
-    ] = None,
+    shard_size: Annotated[str, Option(help="largest weights file, for example 500MB")] = "5GB",
+    keep_head: Annotated[bool, Option("--keep-head", help="write the second head beside the model")] = False,
+    licence: Annotated[str | None, Option("--license", help="of the model, for its card, for example apache-2.0")] = None,
     gguf: Annotated[
         Path | None,
-        typer.Option("--gguf", metavar="DIR", help="directory of llama.cpp, whose converter also writes a GGUF file"),
+        Option(metavar="DIR", help="directory of llama.cpp, whose converter also writes a GGUF file"),
     ] = None,
     push: Annotated[
         str | None,
-        typer.Option(
-            "--push", metavar="OWNER/NAME", help="also upload it to this repository of the Hugging Face Hub, with HF_TOKEN"
-        ),
+        Option(metavar="OWNER/NAME", help="also upload it to this repository of the Hugging Face Hub, with HF_TOKEN"),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="with --push: a new repository is public")] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace the model in a directory that is not empty")] = False,
+    public: Annotated[bool, Option("--public", help="with --push: a new repository is public")] = False,
+    force: Annotated[bool, Option("--force", help="replace the model in a directory that is not empty")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""

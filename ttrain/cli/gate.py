@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli import train as train_task
 from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
@@ -31,7 +31,7 @@ gate_app = command_group(
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
 
-Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", metavar="GATE")]
+Directory = Annotated[Path, Argument(help="directory of a trained gate", metavar="GATE")]
 
 
 @gate_app.command(
@@ -42,18 +42,18 @@ Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", m
 def gate_train(
     experts: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="directory of the gate")],
+    out: Annotated[Path, Option(help="directory of the gate")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        Argument(help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     allow: Allow = None,
@@ -107,7 +107,7 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one", callback=encodable)],
+    text: Annotated[str, Argument(help="the text; -: each line of standard input is one", callback=encodable)],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from ttrain.cli.options import AsJson
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json
@@ -32,7 +32,7 @@ INDENT = 18
 
 ModelVersion = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="VERSION",
         help="a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
         "beginning of an artifact's key, or its directory",
@@ -40,7 +40,7 @@ ModelVersion = Annotated[
 ]
 
 
-def add_lineage(app: typer.Typer, panel: str) -> None:
+def add_lineage(app: Typer, panel: str) -> None:
     """Add the commands to the app."""
     app.command("lineage", rich_help_panel=panel, epilog=LINEAGE_EPILOG)(lineage)
     app.command("reproduce", rich_help_panel=panel, epilog=REPRODUCE_EPILOG)(reproduce)
@@ -65,7 +65,7 @@ def reproduce(
     version: ModelVersion,
     to: Annotated[
         Path | None,
-        typer.Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it"),
+        Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +91,7 @@ def reproduce(
         for line in _result_lines(result, is_kept=to is not None):
             print_escaped(line)
     if not result.is_equal:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
+from typer import Abort, Argument, Exit, Option, Typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
@@ -74,7 +74,7 @@ class _Root(TyperGroup):
         return sorted(self.commands, key=place)
 
 
-app = typer.Typer(
+app = Typer(
     name="ttrain",
     cls=_Root,
     no_args_is_help=True,
@@ -121,14 +121,14 @@ def _version(show: bool) -> None:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 print(f"{library} {metadata.version(library)}")
         print(f"home {escaped(str(layout.home()))}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def main_options(
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    debug: Annotated[bool, Option("--debug", help="show tracebacks")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the versions and the home")
+        bool, Option("--version", callback=_version, is_eager=True, help="print the versions and the home")
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -141,7 +141,7 @@ def main_options(
 def stage_run(
     stage: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words
         ),
     ],
@@ -241,15 +241,15 @@ compare.add_pages(app, LOOK)
 def up(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[RUN|KEY=VALUE]...",
             help="runs to open in MLflow, compared if several; servers.auth=off",
             autocompletion=run_words,
         ),
     ] = None,
-    prefect_port: Annotated[int, typer.Option(help="of the Prefect server")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="of the MLflow server")] = 5000,
-    opens: Annotated[bool, typer.Option("--open", help="open MLflow in the browser")] = False,
+    prefect_port: Annotated[int, Option(help="of the Prefect server")] = 4200,
+    mlflow_port: Annotated[int, Option(help="of the MLflow server")] = 5000,
+    opens: Annotated[bool, Option("--open", help="open MLflow in the browser")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
         problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
         _print_error(f"{problem[:1].lower()}{problem[1:]}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
-    except typer.Abort:
+    except Abort:
         sys.exit(130)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AdapterBase, AsJson, Files, Profiles, SettingsOptions, command_group
 from ttrain.core.files import read_object
@@ -28,12 +28,12 @@ EPILOG = (
 
 
 def import_model(
-    source: Annotated[Path, typer.Argument(help="a state dict of TinySeek's or MiniMind's code, or a directory with one")],
-    to: Annotated[Path, typer.Option(help="directory to write; it must be empty or missing")],
-    config: Annotated[Path | None, typer.Option(help="its model_config.json, if it is not beside the source")] = None,
+    source: Annotated[Path, Argument(help="a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    to: Annotated[Path, Option(help="directory to write; it must be empty or missing")],
+    config: Annotated[Path | None, Option(help="its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="directory of a Hugging Face tokenizer to include; default: the one beside the source"),
+        Option(help="directory of a Hugging Face tokenizer to include; default: the one beside the source"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,11 +67,11 @@ SIZE_EPILOG = (
 def size(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it"),
+        Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it"),
     ] = None,
     config: Files = None,
     profile: Profiles = None,
-    kinds: Annotated[bool, typer.Option("--kinds", help="list every model.kind instead")] = False,
+    kinds: Annotated[bool, Option("--kinds", help="list every model.kind instead")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print parameters, FLOPs and memory of the presets, or of the model with the given settings."""
@@ -170,7 +170,7 @@ adapter_app = command_group(
     "show", epilog="Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json"
 )
 def show_adapter(
-    reference: Annotated[str, typer.Argument(metavar="REF", help=REFERENCE_HELP)],
+    reference: Annotated[str, Argument(metavar="REF", help=REFERENCE_HELP)],
     base: AdapterBase = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
 from ttrain.core import redact
@@ -90,17 +90,17 @@ schedule_app = command_group(
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )
 
-Cron = Annotated[str | None, typer.Option("--cron", help="when: minute hour day month weekday")]
+Cron = Annotated[str | None, Option(help="when: minute hour day month weekday")]
 
-Timezone = Annotated[str | None, typer.Option("--timezone", help="of the cron, such as Europe/Berlin; else this machine's")]
+Timezone = Annotated[str | None, Option(help="of the cron, such as Europe/Berlin; else this machine's")]
 
 ScheduleName = Annotated[
-    str | None, typer.Argument(help="such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
+    str | None, Argument(help="such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
 ]
 
 PrefectYaml = Annotated[
     Literal["process", "docker", "kubernetes"] | None,
-    typer.Option("--prefect-yaml", help="print a prefect.yaml for a pool of this kind"),
+    Option(help="print a prefect.yaml for a pool of this kind"),
 ]
 
 
@@ -179,9 +179,9 @@ def serve(
     overrides: ServerOverrides = None,
     unit: Annotated[
         Literal["systemd", "launchd", "cron"] | None,
-        typer.Option("--unit", help="print a service unit that keeps it running"),
+        Option(help="print a service unit that keeps it running"),
     ] = None,
-    unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
+    unless_served: Annotated[bool, Option("--unless-served", help="exit at once if another process serves")] = False,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
     if unit is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
 
-import typer
+from typer import Argument, Option, Typer
 
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-command_group = functools.partial(typer.Typer, no_args_is_help=True)
+command_group = functools.partial(Typer, no_args_is_help=True)
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
@@ -68,41 +68,35 @@ def profile_words(incomplete: str) -> list[str]:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
+    Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
 ]
 ServerOverrides = Annotated[
     list[str] | None,
-    typer.Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
+    Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
 ]
-Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
+Files = Annotated[list[Path] | None, Option("--config", "-c", help="YAML file with settings; several may be given")]
 Profiles = Annotated[
     list[str] | None,
-    typer.Option("--profile", help="named settings that ship with ttrain, such as small", autocompletion=profile_words),
+    Option(help="named settings that ship with ttrain, such as small", autocompletion=profile_words),
 ]
 RunName = Annotated[
     str | None,
-    typer.Option(
-        "--run",
+    Option(
         metavar="RUN",
         help="the run whose stages are used; default: the newest finished one",
         autocompletion=run_words,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
-AdapterBase = Annotated[
-    str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
-]
-Allow = Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")]
-Extend = Annotated[
-    bool, typer.Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")
-]
-Force = Annotated[bool, typer.Option("--force", help="rebuild it even if it is finished, and compare")]
+AsJson = Annotated[bool, Option("--json", help="print JSON for scripts")]
+AdapterBase = Annotated[str | None, Option(metavar="REF", help="the full model of an adapter from elsewhere")]
+Allow = Annotated[list[str] | None, Option(help="a setting that may differ from the checkpoint's")]
+Extend = Annotated[bool, Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")]
+Force = Annotated[bool, Option("--force", help="rebuild it even if it is finished, and compare")]
 
 # Of whole pipelines.
 ForceStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--force",
+    Option(
         metavar="STAGE",
         help="rerun this stage even if it is finished, and those that depend on it; repeatable",
         autocompletion=stage_words,
@@ -110,8 +104,7 @@ ForceStages = Annotated[
 ]
 OnlyStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only",
+    Option(
         metavar="STAGES",
         help="only these stages (A,B, or repeated); their inputs must be in the store",
         autocompletion=stage_words,
@@ -119,24 +112,24 @@ OnlyStages = Annotated[
 ]
 FromStage = Annotated[
     str | None,
-    typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", autocompletion=stage_words),
+    Option("--from", metavar="STAGE", help="this stage and what depends on it", autocompletion=stage_words),
 ]
 UntilStage = Annotated[
     str | None,
-    typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
+    Option(metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
 ]
-Engine = Annotated[Literal["prefect", "none"], typer.Option("--engine", help="none: run the same recipe without Prefect")]
+Engine = Annotated[Literal["prefect", "none"], Option(help="none: run the same recipe without Prefect")]
 Note = Annotated[
     str | None,
-    typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it"),
+    Option(metavar="TEXT", help="a note on the purpose of this run; shown with it"),
 ]
 Tags = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="KEY=VALUE", help="a label of this run to search for in MLflow; repeatable"),
+    Option(metavar="KEY=VALUE", help="a label of this run to search for in MLflow; repeatable"),
 ]
 ContinueKey = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--continue",
         metavar="KEY",
         help="resume the unfinished work of this key, begun with other code or another learning rate",

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli import model, nightly
 from ttrain.cli.options import (
@@ -43,7 +43,7 @@ PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challeng
 
 pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
 
-Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
+Pipeline = Annotated[str, Argument(help=PIPELINE_HELP)]
 
 
 @pipeline_app.command(
@@ -79,15 +79,12 @@ def pipeline_run(
 )
 @with_option_groups
 def pipeline_rerun(
-    stage: Annotated[
-        str, typer.Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)
-    ],
+    stage: Annotated[str, Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)],
     settings_options: SettingsOptions,
     options: RunOptions,
     run: Annotated[
         str,
-        typer.Option(
-            "--run",
+        Option(
             metavar="RUN",
             help="use the settings of this run (its name, or a part of it)",
             autocompletion=run_words,
@@ -116,7 +113,7 @@ def pipeline_plan(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
     options: SelectionOptions,
-    memory: Annotated[bool, typer.Option("--memory", help="also the memory of a new model during pretraining")] = False,
+    memory: Annotated[bool, Option("--memory", help="also the memory of a new model during pretraining")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
@@ -160,7 +157,7 @@ def pipeline_plan(
 
 @pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
 def pipeline_status(
-    limit: Annotated[int | None, typer.Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
+    limit: Annotated[int | None, Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs."""
@@ -192,9 +189,9 @@ def pipeline_status(
     "ttrain pipeline logs full-20261121-160222 evaluate",
 )
 def pipeline_logs(
-    run: Annotated[str, typer.Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words)] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
+    run: Annotated[str, Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
+    stage: Annotated[str, Argument(help="of this stage alone", autocompletion=stage_words)] = "",
+    follow: Annotated[bool, Option("--follow", "-f", help="go on until the run ends")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
     from ttrain.store import references, runs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AsJson, check_output_file, command_group
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
@@ -23,13 +23,13 @@ models_app = command_group(
     epilog="Example:  ttrain models list",
 )
 
-Name = Annotated[str | None, typer.Option("--name", help="the pipeline's name (setting `name`), if there are several")]
+Name = Annotated[str | None, Option(help="the pipeline's name (setting `name`), if there are several")]
 
 
 @models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str | None, typer.Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
+    metric: Annotated[str | None, Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
@@ -60,9 +60,9 @@ def models_list(
 @models_app.command("history", epilog="Examples:  ttrain models history\n\nttrain models history --html nights.html")
 def models_history(
     name: Name = None,
-    nights: Annotated[int, typer.Option("--nights", min=1, max=1000, help="how many, the newest first")] = 30,
+    nights: Annotated[int, Option(min=1, max=1000, help="how many, the newest first")] = 30,
     page: Annotated[
-        Path | None, typer.Option("--html", help="write a page to this file", metavar="FILE", show_default=False)
+        Path | None, Option("--html", help="write a page to this file", metavar="FILE", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -87,7 +87,7 @@ def models_history(
     "promote", epilog="Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b"
 )
 def models_promote(
-    which: Annotated[str, typer.Argument(metavar="VERSION|RUN", help="a set's version, or the run that made its models")],
+    which: Annotated[str, Argument(metavar="VERSION|RUN", help="a set's version, or the run that made its models")],
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:

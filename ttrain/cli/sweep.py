@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Files, Profiles, command_group
@@ -40,12 +40,12 @@ EPILOG = (
 )
 Ranges = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         help="settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
         metavar="[KEY=VALUE]...",
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
+Name = Annotated[str, Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
 
 
 @sweep_app.command("full", epilog=EPILOG)
@@ -55,27 +55,21 @@ def sweep_full(
     profile: Profiles = None,
     trials: Annotated[
         int | None,
-        typer.Option(
-            "--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"
-        ),
+        Option("--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"),
     ] = None,
-    sampler: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="tpe: learns from the trials so far")] = "tpe",
+    sampler: Annotated[Literal["tpe", "random", "grid"], Option(help="tpe: learns from the trials so far")] = "tpe",
     metric: Annotated[
-        str, typer.Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
+        str, Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
     ] = "",
     maximize: Annotated[
         bool | None,
-        typer.Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
+        Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
     ] = None,
-    until: Annotated[
-        str, typer.Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")
-    ] = "",
-    prune: Annotated[bool, typer.Option("--prune", help="end a trial that is behind the median of the others")] = False,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="trials side by side", show_default="one a GPU, else 1")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the sampler")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
+    until: Annotated[str, Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")] = "",
+    prune: Annotated[bool, Option("--prune", help="end a trial that is behind the median of the others")] = False,
+    parallel: Annotated[int | None, Option(min=1, help="trials side by side", show_default="one a GPU, else 1")] = None,
+    seed: Annotated[int, Option(min=0, help="of the sampler")] = 1,
+    dry_run: Annotated[bool, Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
@@ -147,7 +141,7 @@ def sweep_list(as_json: AsJson = False) -> None:
 @sweep_app.command("show", epilog="Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
 def sweep_show(
     name: Name = "latest",
-    out: Annotated[Path | None, typer.Option(help="write the page with its plots here")] = None,
+    out: Annotated[Path | None, Option(help="write the page with its plots here")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a sweep, the best first, and where its page with the plots is."""

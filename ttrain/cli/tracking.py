@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from ttrain.cli.options import AsJson, command_group
 from ttrain.core.files import PRIVATE_FILE, write_bytes
@@ -35,8 +35,8 @@ track_app = command_group(
     "ttrain track sync full-20261121-160222-1a2b4 --json",
 )
 def sync(
-    run: Annotated[str | None, typer.Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what is waiting")] = False,
+    run: Annotated[str | None, Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="only list what is waiting")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Deliver metrics, parameters, states, files and registered models that an unreachable server or a kill held up.
@@ -67,7 +67,7 @@ def sync(
             if incomplete_count
             else "everything was delivered"
         )
-    raise typer.Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
+    raise Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
 
 
 @track_app.command("repair", epilog="Example:  ttrain track repair")
@@ -98,7 +98,7 @@ def repair(as_json: AsJson = False) -> None:
             listed = ", ".join(done.by_servers)
             print_escaped(f"not logged again, because a server that may have used this database has them: {listed}")
         print(f"data that this home has no record of is lost: {track_repair.NOT_RESTORED}")
-    raise typer.Exit(int(bool(done.waiting or done.unreadable)))
+    raise Exit(int(bool(done.waiting or done.unreadable)))
 
 
 def _counts_text(things: Mapping[str, int]) -> str:

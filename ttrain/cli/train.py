@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ttrain.cli.options import Allow, AsJson, Files, check_no_artifact, task_settings
 from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
@@ -39,13 +39,13 @@ EPILOG = (
 
 
 def train(
-    name: Annotated[str | None, typer.Argument(help=TASK_HELP)] = None,
+    name: Annotated[str | None, Argument(help=TASK_HELP)] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        Argument(help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     config: Files = None,
-    out: Annotated[Path | None, typer.Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
+    out: Annotated[Path | None, Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
     allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
