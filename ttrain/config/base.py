@@ -29,6 +29,10 @@ RETIRED = frozenset({
 })  # fmt: skip
 
 
+T = TypeVar("T")
+S = TypeVar("S", bound="Section")
+
+
 class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
 
@@ -56,7 +60,10 @@ class Section(BaseModel):
         return True
 
 
-S = TypeVar("S", bound=Section)
+def setting(default: T, description: str, **rules: Any) -> T:
+    """A field of a section: its default, what it means, and the rules for its value as `Field` takes them."""
+    field: T = Field(default, description=description, **rules)
+    return field
 
 
 def with_fields(fields: Mapping[str, Any]) -> Callable[[type[S]], type[S]]:
@@ -134,6 +141,9 @@ Count = Annotated[int, BeforeValidator(as_count)]  # of tokens, rows or entries
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def _existing_zone(value: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ttrain.config.base import Section, with_fields
+from ttrain.config.base import Section, setting, with_fields
 from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.loop import Precision
@@ -56,7 +56,7 @@ NAMES_CODE = (
 class _UntilTrainings(Section):
     """The sections up to those of the training stages, which the table of these adds: two are spelled out for their type."""
 
-    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="prefix of registered models")
+    name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     data: Data = Data()
     python_docs: PythonDocs = PythonDocs()
     reading: Reading = Reading()
