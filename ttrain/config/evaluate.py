@@ -197,7 +197,9 @@ class ChoicesTask(Shots):
         "none", "what the log-likelihood of a choice is divided by in the figure that stands for the task"
     )
     template: str = setting("{question}", "what stands before a choice")
-    delimiter: str | None = setting(None, "between question and choice; empty: a space, where neither brings one and the script has them")  # fmt: skip
+    delimiter: str | None = setting(
+        None, "between question and choice; empty: a space, where neither brings one and the script has them"
+    )
 
     @field_validator("template")
     @classmethod

@@ -38,9 +38,7 @@ from ttrain.store.layout import (
     Artifact,
     Elsewhere,
     Manifest,
-    altered_manifest,
-    is_manifest,
-    parse_manifest,
+    need_manifest,
     read_manifest,
     write_manifest,
 )
@@ -111,12 +109,9 @@ class ArtifactStore:
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
 
-        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). The manifest is compared with
-        its own digest. Bytes that changed under the same size and mtime are found where a stage reads them
-        (`integrity.verify_artifact`).
+        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). Bytes that changed under the
+        same size and mtime are found where a stage reads them (`integrity.verify_artifact`).
         """
-        if altered := altered_manifest(artifact.manifest):
-            return altered
         absent = artifact.absent
         for name, entry in artifact.manifest["files"].items():
             if name in absent:
@@ -144,19 +139,18 @@ class ArtifactStore:
 
     def manifest_problem(self, path: Path) -> str | None:
         """Why there is no artifact in a directory of the store; None where there is one, or no directory."""
-        if not path.is_dir() or self.at(path):
+        if not path.is_dir():
             return None
         try:
-            manifest = parse_manifest((path / MANIFEST).read_bytes())
+            manifest = need_manifest(path / MANIFEST)
         except FileNotFoundError:
             return f"{MANIFEST} is missing"
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return f"{MANIFEST} cannot be read: {error}"
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return f"{MANIFEST} is not one that this version of ttrain writes"
-        if not is_manifest(manifest):
-            return f"{MANIFEST} lacks what every artifact has"
-        return f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
+        except ValueError as error:
+            return f"{MANIFEST} {error}"
+        is_its_own = (manifest["stage"], manifest["key"]) == (path.parent.name, path.name)
+        return None if is_its_own else f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
 
     def damage_at(self, stage: str, key: str) -> str | None:
         """What is wrong with the artifact of this key, or its manifest; None where nothing is, or where it is missing."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
-from ttrain.store.layout import MANIFEST, Artifact, Manifest, altered_manifest, read_manifest
+from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
@@ -156,8 +156,7 @@ class MlflowArtifacts:
             except Exception as error:
                 log.debug("%s of run %s: %s", MANIFEST, run_id, error)
                 return None
-            manifest = read_manifest(path)
-        return None if manifest is None or altered_manifest(manifest) else manifest
+            return read_manifest(path)
 
     def _sizes(self, match: TrackedArtifact, stage: str) -> dict[str, int]:
         """Bytes of each file of the artifact, by its path there."""
