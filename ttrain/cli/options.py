@@ -38,9 +38,9 @@ def stage_words(incomplete: str) -> list[str]:
 
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
-    from ttrain.store import layout, references
+    from ttrain.store import layout, runs
 
-    return [name for name in ("latest", *references.run_names(layout.home())) if name.startswith(incomplete)]
+    return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
 
 
 def model_words(incomplete: str) -> list[str]:

@@ -158,7 +158,7 @@ def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str 
             raise references.unknown("set", which, versions, owner=name, also="; `ttrain models list` shows them")
         return matches[0]
     names = [model_set.run for model_set in model_sets]
-    run = references.matching(which, [*dict.fromkeys([*names, *references.run_names(root)])])
+    run = references.matching(which, [*dict.fromkeys([*names, *runs.names(root)])])
     record = runs.read(root, run) if run else None
     keys = runs.keys_of(record) if record else {}
     for model_set in model_sets:

@@ -109,8 +109,9 @@ def write_json(path: Path, value: object, mode: int = 0o666) -> None:
     write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, also after a power cut.
+def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, if `durable` also after a power cut, which takes
+    5 ms and more.
 
     `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
     file: whoever has the old one open, as others once could, does not read the new bytes.
@@ -121,14 +122,16 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    fsync(path.parent)
+    if durable:
+        fsync(path.parent)
 
 
 def private_directory(path: Path, *, closes_files: bool = True) -> Path:
@@ -187,7 +190,6 @@ class ProgressWriter:
         if self._path is None or (now < self._next and done != total and not start):
             return
         self._next = now + SECONDS_BETWEEN_WRITES
-        temporary = self._path.with_suffix(".tmp")
+        text = json.dumps({"done": done, "total": total, "unit": unit, "figures": figures})
         with contextlib.suppress(OSError):  # a full disk costs the bar, not the stage
-            temporary.write_text(json.dumps({"done": done, "total": total, "unit": unit, "figures": figures}))
-            temporary.replace(self._path)
+            write_bytes(self._path, text.encode(), durable=False)

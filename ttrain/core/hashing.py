@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import read_json
+from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
 
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
@@ -97,18 +97,12 @@ class DigestCache:
                 return
             oldest = self._today - self._kept_days
             recent_entries = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
-            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-            try:
+            with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                temporary.touch(0o600 if self._boot else 0o666)
-                temporary.write_bytes(canonical_json({**recent_entries, **learnt}))
-                temporary.replace(self._path)
-            except OSError:
-                with contextlib.suppress(OSError):  # half of it, on a full disk
-                    temporary.unlink(missing_ok=True)
-                return
-            for name in learnt:
-                self._learnt.pop(name)
+                data, mode = canonical_json({**recent_entries, **learnt}), PRIVATE_FILE if self._boot else 0o666
+                write_bytes(self._path, data, mode, durable=False)
+                for name in learnt:
+                    self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
         """The entries on disk, by "kind:path": size, mtime, ctime, inode, value, day on which it was asked for."""

@@ -25,6 +25,7 @@ from ttrain.core.files import (
     read_object,
     refuse,
     remove_tree,
+    write_bytes,
     write_json,
 )
 from ttrain.core.hashing import DigestCache, digest_of, sha256_file
@@ -189,11 +190,9 @@ class ArtifactStore:
         """
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
-            holder_file = path.with_suffix(HOLDER)
-            half = holder_file.with_name(f".{holder_file.name}.{os.getpid()}.tmp")
+            holder_file, holder = path.with_suffix(HOLDER), {"pid": os.getpid(), "host": platform.node()}
             with contextlib.suppress(OSError):  # a full disk
-                half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
-                half.replace(holder_file)
+                write_bytes(holder_file, json.dumps(holder).encode(), durable=False)
             try:
                 yield
             finally:

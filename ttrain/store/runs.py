@@ -22,7 +22,7 @@ import orjson
 from ttrain.core.files import (
     PRIVATE_FILE,
     exclusive,
-    parse_json,
+    parse_object,
     private_directory,
     private_opener,
     read_object,
@@ -158,21 +158,21 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str
 
     Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
     """
-    directory, wanted = home / "runs", [phrase.encode() for phrase in phrases]
-    names = (entry.name.removesuffix(".json") for entry in _entries(directory) if entry.name.endswith(".json"))
-    for name in sorted(names, key=time_in_name, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            data = (directory / f"{name}.json").read_bytes()
-            if not all(phrase in data for phrase in wanted):
-                continue
-            run = parse_json(data)
-            if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
-                yield run
+    for name in names(home):
+        with contextlib.suppress(OSError):
+            data = (home / "runs" / f"{name}.json").read_bytes()
+            if all(phrase.encode() in data for phrase in phrases):
+                run = parse_object(data)
+                if run.keys() >= NEEDED:  # else of another version
+                    yield run
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        return list(entries)
+def names(home: Path) -> list[str]:
+    """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
+    with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
+        records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
+        stems = [entry.name.removesuffix(".json") for entry in records if entry.stat().st_size]
+        return sorted(stems, key=time_in_name, reverse=True)
     return []
 
 

@@ -72,7 +72,7 @@ class _RunReader:
 
     def __init__(self, home: Path, *, asks: bool = True) -> None:
         self._home, self._store, self._asks = home, ArtifactStore(home), asks
-        self._names = references.run_names(home)
+        self._names = runs.names(home)
         self._notes: list[str] = []
         self._files = StageFiles(self._store)
         self._copies = LocalCopies(home)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.files import read_object
 from ttrain.core.redact import without_user
-from ttrain.store import references
+from ttrain.store import references, runs
 from ttrain.store.runs import parse_row
 from ttrain.store.server_records import with_token
 from ttrain.tracking import outbox
@@ -55,7 +55,7 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
     chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
     chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
     if not chosen and references.find_run(home, run) is None:
-        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *references.run_names(home)])
+        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *runs.names(home)])
     return chosen
 
 
