@@ -34,6 +34,15 @@ if TYPE_CHECKING:
     from ttrain.inference.sampling import Sampling
     from ttrain.store.model_files import Reference
 
+CHAT_EPILOG = (
+    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "ttrain chat lora --adapter ./other-adapter\n\necho 'What is a list?' | ttrain chat sft --json"
+)
+GENERATE_EPILOG = (
+    "Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
+    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8"
+)
+SERVE_EPILOG = "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching"
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
 Model = Annotated[str | None, Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words, with_option_groups
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
@@ -41,21 +41,15 @@ Log = Annotated[bool, Option("--log", help="draw the curves with a logarithmic a
 RunReferences = Annotated[list[str], Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
-def add_pages(app: Typer, panel: str) -> None:
-    """Add the commands to the app."""
-    app.command(
-        "compare",
-        rich_help_panel=panel,
-        epilog="Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
-        "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
-    )(compare)
-    app.command(
-        "report",
-        rich_help_panel=panel,
-        epilog="Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-        "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
-        "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
-    )(report)
+COMPARE_EPILOG = (
+    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
+    "--html compared.html\n\nttrain compare latest full-20261121-160222 --json"
+)
+REPORT_EPILOG = (
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
+    "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
+    "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png"
+)
 
 
 def compare(

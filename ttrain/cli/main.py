@@ -20,11 +20,8 @@ from ttrain.cli import (
     chat,
     compare,
     data,
-    doctor,
     evaluate,
-    export,
     gate,
-    lineage,
     model,
     nightly,
     pipeline,
@@ -106,7 +103,7 @@ for name, group, panel in (
 ):
     app.add_typer(group, name=name, rich_help_panel=panel)
 registry.models_app.command("size", epilog=model.SIZE_EPILOG)(model.size)
-registry.models_app.command("import", epilog=model.EPILOG)(model.import_model)
+registry.models_app.command("import", epilog=model.IMPORT_EPILOG)(model.import_model)
 
 
 def _version(show: bool) -> None:
@@ -201,35 +198,21 @@ def config_schema() -> None:
     print_json(Settings.model_json_schema())
 
 
-app.command(
-    "chat",
-    rich_help_panel=USE,
-    epilog="Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
-    "ttrain chat lora --adapter ./other-adapter\n\n"
-    "echo 'What is a list?' | ttrain chat sft --json",
-)(chat.chat)
-app.command(
-    "generate",
-    rich_help_panel=USE,
-    epilog="Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
-    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
-)(chat.generate)
-app.command(
-    "serve",
-    rich_help_panel=USE,
-    context_settings={"allow_extra_args": True},
-    epilog="Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
-)(chat.serve)
-app.command(
-    "doctor", rich_help_panel=TRAIN, epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
-)(doctor.doctor)
-
-
-app.command("train", rich_help_panel=TRAIN, epilog=train.EPILOG)(train.train)
-app.command("eval", rich_help_panel=USE, epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command("export", rich_help_panel=USE, epilog=export.EPILOG)(export.export)
-lineage.add_lineage(app, LOOK)
-compare.add_pages(app, LOOK)
+for name, command, panel, epilog in (
+    ("chat", chat.chat, USE, chat.CHAT_EPILOG),
+    ("generate", chat.generate, USE, chat.GENERATE_EPILOG),
+    ("serve", chat.serve, USE, chat.SERVE_EPILOG),
+    ("doctor", train.doctor, TRAIN, train.DOCTOR_EPILOG),
+    ("train", train.train, TRAIN, train.EPILOG),
+    ("eval", evaluate.evaluate, USE, evaluate.EPILOG),
+    ("export", model.export, USE, model.EXPORT_EPILOG),
+    ("lineage", registry.lineage, LOOK, registry.LINEAGE_EPILOG),
+    ("reproduce", registry.reproduce, LOOK, registry.REPRODUCE_EPILOG),
+    ("compare", compare.compare, LOOK, compare.COMPARE_EPILOG),
+    ("report", compare.report, LOOK, compare.REPORT_EPILOG),
+):
+    settings = {"allow_extra_args": name == "serve"}
+    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(command)
 
 
 @app.command(
