@@ -34,9 +34,8 @@ from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.delivery import log_result, status_of
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, last_of, registered_keys
+from ttrain.tracking.model_sets import CHAMPION, Member, ModelSet, find_version, last_of, registered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import AnyRun, NullRun, NullStore, TrackedRun
 from ttrain.tracking.sync import MetricsFollower, SampleFollower, sync, undelivered_runs

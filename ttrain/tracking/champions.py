@@ -25,6 +25,7 @@ from ttrain.tracking.database import UNWRITABLE, champions_file, database_of, is
 from ttrain.tracking.model_description import add_decision
 from ttrain.tracking.model_sets import (
     CHALLENGER,
+    CHAMPION,
     DECISION,
     KIND,
     SET,
@@ -34,7 +35,6 @@ from ttrain.tracking.model_sets import (
     read_copied_sets,
     set_of,
 )
-from ttrain.tracking.registry import CHAMPION
 from ttrain.tracking.tracker import MlflowStore
 
 log = logging.getLogger("ttrain")

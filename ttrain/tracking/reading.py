@@ -22,13 +22,12 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking import delivery
+from ttrain.tracking.artifact_source import LocalCopies, MlflowSource, StoredRun
 from ttrain.tracking.calls import first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import is_missing
-from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource, StoredRun
-from ttrain.tracking.model_sets import KIND, SET
-from ttrain.tracking.registry import find_version
+from ttrain.tracking.model_sets import KIND, SET, find_version
 from ttrain.tracking.runs import PARENT
 from ttrain.tracking.views import RunView, StageFiles, StageView
 

@@ -13,8 +13,8 @@ from ttrain.core.files import parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.runs import MetricRow, read_rows
+from ttrain.tracking.artifact_source import MlflowSource
 from ttrain.tracking.calls import attempt, clean
-from ttrain.tracking.mlflow_source import MlflowSource
 from ttrain.tracking.uploads import local_path
 
 Result = TypeVar("Result")
