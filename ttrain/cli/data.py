@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from typer import Argument, Option
 
 from ttrain.cli.options import AsJson, command_group
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
@@ -343,7 +344,7 @@ def scan_directories(
     store: ArtifactStore,
     pool: Pool,
     progress: Callable[[int], None],
-) -> dict[str, Any]:
+) -> JsonDict:
     """Scan all training shards of the directories. `item_sources`: suites or files of items; none: the held-out records.
 
     `progress` is called with the number of finished shards. Raises UsageError where there are no shards or no items.
@@ -379,7 +380,7 @@ def scan_directories(
     return contamination.report(against, scans)
 
 
-def report_table(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def report_table(report: JsonDict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(header, rows) of the table of tasks."""
     header = ("task", "items", "in training", "share", "touched", "too short", "not read")
     return header, [

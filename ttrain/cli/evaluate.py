@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, with_option_groups
-from ttrain.core.files import read_json, user_path
+from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -123,7 +123,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     twice."""
     from ttrain.evaluate import suites
 
-    tasks: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, JsonDict] = {}
     option_by_task: dict[str, str] = {}
     for kind, paths in files.items():
         option, resolved_paths = f"--{kind.replace('_', '-')}", set[Path]()
@@ -144,7 +144,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", option_by_task)] if tasks else [])]
 
 
-def _task_name(path: Path, tasks: dict[str, Any]) -> str:
+def _task_name(path: Path, tasks: JsonDict) -> str:
     """The task name of a file: its name without suffixes; a second file of the same name gets a number."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
     return next(name for name in (stem, *(f"{stem}-{number}" for number in range(2, 10**6))) if name not in tasks)
@@ -217,7 +217,7 @@ def _show(results: Results, notes: Sequence[str]) -> None:
 COMPARISON_TABLE = "comparison_table.json"
 
 
-Records = Mapping[str, Sequence[Mapping[str, Any]]]
+Records = Mapping[str, Sequence[JsonObject]]
 
 
 def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
@@ -244,13 +244,13 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
 
 
-def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
+def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[JsonDict]]:
     """Held-out records by part, each from the first model that has them in this store: a base model has no chats, but a
     model trained on top of it has."""
     from ttrain.evaluate.items import comparable
     from ttrain.stages.shards import heldout_records
 
-    records_by_part: dict[str, list[dict[str, Any]]] = {}
+    records_by_part: dict[str, list[JsonDict]] = {}
     for reference in references:
         for part_name, artifact in _held_out(reference.artifact, store).items():
             if part_name not in records_by_part and (records := comparable(heldout_records(artifact.path))):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option
 
 from ttrain.cli import train as train_task
 from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
 from ttrain.core import redact
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
@@ -127,7 +127,7 @@ def gate_route(
         print(f"{escaped(names[number])}  {probabilities[number]:.0%}  {escaped(routed_text)}")
 
 
-def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
+def _print_experts(names: list[str], figures: JsonObject) -> None:
     rows = [
         (name, f"{expert['loss']:.4f}", f"{expert['best_share']:.1%}", f"{expert['routed_share']:.1%}")
         for name, expert in zip(names, figures["experts"], strict=True)
@@ -135,7 +135,7 @@ def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
     table(("expert", figures["unit"], "best at", "routed to"), rows)
 
 
-def print_figures(figures: Mapping[str, Any]) -> None:
+def print_figures(figures: JsonObject) -> None:
     """Print the table of a gate's routing metrics, and a warning if the gate gains nothing."""
     gain = "" if figures["gain"] is None else f"{figures['gain']:.1%} of what the best choices would gain"
     rows = [
@@ -161,7 +161,7 @@ def train(
     out: Path,
     allow: Sequence[str],
     display: Display,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train the gate, or continue where the same command was stopped; returns its figures.
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
 
 from typer import Argument, Option, Typer
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
@@ -140,7 +141,7 @@ ContinueKey = Annotated[
 def with_option_groups(command: Callable[P, T]) -> Callable[P, T]:
     """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: JsonDict = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
@@ -181,7 +182,7 @@ class SettingsOptions:
 
         return load(self.overrides or (), files=self.config or (), profiles=self.profile or ())
 
-    def over_run(self, run: Mapping[str, Any]) -> LoadedSettings:
+    def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
         from ttrain.config.loading import load
@@ -205,7 +206,7 @@ class SelectionOptions:
     until: UntilStage = None
     resume_key: ContinueKey = None
 
-    def to_plan(self) -> dict[str, Any]:
+    def to_plan(self) -> JsonDict:
         """The arguments of `api.plan`. Raises UsageError for an empty name."""
         return {
             "extend": self.extend,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
 from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, check_no_artifact, task_settings, with_option_groups
-from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -69,7 +69,7 @@ def train(
     _print_summary(summary, format_duration(summary["train_seconds"]))
 
 
-def _print_summary(summary: dict[str, Any], took: str) -> None:
+def _print_summary(summary: JsonDict, took: str) -> None:
     """Print the outcome of a task, and what to do next."""
     out = Path(summary["out"])
     table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
@@ -90,7 +90,7 @@ WORK, LOCK = Path("run", "work"), Path("run", "lock")
 
 def train_task(
     name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train the task, or continue where the same command was stopped; returns a summary.
 
     The task's own settings are checked in its process, where it is imported. Raises UsageError for invalid ones.
@@ -118,8 +118,8 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
 
 
 def run_alone(
-    stage: Stage, name: str, config: Mapping[str, Any], runtime: Runtime, out: Path, why: str, display: Display
-) -> dict[str, Any]:
+    stage: Stage, name: str, config: JsonObject, runtime: Runtime, out: Path, why: str, display: Display
+) -> JsonDict:
     """Run a stage outside of a pipeline, in its own process, with `out` as its output; returns its figures.
 
     An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
@@ -141,7 +141,7 @@ def run_alone(
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
         launch.remove_earlier_results(work)
-        spec: dict[str, Any] = {
+        spec: JsonDict = {
             "stage": stage.name,
             "uses_ranks": True,
             "config": config,
@@ -177,7 +177,7 @@ def _is_runtime(override: Override) -> bool:
     return override.key == "runtime" or override.key.startswith("runtime.")
 
 
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:
     """Run the process of the task."""
     from ttrain.config import Settings
     from ttrain.pipeline import processes, stage_worker

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from ttrain.core import redact
+from ttrain.core.files import JsonObject
 
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
 RETIRED = frozenset({
@@ -38,7 +39,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
-    def replaced(self, changes: Mapping[str, Any]) -> Self:
+    def replaced(self, changes: JsonObject) -> Self:
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
         values = {}
         for name, value in changes.items():
@@ -66,7 +67,7 @@ def setting(default: T, description: str, **rules: Any) -> T:
     return field
 
 
-def with_fields(fields: Mapping[str, Any]) -> Callable[[type[S]], type[S]]:
+def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
     """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
 
     def extended(section: type[S]) -> type[S]:
@@ -176,7 +177,7 @@ def check_stride(section: Any, prefix: str = "") -> None:
         )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of a nested mapping with their dotted names: ("sft.optim.lr", 0.001)."""
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -20,6 +20,7 @@ from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
@@ -51,7 +52,7 @@ class LoadedSettings:
 
 
 def load(
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | JsonObject = (),
     *,
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
@@ -79,7 +80,7 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
 
 
 def layers(
-    overrides: Sequence[str] | Mapping[str, Any],
+    overrides: Sequence[str] | JsonObject,
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -131,11 +132,11 @@ def profile_names() -> list[str]:
 
 
 def _layers(
-    overrides: Sequence[str] | Mapping[str, Any],
+    overrides: Sequence[str] | JsonObject,
     files: Sequence[Path],
     profiles: Sequence[str],
     environment: Mapping[str, str],
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, JsonObject]]:
     for name in profiles:
         path = configs_directory() / "profiles" / f"{name}.yaml"
         if name not in profile_names():
@@ -159,7 +160,7 @@ def _layers(
         yield "command line", {key.strip(): _scalar(value, item)}
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> JsonObject:
     """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
     try:
         tree = yaml_text.read(path)
@@ -183,7 +184,7 @@ def _scalar(text: str, origin: str) -> Any:
         ) from None
 
 
-def _assign(tree: dict[str, Any], key: str, value: Any) -> Mapping[str, Any]:
+def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
     """Put the value into the tree; returns the section that stood in its place, {} for none."""
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -243,7 +244,7 @@ def _by_rule(overrides: Sequence[Override]) -> list[Override]:
 
 
 @functools.cache
-def _default_values() -> dict[str, Any]:
+def _default_values() -> JsonDict:
     return dict(flatten(defaults(Settings)))
 
 
@@ -345,14 +346,12 @@ def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, An
             yield from leaf_fields(section, f"{prefix}{name}.")
 
 
-def defaults(root: type[Section]) -> dict[str, Any]:
+def defaults(root: type[Section]) -> JsonDict:
     """The tree as it is where nothing is set; settings without a default are not in it."""
     return root.model_construct().model_dump()
 
 
-def _clear_other_budget(
-    tree: dict[str, Any], sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]
-) -> None:
+def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]) -> None:
     """Let a budget in `tokens` clear a weaker layer's in `epochs`, and the other way round."""
     stage, _, name = key.partition(".")
     other_budget = BUDGETS.get(name)

@@ -9,10 +9,12 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+JsonDict = dict[str, Any]  # a JSON object
+JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
 
 
@@ -29,7 +31,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def need_object(text: str | bytes) -> dict[str, Any]:
+def need_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text. Raises ValueError for anything else."""
     value = parse_json(text)
     if not isinstance(value, dict):
@@ -37,14 +39,14 @@ def need_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text; empty for anything else."""
     with contextlib.suppress(ValueError):
         return need_object(text)
     return {}
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonDict:
     """The JSON object of a file; empty where the file is missing, or holds anything else."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}

@@ -10,12 +10,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
+from ttrain.core.files import PRIVATE_FILE, JsonObject, read_json, write_bytes
 
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
@@ -250,7 +250,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
-Ingredients = Mapping[str, Any]  # all that determines the result of a stage
+Ingredients = JsonObject  # all that determines the result of a stage
 
 UNSET = object()
 
@@ -279,7 +279,7 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
     return lines
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _changed(old: JsonObject, new: JsonObject) -> Iterator[tuple[str, Any, Any]]:
     """(name, old value, new value) of each value that differs; UNSET stands for one that is missing."""
     for name in sorted({*old, *new}):
         values = old.get(name, UNSET), new.get(name, UNSET)
@@ -300,7 +300,7 @@ def _description(ingredients: Ingredients) -> set[str]:
     }
 
 
-def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _changed_files(old: JsonObject, new: JsonObject) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
         old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))

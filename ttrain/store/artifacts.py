@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import (
     INTERRUPTED_WRITE,
+    JsonObject,
     Taken,
     exclusive,
     fsync,
@@ -82,7 +83,7 @@ class ArtifactStore:
         entry = artifact.manifest["inputs"].get(name) if artifact else None
         return self.find(entry["stage"], entry["key"]) if entry else None
 
-    def manifest_elsewhere(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def manifest_elsewhere(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
         distrusted = read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0

@@ -11,13 +11,14 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import DigestCache, sha256_file
 from ttrain.core.machine import usable_cores
 from ttrain.errors import ArtifactError, DamagedFile
@@ -61,7 +62,7 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
     verify_entries([(path, {"sha256": digest}) for path, digest in files], home)
 
 
-def verify_entries(files: Sequence[tuple[Path, Mapping[str, Any]]], home: Path | None) -> None:
+def verify_entries(files: Sequence[tuple[Path, JsonObject]], home: Path | None) -> None:
     """Compare files with their manifest entries, on all cores. What was verified since the machine started is not read.
 
     `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
@@ -91,7 +92,7 @@ def is_intact(path: Path, digest: str, home: Path | None) -> bool:
     return True
 
 
-def difference(path: Path, entry: Mapping[str, Any], cache: DigestCache | None) -> str | None:
+def difference(path: Path, entry: JsonObject, cache: DigestCache | None) -> str | None:
     """How a file differs from its manifest entry; None where it does not. Raises OSError where it cannot be read."""
     compute = partial(verified_sha256, entry=entry)
     try:
@@ -101,7 +102,7 @@ def difference(path: Path, entry: Mapping[str, Any], cache: DigestCache | None) 
     return None if actual == entry["sha256"] else f"its sha256 is {actual}, but {entry['sha256']} was published"
 
 
-def _verify(path: Path, entry: Mapping[str, Any], home: Path | None) -> None:
+def _verify(path: Path, entry: JsonObject, home: Path | None) -> None:
     fix = DamagedFile.fix if home else "make it again, or take it from a copy"
     try:
         problem = difference(path, entry, memory(home) if home else None)
@@ -180,7 +181,7 @@ class PieceDigests(NamedTuple):
         return number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.file_bytes)
 
 
-def measure(path: Path) -> dict[str, Any]:
+def measure(path: Path) -> JsonDict:
     """{"sha256"} of a file, and "pieces" of a large one, by one reading. Raises OSError where it cannot be read."""
     if path.stat().st_size < LARGE_BYTES:
         return {"sha256": sha256_file(path)}
@@ -201,7 +202,7 @@ def measure(path: Path) -> dict[str, Any]:
     return {"sha256": whole.hexdigest(), PIECES: {"bytes": PIECE_BYTES, "blake2b": digests}}
 
 
-def verified_sha256(path: Path, entry: Mapping[str, Any]) -> str:
+def verified_sha256(path: Path, entry: JsonObject) -> str:
     """The sha256 of a file as it is now; where the entry has pieces, these are compared instead, on all cores.
 
     This alone decides how a file is compared with its manifest before something reads it. Raises DifferentBytes for a piece
@@ -214,7 +215,7 @@ def verified_sha256(path: Path, entry: Mapping[str, Any]) -> str:
     return str(entry["sha256"])
 
 
-def pieces_of(entry: Mapping[str, Any]) -> PieceDigests | None:
+def pieces_of(entry: JsonObject) -> PieceDigests | None:
     """The pieces that an entry lists; None where it has none, or where they do not cover the whole file."""
     try:
         piece_bytes, file_bytes = entry[PIECES]["bytes"], entry["bytes"]

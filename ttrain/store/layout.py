@@ -8,15 +8,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from ttrain.core.files import need_object, write_json
+from ttrain.core.files import JsonDict, JsonObject, need_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DISK_FULL, TTrainError, UsageError
 
 FORMAT = 1
 
-Manifest = Mapping[str, Any]
+Manifest = JsonObject
 
 
 MANIFEST = "manifest.json"
@@ -43,15 +43,15 @@ class Artifact:
         return self.part(())
 
     @property
-    def result(self) -> Mapping[str, Any]:
+    def result(self) -> JsonObject:
         """The typed figures that the stage returned."""
-        result: Mapping[str, Any] = self.manifest["result"]
+        result: JsonObject = self.manifest["result"]
         return result
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
+    def provenance(self) -> JsonObject:
         """What is recorded of its making, and shapes no key: run, settings, versions, machine; some may be missing."""
-        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
+        provenance: JsonObject = self.manifest.get("provenance", {})
         return provenance
 
     def part(self, names: tuple[str, ...]) -> str:
@@ -111,7 +111,7 @@ def usable_home(root: Path | None = None) -> Path:
 class Elsewhere(Protocol):
     """Another place that holds artifacts by the same keys, such as the tracker."""
 
-    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def manifest(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of an artifact that is there as a whole; None where there is none, or no answer."""
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
@@ -122,7 +122,7 @@ class AlteredManifest(ValueError):
     """A manifest that is not what was written."""
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> JsonDict | None:
     """The manifest; None where it is missing, cannot be read, was altered, or is of another version."""
     try:
         return need_manifest(path)
@@ -130,7 +130,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def need_manifest(path: Path) -> dict[str, Any]:
+def need_manifest(path: Path) -> JsonDict:
     """The manifest, exactly as it was written. Raises OSError where it cannot be read, ValueError for anything else."""
     try:
         manifest = need_object(path.read_bytes())
@@ -143,7 +143,7 @@ def need_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> dict[str, Any]:
+def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
     """Write an artifact's manifest with its own digest in it; returns it."""
     plain = json.loads(json.dumps(manifest))  # as a reader gets it: keys are strings
     sealed = {**plain, OWN_DIGEST: _manifest_digest(plain)}

@@ -13,8 +13,9 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import runs
 
@@ -79,13 +80,13 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     return matches[0] if matches else None
 
 
-def find_run(home: Path, text: str) -> dict[str, Any] | None:
+def find_run(home: Path, text: str) -> JsonDict | None:
     """The record of a run, by its name or a part of it; None if there is none. Raises UsageError if several match."""
     name = matching(text, runs.names(home))
     return runs.read(home, name) if name else None
 
 
-def need_run(home: Path, text: str) -> dict[str, Any]:
+def need_run(home: Path, text: str) -> JsonDict:
     """As `find_run`, but raises UsageError if there is none."""
     record = find_run(home, text)
     if record is None:

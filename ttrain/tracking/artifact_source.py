@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ttrain.core.files import JsonObject
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
@@ -200,7 +201,7 @@ class MlflowArtifacts:
         self._lock = threading.Lock()
         self._is_silent = False
 
-    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def manifest(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of a whole artifact in MLflow; None if MLflow has none, or does not answer."""
         artifact = self._find(stage, key)
         return artifact.manifest if artifact else None
@@ -225,7 +226,7 @@ class MlflowArtifacts:
                 f"{name} of {stage} {key[:12]} cannot be fetched from {server}: {first_line(error)}"
             ) from None
 
-    def recorded(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def recorded(self, stage: str, key: str) -> JsonObject | None:
         """The manifest that a finished run left, even if other files of the artifact are gone."""
         return next((artifact.manifest for artifact in self._candidates(stage, key)), None)
 

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ttrain.core.files import exclusive, read_object, write_json
+from ttrain.core.files import JsonObject, exclusive, read_object, write_json
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_refusal
 from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
@@ -114,7 +114,7 @@ class Champions:
         self,
         name: str,
         version: str,
-        decision: Mapping[str, Any],
+        decision: JsonObject,
         table: str,
         *,
         run_id: str | None = None,
@@ -274,7 +274,7 @@ def recorded_keys(home: Path, name: str) -> dict[str, str]:
     return dict(read_object(champions_file(home)).get(name) or {})
 
 
-def decision_metrics(decision: Mapping[str, Any]) -> dict[str, float]:
+def decision_metrics(decision: JsonObject) -> dict[str, float]:
     """The figures of a decision, as metrics of the run whose models it was about."""
     low, high = decision["interval"] or (None, None)
     figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}

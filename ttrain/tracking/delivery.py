@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ttrain.config import flatten
-from ttrain.core.files import exclusive, parse_object
+from ttrain.core.files import JsonObject, exclusive, parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW
@@ -228,7 +228,7 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
             )
 
 
-def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) -> None:
+def _log_extra_files(run: TrackedRun, entry: Entry, model: JsonObject) -> None:
     """Log the files that make a registered model loadable elsewhere, into its directory."""
     target = PurePosixPath(model["artifact_path"])
     for name, content in model.get("texts", {}).items():
@@ -265,13 +265,13 @@ def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
     return artifact if name and made_by == name else None
 
 
-def group_params(result: Mapping[str, Any]) -> dict[str, object]:
+def group_params(result: JsonObject) -> dict[str, object]:
     """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
     groups = enumerate(result.get("optimizer_groups", ()))
     return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
 
 
-def _figures(result: Mapping[str, Any]) -> dict[str, object]:
+def _figures(result: JsonObject) -> dict[str, object]:
     """The figures of a result as parameters: {"result.rows.fill": 0.98}. As metrics each would be a chart of one point, and
     MLflow would show these charts before the curves."""
     return {

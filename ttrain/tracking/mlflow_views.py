@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
-from ttrain.core.files import parse_json
+from ttrain.core.files import JsonDict, JsonObject, parse_json
 from ttrain.tracking.tracker import AnyStore, MlflowStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
@@ -118,7 +118,7 @@ def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> N
         client.set_experiment_tag(experiment_id, NOTE, text)
 
 
-def state_of(columns: Sequence[str]) -> dict[str, Any]:
+def state_of(columns: Sequence[str]) -> JsonDict:
     """The state of MLflow's page of runs: pipelines only, the newest first, these columns.
 
     It names no charts, so that MLflow draws them as for a single run: sections by their names, the curves' section
@@ -181,7 +181,7 @@ def by_weight(name: str) -> tuple[int, str]:
     return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
-def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
+def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: JsonObject) -> None:
     """Save a view unless it is unchanged. It keeps its creation time, by which MLflow sorts views."""
     now = int(1000 * time.time())
     try:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ttrain.config.data import LEARNT
 from ttrain.config.training import MODEL_STAGES
-from ttrain.core.files import PRIVATE_FILE, parse_object, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, parse_object, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
@@ -76,11 +76,11 @@ class ModelSet:
     run_id: str | None  # MLflow's, of the same run
     created: float  # seconds since 1970
     metrics: Mapping[str, float]  # of its evaluation
-    decision: Mapping[str, Any] | None  # the last decision about it, as `promotion.Decision.to_json` gives it
+    decision: JsonObject | None  # the last decision about it, as `promotion.Decision.to_json` gives it
     aliases: tuple[str, ...] = ()
     tags: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
         """What `models list --json` prints."""
         return {
             "name": self.name,
@@ -284,7 +284,7 @@ def _keys_of(tags: Mapping[str, str], is_champion: bool) -> Iterator[str]:
     yield from (tags[name] for name in names if tags.get(name))
 
 
-def register_model(run: TrackedRun, model: Mapping[str, Any]) -> str:
+def register_model(run: TrackedRun, model: JsonObject) -> str:
     """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew."""
     assert run.artifact_uri is not None, "the run is created in MLflow first"
     client, path = run.store.client, model["artifact_path"]

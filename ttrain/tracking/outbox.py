@@ -20,12 +20,20 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_object, write_bytes
+from ttrain.core.files import (
+    PRIVATE_DIRECTORY,
+    JsonDict,
+    JsonObject,
+    parse_json,
+    private_directory,
+    read_object,
+    write_bytes,
+)
 
 log = logging.getLogger("ttrain")
 
@@ -48,7 +56,7 @@ class Entry:
 
     number: int
     kind: str
-    data: Mapping[str, Any]
+    data: JsonObject
     parts: set[str] = field(default_factory=set)
     answer: Any = None
 
@@ -62,7 +70,7 @@ class Entry:
 class Outbox:
     """The outbox of one run, held by this process; safe to use from several threads."""
 
-    def __init__(self, directory: Path | None, run_info: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path | None, run_info: JsonObject) -> None:
         """`directory`: None for an outbox in memory. Use `create` and `take`."""
         self.directory, self.run_info = directory, dict(run_info)
         self.entries: list[Entry] = []  # not delivered yet
@@ -220,7 +228,7 @@ def read_journal(directory: Path) -> dict[int, Entry]:
     return entries
 
 
-def _lines(journal: Path) -> Iterator[dict[str, Any]]:
+def _lines(journal: Path) -> Iterator[JsonDict]:
     with contextlib.suppress(OSError):
         for line in journal.read_bytes().splitlines():
             with contextlib.suppress(ValueError):

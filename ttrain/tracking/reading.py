@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, flatten
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
@@ -58,7 +58,7 @@ def read_local(home: Path, name: str) -> RunView:
 class _Match:
     """A run that a name led to: its record in the home, MLflow's id of it, or both; then what MLflow says of it."""
 
-    record: dict[str, Any] | None
+    record: JsonDict | None
     run_id: str | None
     parent: StoredRun | None = None
     children: Mapping[str, StoredRun] = field(default_factory=dict)  # runs of the stages that it built itself
@@ -154,14 +154,14 @@ class _RunReader:
         """Whether all stages that began are here."""
         return record is not None and all(self._is_here(record, entry) for entry in record["stages"] if entry.get("key"))
 
-    def _is_here(self, record: runs.RecordedRun, entry: Mapping[str, Any]) -> bool:
+    def _is_here(self, record: runs.RecordedRun, entry: JsonObject) -> bool:
         """Whether the files of a stage are on this disk, and are those of the run itself."""
         if manifest := self._manifest(entry):
             return entry["outcome"] not in runs.BUILT or _maker_in(manifest) in (None, record["run"])
         has_ended = entry["outcome"] in (*runs.BUILT, "cached")
         return not has_ended and self._store.work(entry["name"], entry["key"]).exists()
 
-    def _manifest(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _manifest(self, entry: JsonObject) -> JsonObject:
         """The manifest of a stage's artifact, from the store, else from MLflow's copy on this disk; else empty."""
         stage, key = entry["name"], entry.get("key")
         if not key:
@@ -211,7 +211,7 @@ class _RunReader:
             reader=self._files,
         )
 
-    def _stage(self, entry: Mapping[str, Any], match: _Match) -> StageView:
+    def _stage(self, entry: JsonObject, match: _Match) -> StageView:
         name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
         own_run = match.children.get(name)
         stage_run = own_run or match.by_key.get((name, key or ""))
@@ -233,7 +233,7 @@ class _RunReader:
             manifest=manifest,
         )
 
-    def _maker(self, entry: Mapping[str, Any], match: _Match, stage_run: StoredRun | None, manifest: Manifest) -> str | None:
+    def _maker(self, entry: JsonObject, match: _Match, stage_run: StoredRun | None, manifest: Manifest) -> str | None:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
@@ -252,9 +252,9 @@ class _RunReader:
         return {night["run"]: decision_metrics(night["decision"]) for night in decided}
 
 
-def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
+def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[JsonDict]:
     """The stages of a run without a record here: those that it built, and those in its tags."""
-    stages: dict[str, dict[str, Any]] = {}
+    stages: dict[str, JsonDict] = {}
     for name, child in children.items():
         key, seconds = child.tags.get("ttrain.key"), _seconds(child)
         stages[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
@@ -281,7 +281,7 @@ def _seconds(run: StoredRun | None) -> float | None:
     return run.ended - run.started if run and run.ended else None
 
 
-def _settings_of(parent: StoredRun) -> dict[str, Any]:
+def _settings_of(parent: StoredRun) -> JsonDict:
     """All settings of a pipeline's run, of which MLflow has those that are not the default; of a sweep's run its own."""
     defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
     return {**defaults, **parent.params}

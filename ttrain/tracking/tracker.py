@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonDict, JsonObject, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
@@ -80,7 +80,7 @@ class MlflowStore:
         With a silent server, the run is created later, and its `id` is None until then.
         """
         run_tags = clean_tags({**tags, **({runs.PARENT: parent_run_id} if parent_run_id else {})})
-        run_info: dict[str, Any] = {"name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id}
+        run_info: JsonDict = {"name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id}
         run_info |= {"parent": parent.identity if parent else None, "keeps_files": keeps_files}
         if started is not None:
             run_info["started"] = started
@@ -113,7 +113,7 @@ class MlflowStore:
         answer: str | None = run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
         return answer
 
-    def register_models(self, name: str, *, run: AnyRun, models: Sequence[Mapping[str, Any]], **data: Any) -> str | None:
+    def register_models(self, name: str, *, run: AnyRun, models: Sequence[JsonObject], **data: Any) -> str | None:
         """Register this set of models as a version of `name` (`model_sets.tags_of`); None as long as it waits.
 
         Models that are not registered yet are registered from this run.
@@ -316,7 +316,7 @@ class MlflowStore:
         return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
 
     def _open_run(
-        self, identity: str | None, run_id: str | None, run_info: dict[str, Any], parent: TrackedRun | None
+        self, identity: str | None, run_id: str | None, run_info: JsonDict, parent: TrackedRun | None
     ) -> TrackedRun:
         """The run with its outbox: the one that is open, the one that an earlier process left, or a new one."""
         identity = identity if identity and outbox.ID.fullmatch(identity) else ""

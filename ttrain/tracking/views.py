@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from ttrain.core.files import parse_object
+from ttrain.core.files import JsonObject, parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.runs import MetricRow, read_rows
@@ -47,7 +47,7 @@ class StageView:
     seconds: float | None  # of building it
     ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
     artifact_uri: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
+    record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
 
 
@@ -65,7 +65,7 @@ class RunView:
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
     notes: tuple[str, ...]  # what could not be read, and what was read instead
-    record: Mapping[str, Any] = field(repr=False)  # the whole record in the home; empty if there is none
+    record: JsonObject = field(repr=False)  # the whole record in the home; empty if there is none
     reader: StageFiles = field(repr=False, compare=False)
 
     def curve(self, stage: str, metric: str) -> list[Point]:
@@ -80,7 +80,7 @@ class RunView:
         """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
         return self.reader.text(self.stages[stage], path) if stage in self.stages else None
 
-    def manifest(self, stage: str) -> Mapping[str, Any]:
+    def manifest(self, stage: str) -> JsonObject:
         """The manifest of a stage's artifact, from the store, else from MLflow; empty if neither has it."""
         return self.reader.manifest(self.stages[stage]) if stage in self.stages else {}
 
@@ -97,7 +97,7 @@ class StageFiles:
         self.source: MlflowSource | None = None  # the MLflow that has the stages with a `run_id`, as long as it answers
         self._histories: dict[tuple[str, str], list[tuple[int, int, float]]] = {}  # by MLflow's run and metric
         self._local_curves: dict[tuple[str, str], dict[str, list[Point]]] = {}  # by stage and key, then by metric
-        self._manifests: dict[str, Mapping[str, Any]] = {}  # by MLflow's run
+        self._manifests: dict[str, JsonObject] = {}  # by MLflow's run
 
     def points(self, stage: StageView, metric: str) -> list[Point]:
         """The curve in the order of its steps; of a step that was logged twice, the last value."""
@@ -124,7 +124,7 @@ class StageFiles:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
         return self._ask(stage, MlflowSource.text, f"{stage.stage}/{path}")
 
-    def manifest(self, stage: StageView) -> Mapping[str, Any]:
+    def manifest(self, stage: StageView) -> JsonObject:
         """The manifest of the stage's artifact; MLflow is asked for it once."""
         if stage.manifest or not stage.run_id:
             return stage.manifest
