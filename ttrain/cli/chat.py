@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -144,12 +142,11 @@ def chat(
     if gate is not None:
         choices.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
-        if more_adapters and number == 0:
-            loaded_models = _load_adapters([reference, *more_adapters], loading_options)
-            choices.append(gate_router.AdapterSelector(loaded_models))
-        else:
-            loaded_models = [_load(reference, loading_options)]
-            choices.append(gate_router.single_model(loaded_models[0]))
+        loaded_models = _load([reference, *(more_adapters if number == 0 else ())], loading_options)
+        has_adapters = len(loaded_models) > 1
+        choices.append(
+            gate_router.AdapterSelector(loaded_models) if has_adapters else gate_router.single_model(loaded_models[0])
+        )
         if speculative:
             need_second_head(loaded_models[0])
     names = [reference.text for reference in references] or [str(gate)]
@@ -219,7 +216,7 @@ def generate(
     from ttrain.inference.batch import read
 
     rows = read(prompts, raw=raw, system=system)
-    loaded_model = _load(reference, loading_options)
+    [loaded_model] = _load([reference], loading_options)
     tally = batch.AnswerCounts()
     with bar("answering", "prompts", len(rows)) as progress:
 
@@ -270,7 +267,7 @@ def serve(
     key = _api_key()
     before_torch()  # the server gets the variable too
     with (
-        _ending_on_signals(),
+        handling_signals(_end),
         serving.served(
             reference,
             program="ttrain.flows.endpoint",
@@ -319,15 +316,9 @@ def _curl(address: str, name: str, key: Path | None) -> str:
     return f"curl {address}/chat/completions{header} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def _end(signum: int) -> None:
     """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
-
-    def end(signum: int) -> None:
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
-
-    with handling_signals(end):
-        yield
+    raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
@@ -337,23 +328,18 @@ def _identity(reference: Reference) -> dict[str, Any]:
     return lineage_names.to_json(reference)
 
 
-def _load(reference: Reference, options: LoadingOptions) -> Any:
-    """Load the model and print a line about it on standard error."""
+def _load(references: list[Reference], options: LoadingOptions) -> list[Any]:
+    """Load a model, or several adapters on one base, and print a line about each on standard error."""
     from ttrain.inference import loading
 
-    loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
-    print_escaped(loaded_model.describe(), stderr=True)
-    return loaded_model
-
-
-def _load_adapters(references: list[Reference], options: LoadingOptions) -> list[Any]:
-    """Load several adapters on one base and print a line about them on standard error."""
-    from ttrain.inference import loading
-
-    loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
-    names = ", ".join(reference.text for reference in references)
-    for line in (loaded_models[0].describe(), f"adapters: {names}; /adapter NAME switches"):
-        print_escaped(line, stderr=True)
+    if len(references) > 1:
+        loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
+    else:
+        loaded_models = [loading.load(references[0], device=options.device, dtype=options.dtype)]
+    print_escaped(loaded_models[0].describe(), stderr=True)
+    if len(references) > 1:
+        names = ", ".join(reference.text for reference in references)
+        print_escaped(f"adapters: {names}; /adapter NAME switches", stderr=True)
     return loaded_models
 
 

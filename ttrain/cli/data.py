@@ -353,9 +353,8 @@ def scan_directories(
     from ttrain.data.shards import ShardSet
     from ttrain.pipeline.input_files import evaluation_files
 
-    shard_directories = [
-        shard_directory for directory in directories for shard_directory in _training_directories(directory)
-    ]
+    parts = [part for directory in directories for part in inspect.parts_of(directory).items()]
+    shard_directories = [shard_directory for name, shard_directory in parts if name != "heldout"]
     against = (
         contamination.overlap_check(evaluation_files(item_sources, "--items"), rule, remove=False)
         if item_sources
@@ -392,13 +391,6 @@ def report_table(report: JsonDict) -> tuple[tuple[str, ...], list[tuple[str, ...
         )
         for name, task in report["tasks"].items()
     ]
-
-
-def _training_directories(directory: Path) -> list[Path]:
-    """The sets of shards that a model is trained on."""
-    from ttrain.data import inspect
-
-    return [shard_directory for name, shard_directory in inspect.parts_of(directory).items() if name != "heldout"]
 
 
 def _heldout(shard_directories: Sequence[Path], rule: OverlapRule) -> OverlapCheck:

@@ -168,10 +168,11 @@ def stage_list(as_json: AsJson = False) -> None:
     """List the stages, each with what it does."""
     from ttrain.stages import STAGES
 
+    abouts = {stage.name: stage.about for stage in STAGES.values()}
     if as_json:
-        print_json({stage.name: stage.about for stage in STAGES.values()})
-        return
-    table(("stage", "what it does"), [(stage.name, stage.about) for stage in STAGES.values()])
+        print_json(abouts)
+    else:
+        table(("stage", "what it does"), list(abouts.items()))
 
 
 @config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
@@ -182,12 +183,12 @@ def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> N
 
     loaded = settings_options.load()
     tree = loaded.settings.model_dump(mode="json")
+    values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
     if as_json:
-        values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
         print_json(values)
         return
-    for key, value in flatten(tree):
-        print(f"{key}: {json.dumps(value, ensure_ascii=False)}  # {loaded.sources.get(key, 'default')}")
+    for key, entry in values.items():
+        print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
 
 
 @config_app.command("schema", epilog="Example:  ttrain config schema > ttrain.schema.json")

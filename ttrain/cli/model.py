@@ -84,6 +84,7 @@ def size(
     if not (arguments or config or profile):
         _show_presets(as_json)
         return
+    from ttrain.config import Model, Settings
     from ttrain.config.model import vocab_size_of
 
     presets = [word for word in arguments or () if "=" not in word]
@@ -93,19 +94,14 @@ def size(
     loaded = SettingsOptions(overrides, config, profile).load()
     preset_vocabulary = bool(presets) and "tokenizer.vocab_size" not in loaded.sources
 
-    shipped = of_presets().get(presets[0]) if preset_vocabulary and _is_preset(loaded.settings, presets[0]) else None
-    cost = shipped or of_settings(loaded.settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
+    settings, shipped = loaded.settings, None
+    if preset_vocabulary and settings.model == Model(preset=presets[0]):
+        shipped = of_presets().get(presets[0]) if settings.pretrain.row_length == Settings().pretrain.row_length else None
+    cost = shipped or of_settings(settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
     if as_json:
         print_json(cost)
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
-
-
-def _is_preset(settings: Settings, name: str) -> bool:
-    """Whether a model of these settings is that of the preset, with rows of the default length."""
-    from ttrain.config import Model, Settings
-
-    return settings.model == Model(preset=name) and settings.pretrain.row_length == Settings().pretrain.row_length
 
 
 def _print_cost(cost: ModelCost, vocabulary: str) -> None:

@@ -43,13 +43,10 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
 
     planned = plan_night(with_absolute_paths(loaded.settings), _store(loaded))
     snapshot = planned.frozen
+    frozen_files = snapshot.files.items() if snapshot else ()
+    files = {name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files}
     if as_json:
         stages = plan.plan_json(NIGHTLY, planned.stages)["stages"]
-        files = (
-            {name: [redact.url(file["location"]) for file in entries] for name, entries in snapshot.files.items()}
-            if snapshot
-            else {}
-        )
         champion = snapshot.champion.version if snapshot and snapshot.champion else None
         print_json({
             "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files,
@@ -61,8 +58,8 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     if snapshot is None:
         return
     for dataset in LEARNT:
-        for file in snapshot.files.get(dataset, ()):
-            print_escaped(f"  data.{dataset}: {redact.url(file['location'])}")
+        for location in files.get(dataset, ()):
+            print_escaped(f"  data.{dataset}: {location}")
     if planned.near_duplicates:
         sets = f" and with {counted(planned.earlier_sets, 'earlier set')} of documents" if planned.earlier_sets else ""
         print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")

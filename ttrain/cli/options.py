@@ -176,23 +176,18 @@ class SettingsOptions:
     config: Files = None
     profile: Profiles = None
 
-    def load(self) -> LoadedSettings:
-        """Load the settings."""
+    def load(self, **options: Any) -> LoadedSettings:
+        """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
 
-        return load(self.overrides or (), files=self.config or (), profiles=self.profile or ())
+        return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
 
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
-        from ttrain.config.loading import load
         from ttrain.pipeline.names import settings_of, with_secrets
 
-        base = settings_of(with_secrets(run))
-        environment = _environment_of("runtime")
-        return load(
-            self.overrides or (), files=self.config or (), profiles=self.profile or (), environment=environment, base=base
-        )
+        return self.load(environment=_environment_of("runtime"), base=settings_of(with_secrets(run)))
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,11 @@ def pipeline_plan(
         nightly.plan(loaded, as_json=as_json)
         return
     planned = api.plan(pipeline, loaded.settings, **to_plan)
-    needs = _training_memory(loaded) if memory else {}
+    needs = {}
+    if memory:  # apart from activations
+        kind = loaded.settings.pretrain.optim.kind
+        size = model.of_settings(loaded.settings).memory_bytes["muon" if kind == "muon" else "adamw"]
+        needs = {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
     automatic = (
         rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
     )
@@ -207,14 +211,6 @@ def pipeline_logs(
     for line in runs.log_lines(home, name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
-
-
-def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
-    """The memory of pretraining apart from activations. Loads torch. Raises UsageError if no new model is trained."""
-    kind = loaded.settings.pretrain.optim.kind
-    sizes = model.of_settings(loaded.settings).memory_bytes
-    size = sizes["muon" if kind == "muon" else "adamw"]
-    return {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
 
 
 def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, **to_plan: Any) -> None:

@@ -293,7 +293,9 @@ def _link_lines(link: Link) -> Iterator[str]:
         f"content {short_digest(link.content)}" if link.content else "",
         f"code {short_digest(link.code)}" if link.code else "",
     ]
-    facts += [f"commit {_commit(link.commit)}" if link.commit else "", "" if link.seed is None else f"seed {link.seed}"]
+    commit, plus, changes = (link.commit or "").partition("+")  # and whether there were uncommitted changes
+    facts += [f"commit {short_digest(commit)}{plus}{changes}" if commit else ""]
+    facts += ["" if link.seed is None else f"seed {link.seed}"]
     yield ", ".join(fact for fact in facts if fact)
     for data in link.data:
         yield f"read {_data_line(data)}"
@@ -333,9 +335,3 @@ def _data_line(data: LineageData) -> str:
 def _versions(link: Link) -> str:
     """Versions of the libraries in use, including ttrain and Python."""
     return ", ".join(f"{name} {version}" for name, version in link.libraries.items())
-
-
-def _commit(text: str) -> str:
-    """The shortened commit, and whether there were uncommitted changes."""
-    commit, plus, changes = text.partition("+")
-    return short_digest(commit) + plus + changes

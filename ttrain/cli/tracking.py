@@ -133,8 +133,13 @@ def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
 
 def open_in_browser(root: Path, url: str) -> None:
     """Open a page; says so on standard error where no browser can be opened."""
-    if not open_browser(redirect_page(root, url)):
-        print("no browser could be opened here; open the address yourself", file=sys.stderr)
+    import webbrowser
+
+    has_screen = sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    with contextlib.suppress(webbrowser.Error):
+        if has_screen and webbrowser.open(redirect_page(root, url)):  # else the browser would take over the terminal
+            return
+    print("no browser could be opened here; open the address yourself", file=sys.stderr)
 
 
 def _tracked_id(root: Path, text: str) -> str:
@@ -183,15 +188,3 @@ def redirect_page(root: Path, url: str) -> str:
     page = f'<!doctype html><meta charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
     write_bytes(path, page.encode(), PRIVATE_FILE)
     return path.as_uri()
-
-
-def open_browser(url: str) -> bool:
-    """Open the address; whether that worked. A browser that would take over the terminal is not used."""
-    import webbrowser
-
-    if sys.platform == "linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
-        return False
-    try:
-        return webbrowser.open(url)
-    except webbrowser.Error:
-        return False

@@ -95,13 +95,9 @@ class Reading(Section):
     seed: Seed = setting(1, "of the reservoir")
 
     @model_validator(mode="after")
-    def _rounds_of_a_limit(self) -> Reading:
+    def _rules(self) -> Reading:
         if self.rounds > 1 and self.limit is None:
             raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
-        return self
-
-    @model_validator(mode="after")
-    def _similarity_that_can_be_found(self) -> Reading:
         if self.near_duplicates and self.near_duplicates < LEAST_SIMILAR:
             raise ValueError(
                 f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "

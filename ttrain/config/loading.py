@@ -104,7 +104,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     valid_keys, sources = settable_keys(root), dict[str, str]()
     for origin, key, value in overrides:
-        is_field = _is_field(key, root)
+        is_field = any(key.startswith(f"{name}.") for name in open_keys(root))  # whose name an architecture alone knows
         if not is_field:
             _check_key(key, origin, valid_keys)
         if value in (None, {}) and key not in valid_keys and not is_field:
@@ -287,11 +287,6 @@ def _first_of_layer(overrides: list[Override], origin: str) -> int:
 def _layer(origin: str) -> str:
     """The layer of an origin; all variables of the environment are one."""
     return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
-
-
-def _is_field(key: str, root: type[Section]) -> bool:
-    """Whether the key is below a setting that takes names which only an architecture knows, as `model.fields` does."""
-    return any(key.startswith(f"{name}.") for name in open_keys(root))
 
 
 def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:

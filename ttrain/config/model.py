@@ -90,17 +90,12 @@ class Model(Section):
         return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
     @model_validator(mode="after")
-    def _fields_are_json(self) -> Model:
-        """Check that `fields` fit in JSON: they enter the key and config.json, which hold neither dates nor NaN."""
-        for name, value in self.fields.items():
+    def _rules(self) -> Model:
+        for name, value in self.fields.items():  # they enter the key and config.json, which hold neither dates nor NaN
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
-        return self
-
-    @model_validator(mode="after")
-    def _rope_factor_has_a_type(self) -> Model:
         if self.rope_factor != 1 and self.rope_type == "default":
             raise ValueError(
                 f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "

@@ -66,22 +66,14 @@ class Nightly(Section):
     attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
 
     @model_validator(mode="after")
-    def _averages_relatives(self) -> Nightly:
+    def _rules(self) -> Nightly:
         if self.average is not None and self.start_from == "scratch":
             raise ValueError(
                 f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
                 f"with the champion's; set nightly.start_from=champion, or nightly.average= (empty)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_budget(self) -> Nightly:
         if self.tokens is not None and self.epochs is not None:
             raise ValueError(f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _one_deadline(self) -> Nightly:
         if self.deadline is not None and self.deadline_hours is not None:
             raise ValueError(
                 f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them"

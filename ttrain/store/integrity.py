@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from ttrain.core.files import JsonDict, JsonObject
@@ -46,14 +45,8 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
     Raises DamagedFile for the first that differs from the manifest.
     """
     absent, entries = artifact.absent, artifact.manifest["files"]
-    verify_entries(
-        [
-            (artifact.path / name, entries[name])
-            for name in artifact.files_of(names)
-            if name not in absent and not name.endswith(SHARD)
-        ],
-        home_of(artifact.path),
-    )
+    compared = (name for name in artifact.files_of(names) if name not in absent and not name.endswith(SHARD))
+    verify_entries([(artifact.path / name, entries[name]) for name in compared], home_of(artifact.path))
     save()
 
 
@@ -228,42 +221,27 @@ def pieces_of(entry: JsonObject) -> PieceDigests | None:
 
 def _compare(path: Path, pieces: PieceDigests) -> None:
     threads = min(usable_cores(), len(pieces.digests))
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(memoryview(bytearray(CHUNK_BYTES)))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        size = os.fstat(descriptor).st_size
+    with path.open("rb") as file, ThreadPoolExecutor(threads, "verify") as pool:
+        size = os.fstat(file.fileno()).st_size
         if size != pieces.file_bytes:
             raise DifferentBytes(f"it has {size:,} bytes, but {pieces.file_bytes:,} were published")
-
-        def digest(number: int) -> str:
-            buffer = buffers.get()
-            try:
-                return _digest_of_range(descriptor, buffer, *pieces.range(number))
-            finally:
-                buffers.put(buffer)
-
-        with ThreadPoolExecutor(threads, "verify") as pool:
-            digests = pool.map(digest, range(len(pieces.digests)))
-            for number, (actual, published) in enumerate(zip(digests, pieces.digests, strict=True)):
-                if actual != published:
-                    start, end = pieces.range(number)
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
-    finally:
-        os.close(descriptor)
+        ranges = [pieces.range(number) for number in range(len(pieces.digests))]
+        digests = pool.map(partial(_digest_of_range, file.fileno()), *zip(*ranges, strict=True))
+        for (start, end), actual, published in zip(ranges, digests, pieces.digests, strict=True):
+            if actual != published:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
 
 
-def _digest_of_range(descriptor: int, buffer: memoryview, start: int, end: int) -> str:
-    """Digest of the bytes in a range, read into the buffer bit by bit. Raises DifferentBytes where the file ends before."""
+def _digest_of_range(descriptor: int, start: int, end: int) -> str:
+    """Digest of the bytes in a range, read bit by bit. Raises DifferentBytes where the file ends before."""
     piece = _piece_hash()
     while start < end:
-        size = os.preadv(descriptor, [buffer[: min(end - start, len(buffer))]], start)
-        if not size:
+        chunk = os.pread(descriptor, min(end - start, CHUNK_BYTES), start)
+        if not chunk:
             raise DifferentBytes(f"it ended at byte {start:,} while it was read")
-        piece.update(buffer[:size])  # lets other threads run
-        start += size
+        piece.update(chunk)  # lets other threads run
+        start += len(chunk)
     return piece.hexdigest()
 
 

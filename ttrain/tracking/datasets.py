@@ -61,7 +61,10 @@ def data_of(artifact: Artifact) -> list[DataInput]:
         return of_tasks(artifact.result["suites"]["tasks"])
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
-    return [_of_tokenizer(artifact)] if artifact.stage == "tokenizer" and artifact.result.get("files") else []
+    if artifact.stage != "tokenizer" or not artifact.result.get("files"):
+        return []
+    counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
+    return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
 
 
 def of_tasks(tasks: Iterable[JsonObject]) -> list[DataInput]:
@@ -131,11 +134,6 @@ def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
             counts = {name: totals[key] for key, name in COUNTED_AS.items() if key in totals}
             name = dataset if split == "train" else f"{dataset}-{HELD_OUT}"
             yield _data(artifact, name, context, counts, totals.get("tokens"), files)
-
-
-def _of_tokenizer(artifact: Artifact) -> DataInput:
-    counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
-    return _data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))
 
 
 def _data(

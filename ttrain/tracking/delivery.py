@@ -129,7 +129,7 @@ def text(run: TrackedRun, entry: Entry) -> None:
 
 def files(run: TrackedRun, entry: Entry) -> None:
     """Log a file of the run, or those of a finished directory."""
-    source, to = run.store.absolute(entry.data["path"]), entry.data["to"]
+    source, to = run.store.home / entry.data["path"], entry.data["to"]
     if not source.exists():
         raise RefusedError(f"{source} is gone")
     listed = uploads.list_files(source, to) if entry.kind == "directory" else [(source, to)]

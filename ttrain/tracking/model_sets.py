@@ -272,16 +272,14 @@ def registered_keys(home: Path) -> frozenset[str]:
     except Exception as error:
         raise cannot_be_queried(uri, "which models are registered", error) from None
     champions = {model.name: str(model.aliases.get(CHAMPION)) for model in models}
-    return waiting.union(
-        key for version in versions for key in _keys_of(version.tags, champions.get(version.name) == str(version.version))
-    )
-
-
-def _keys_of(tags: Mapping[str, str], is_champion: bool) -> Iterator[str]:
-    names = ["ttrain.key", *(f"ttrain.input.{name}" for name in INPUTS), *(f"{KEY}{stage}" for stage in WITH_A_SET)]
-    names += [f"{KEY}{stage}" for stage in WITH_A_CHAMPION if is_champion]
-    names += [f"{KEY}{tag.removeprefix(MEMBER)}" for tag in tags if tag.startswith(MEMBER)]
-    yield from (tags[name] for name in names if tags.get(name))
+    keys = set(waiting)
+    for version in versions:
+        names = ["ttrain.key", *(f"ttrain.input.{name}" for name in INPUTS), *(f"{KEY}{stage}" for stage in WITH_A_SET)]
+        if champions.get(version.name) == str(version.version):
+            names += [f"{KEY}{stage}" for stage in WITH_A_CHAMPION]
+        names += [f"{KEY}{tag.removeprefix(MEMBER)}" for tag in version.tags if tag.startswith(MEMBER)]
+        keys.update(version.tags[name] for name in names if version.tags.get(name))
+    return frozenset(keys)
 
 
 def register_model(run: TrackedRun, model: JsonObject) -> str:
@@ -329,7 +327,11 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
         raise UsageError(f"MLflow at {without_user(uri)} cannot be queried for '{model}': {error and first_line(error)}")
     entity, models = answer
     if entity is None:
-        raise unknown("registered model", str(model), _names(models), shown=LISTED_MODELS, also=_fix(model.alias))
+        is_set = model.alias == CHAMPION
+        also = (
+            "; no set of models is champion before `ttrain models promote` or a nightly run promotes one" if is_set else ""
+        )
+        raise unknown("registered model", str(model), _names(models), shown=LISTED_MODELS, also=also)
     return ModelVersion(model.name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
 
 
@@ -347,14 +349,6 @@ def _version_by_alias(client: Any, name: str, alias: str) -> Any:
         if version is None:
             raise
     return client.get_model_version(name, version)
-
-
-def _fix(alias: str | None) -> str:
-    return (
-        "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
-        if alias == CHAMPION
-        else ""
-    )
 
 
 def _names(models: Iterable[Any]) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Entry:
     kind: str
     data: JsonObject
     parts: set[str] = field(default_factory=set)
-    answer: Any = None
+    answer: str | None = None
 
     def lines(self) -> str:
         """The entry as the journal has it."""

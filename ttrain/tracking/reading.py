@@ -32,6 +32,7 @@ from ttrain.tracking.runs import PARENT
 from ttrain.tracking.views import RunView, StageFiles, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
+NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, {})  # in place of one that MLflow has no more
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -192,22 +193,21 @@ class _RunReader:
                 match.notes = (f"MLflow has no run {match.run_id}: taken from the home's records and artifacts",)
 
     def _view(self, match: _Match) -> RunView:
-        record, parent = match.record, match.parent
-        entries = record["stages"] if record else _stages_from_tags(parent, match.children)
-        settings = dict(flatten(record["settings"])) if record else _settings_of(parent) if parent else {}
-        metrics = {**(record.get("metrics") or {}), **self._decisions.get(record["run"], {})} if record else {}
+        parent = match.parent or NO_RUN
+        record = match.record or _record_of(parent, match.children)
+        settings = masked(dict(flatten(record["settings"])))
         return RunView(
-            name=record["run"] if record else parent.name if parent else "",
+            name=record["run"],
             run_id=match.run_id,
-            pipeline=record["pipeline"] if record else parent.tags.get("ttrain.pipeline", "") if parent else "",
-            status=record["outcome"] if record else _outcome(parent),
-            started=record["started_unix"] if record else parent.started if parent else 0.0,
-            seconds=record["seconds"] if record else _seconds(parent),
-            params={name: str(value) for name, value in masked(settings).items()},  # in the form that MLflow stores
-            metrics={**metrics, **(parent.metrics if parent else {})},
-            stages={entry["name"]: self._stage(entry, match) for entry in entries},
+            pipeline=record["pipeline"],
+            status=record["outcome"],
+            started=record["started_unix"],
+            seconds=record["seconds"],
+            params={name: str(value) for name, value in settings.items()},  # in the form that MLflow stores
+            metrics={**(record.get("metrics") or {}), **self._decisions.get(record["run"], {}), **parent.metrics},
+            stages={entry["name"]: self._stage(entry, match) for entry in record["stages"]},
             notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
-            record=record or {},
+            record=match.record or {},
             reader=self._files,
         )
 
@@ -252,16 +252,26 @@ class _RunReader:
         return {night["run"]: decision_metrics(night["decision"]) for night in decided}
 
 
-def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[JsonDict]:
-    """The stages of a run without a record here: those that it built, and those in its tags."""
+def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict:
+    """What a run without a record here would have in one: its stages are those that it built, and those in its tags."""
     stages: dict[str, JsonDict] = {}
     for name, child in children.items():
         key, seconds = child.tags.get("ttrain.key"), _seconds(child)
         stages[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
-    for name, link in delivery.stages_of(parent.tags).items() if parent else ():
+    for name, link in delivery.stages_of(parent.tags).items():
         if name not in stages and "key" in link:
             stages[name] = {"name": name, "outcome": "cached", "key": link["key"]}
-    return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
+    # MLflow has the settings that are not the default; of a sweep's run its own alone.
+    defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
+    return {
+        "run": parent.name,
+        "pipeline": parent.tags.get("ttrain.pipeline", ""),
+        "outcome": _outcome(parent),
+        "started_unix": parent.started,
+        "seconds": _seconds(parent),
+        "settings": {**defaults, **parent.params},
+        "stages": sorted(stages.values(), key=lambda stage: children.get(stage["name"], NO_RUN).started),
+    }
 
 
 def _tracked_id(record: runs.RecordedRun) -> Any:
@@ -273,15 +283,9 @@ def _maker_in(manifest: Manifest) -> str | None:
     return maker
 
 
-def _outcome(run: StoredRun | None) -> str:
-    return run.tags.get("ttrain.outcome") or OUTCOMES.get(run.status, run.status.lower()) if run else ""
+def _outcome(run: StoredRun) -> str:
+    return run.tags.get("ttrain.outcome") or OUTCOMES.get(run.status, run.status.lower())
 
 
 def _seconds(run: StoredRun | None) -> float | None:
     return run.ended - run.started if run and run.ended else None
-
-
-def _settings_of(parent: StoredRun) -> JsonDict:
-    """All settings of a pipeline's run, of which MLflow has those that are not the default; of a sweep's run its own."""
-    defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
-    return {**defaults, **parent.params}

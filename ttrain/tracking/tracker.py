@@ -18,7 +18,7 @@ from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
 from ttrain.tracking import client as tracking_client
 from ttrain.tracking import outbox, runs
-from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_refusal, run_name
+from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_out_of_use, is_refusal, run_name
 from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
 from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
 from ttrain.tracking.delivery import DELIVERY_TYPES, FINISHED, artifact_of, log_result
@@ -80,12 +80,12 @@ class MlflowStore:
         With a silent server, the run is created later, and its `id` is None until then.
         """
         run_tags = clean_tags({**tags, **({runs.PARENT: parent_run_id} if parent_run_id else {})})
-        run_info: JsonDict = {"name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id}
-        run_info |= {"parent": parent.identity if parent else None, "keeps_files": keeps_files}
-        if started is not None:
-            run_info["started"] = started
+        run_info: JsonDict = {
+            "name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id, "keeps_files": keeps_files,
+            "parent": parent.identity if parent else None, **({"started": started} if started is not None else {}),
+        }  # fmt: skip
         run = self._open_run(identity, run_id, run_info, parent if isinstance(parent, TrackedRun) else None)
-        self.call_for_run(f"starting the run {name}", lambda: None, run)
+        self.call_for_run(run, f"starting the run {name}")
         if run.is_again:
             run.enqueue("continued", values=run_tags)
         run.log_params(params)
@@ -97,7 +97,7 @@ class MlflowStore:
         run = self._open_run(None, run_id, run_info, None)
         if self.caller.is_silent:
             self.caller.probe()
-        self.call_for_run(f"opening the run {run_id}", lambda: None, run)
+        self.call_for_run(run, f"opening the run {run_id}")
         return run
 
     def register_model(
@@ -110,8 +110,7 @@ class MlflowStore:
         """
         if isinstance(run, NullRun):
             return None
-        answer: str | None = run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
-        return answer
+        return run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
 
     def register_models(self, name: str, *, run: AnyRun, models: Sequence[JsonObject], **data: Any) -> str | None:
         """Register this set of models as a version of `name` (`model_sets.tags_of`); None as long as it waits.
@@ -126,8 +125,7 @@ class MlflowStore:
         models = [{**model, "path": model["path"] and self.relative(Path(model["path"]))} for model in models]
         entry = run.enqueue("register_models", name=name, models=models, **data)
         self.finish_uploads()
-        answer: str | None = entry.answer
-        return answer
+        return entry.answer
 
     def deliver_soon(self, run: TrackedRun, entry: Entry) -> None:
         """Deliver the entry now if that is quick; files that go over the network are uploaded in the background."""
@@ -151,7 +149,7 @@ class MlflowStore:
             if again:
                 run.failed -= {entry.number for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads}
             while entry := self._next(run, uploads):
-                if self.call_for_run(DELIVERY_TYPES[entry.kind].label, partial(self._deliver_entry, run, entry), run):
+                if self.call_for_run(run, DELIVERY_TYPES[entry.kind].label, partial(self._deliver_entry, run, entry)):
                     run.outbox.mark_delivered(entry)
                 else:
                     self._upload_failed |= uploads
@@ -162,23 +160,21 @@ class MlflowStore:
         finally:
             lock.release()
 
-    def call_for_run(self, label: str, action: Callable[[], object], run: TrackedRun) -> bool:
+    def call_for_run(self, run: TrackedRun, label: str, action: Callable[[], object] = lambda: None) -> bool:
         """Make one call about a run, after creating the run in MLflow if needed; False if it has to be retried.
 
         A call that MLflow refuses is dropped with a warning.
         """
         if self.caller.is_silent:
             return self._retry_later(False)
-        _, error = attempt(partial(runs.ensure_run, run))
-        unmade = error is not None
-        if not unmade:
-            _, error = attempt(action)
+        _, failure = attempt(partial(runs.ensure_run, run))
+        _, error = (None, failure) if failure else attempt(action)
         if error is None:
             return True
-        refused = isinstance(error, RefusedError) or (not unmade and (is_refusal(error) or type(error) is ValueError))
-        self.caller.record_failure(
-            label, error, is_silent=not refused and not isinstance(error, OSError)
-        )  # a disk is not a server
+        refused = isinstance(error, RefusedError) or (not failure and (is_refusal(error) or type(error) is ValueError))
+        is_silent = not refused and not isinstance(error, OSError)  # a disk is not a server
+        self.caller.is_silent = is_out_of_use(error) or (self.is_http and is_silent)
+        self.caller.warn(label, error)
         if refused:
             self.counts["lost"] += 1
         else:
@@ -230,7 +226,7 @@ class MlflowStore:
                         run.log_directory(artifact.path, artifact.stage)
                 box.update_run_info(ended=True)
                 box.add("end", status=FINISHED if artifact else "KILLED", time=int(1000 * changed))
-            if self.call_for_run(f"opening the run {box.run_info.get('name')}", lambda: None, run):
+            if self.call_for_run(run, f"opening the run {box.run_info.get('name')}"):
                 self._add_followed_rows(run)
             done = self.deliver(run, again=True)
             return done and (not uploads or self.deliver(run, uploads=True, again=True))
@@ -244,7 +240,7 @@ class MlflowStore:
         Many stages write none, and the first sample of the machine comes after ten seconds.
         """
         for entry in [entry for entry in run.outbox.entries if entry.kind == "follow"]:
-            places = [self.absolute(location) for location in entry.data["places"]]
+            places = [self.home / location for location in entry.data["places"]]
             path = next((path for path in places if path.is_file()), None)
             if path is not None:
                 run.add_rows(read_rows(path))
@@ -302,13 +298,9 @@ class MlflowStore:
         self._experiment_ids.clear()
 
     def relative(self, path: Path) -> str:
-        """A path for an outbox: relative to the home, which may be moved meanwhile, or absolute."""
+        """A path for an outbox, to be joined to the home: relative to it, as it may be moved meanwhile, or absolute."""
         path = path.absolute()
         return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
-
-    def absolute(self, path: str) -> Path:
-        """The path that `relative` shortened."""
-        return self.home / path
 
     @property
     def tracker(self) -> str:
