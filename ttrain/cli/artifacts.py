@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import glob
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from ttrain.cli.options import AsJson, SettingsOptions, command_group, stage_words, with_option_groups
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
+from ttrain.store import references
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import home, usable_home
-
-if TYPE_CHECKING:
-    from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
 CELL_CHARACTERS = 80  # characters of a list in a table
@@ -34,7 +34,6 @@ def _known_stage(stage: str) -> str:
     """Raise UsageError for a stage that does not exist; "" means all."""
     if stage:
         from ttrain.stages import STAGES
-        from ttrain.store import references
 
         references.need_stage(stage, STAGES)
     return stage
@@ -48,7 +47,6 @@ Key = Annotated[str, Argument(help="the beginning of its key; without: the newes
 def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
     from ttrain.pipeline.artifact_commands import artifact_rows
-    from ttrain.store.artifacts import SHOWN_KEY
 
     artifacts = artifact_rows(_store(), stage or None)
     if as_json:
@@ -123,7 +121,6 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str]:
     """The stage and key that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.stages import STAGES
-    from ttrain.store import references
 
     if stage in STAGES or key:
         return stage, key
@@ -202,7 +199,6 @@ def artifacts_adopt(
     from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
     from ttrain.stages import STAGES
-    from ttrain.store import references
 
     references.need_stage(stage, STAGES)
     usable_home()
@@ -239,7 +235,6 @@ def artifacts_clean(
     from ttrain import tracking
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
-    from ttrain.store.runs import ELSEWHERE_DAYS
 
     store = _store()
     if not store.root.is_dir():
@@ -289,6 +284,5 @@ def artifacts_clean(
 
 
 def _store() -> ArtifactStore:
-    from ttrain.store.artifacts import ArtifactStore
 
     return ArtifactStore(home())

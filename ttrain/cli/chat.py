@@ -25,12 +25,14 @@ from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.store import layout
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
     from ttrain.inference.sampling import Sampling
-    from ttrain.store.model_files import Reference
 
 CHAT_EPILOG = (
     "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
@@ -168,12 +170,11 @@ def _sample_questions(reference: Reference) -> list[str]:
     """Questions from the chats that were held out from the model's training; none where its shards are not here."""
     from ttrain.data.encoder import Encoder
     from ttrain.data.inspect import first_questions
-    from ttrain.store import artifacts, layout
 
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
     if not shards:
         return []
-    heldout_directory = artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
+    heldout_directory = ArtifactStore(layout.home()).path(shards["stage"], shards["key"]) / "heldout"
     try:
         return first_questions(heldout_directory, Encoder(reference.tokenizer), SAMPLE_QUESTIONS)
     except (TTrainError, OSError):

@@ -16,6 +16,7 @@ from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ttrain.data.built_blocks import Pool
     from ttrain.data.contamination import EvaluationItem, OverlapCheck, OverlapRule
     from ttrain.data.inspect import TokenView
-    from ttrain.store.artifacts import ArtifactStore
 
     S = TypeVar("S", bound=Section)
 
@@ -144,7 +144,6 @@ def data_inspect(
     from ttrain.cli import data_reports
     from ttrain.data import inspect
     from ttrain.data.shards import ShardSet
-    from ttrain.store.artifacts import ArtifactStore
 
     shard_directory = next(iter(inspect.parts_of(shards).values()))
     encoder = inspect.encoder_of(shard_directory, tokenizer, ArtifactStore(home()))
@@ -182,7 +181,6 @@ def data_stats(
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
     from ttrain.cli import data_reports
     from ttrain.data import inspect
-    from ttrain.store.artifacts import ArtifactStore
 
     reading = _reading(  # near-duplicates are counted beside exact ones, not with them
         text_field, rejected_fraction=1.0, deduplicate=bool(near_duplicates), near_duplicates=near_duplicates
@@ -308,7 +306,6 @@ def data_contamination(
     """
     from ttrain.data.contamination import OverlapRule
     from ttrain.data.sharding import Processes
-    from ttrain.store.artifacts import ArtifactStore
 
     rule = OverlapRule(overlap_bytes, overlap_share)
     with Processes(workers or os.cpu_count() or 1) as pool, bar("searching", "shards") as progress:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,15 +18,16 @@ from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.integrity import verify_artifact
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.evaluate import suites
     from ttrain.evaluate.results import Results
     from ttrain.evaluate.suites import LoadedSuite
     from ttrain.evaluate.task_result import TaskResult
-    from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import Artifact
-    from ttrain.store.model_files import Reference
 
 
 EPILOG = (
@@ -40,8 +41,6 @@ MODELS_HELP = (
     "compared with the first"
 )
 
-KINDS = ("text", "chats", "pairs", "choices", "last_word", "generation")
-
 ModelNames = Annotated[list[str], Argument(help=MODELS_HELP, metavar="MODEL...")]
 
 Suites = Annotated[
@@ -53,16 +52,24 @@ def _file(name: str, shape: str) -> Any:
     return Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
 
 
+@dataclass(frozen=True)
+class TaskFiles:
+    """The options that name files of items, one for each kind of task."""
+
+    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None
+    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None
+    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None
+    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None
+    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None
+    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None
+
+
 @with_option_groups
 def evaluate(
     models: ModelNames,
     suite: Suites = None,
-    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None,
-    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None,
-    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None,
-    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None,
-    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None,
-    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
+    *,
+    files: TaskFiles,
     match: Annotated[
         Literal["auto", "exact", "numeric"] | None,
         Option(help="how answers of --generation are compared; auto: as numbers where all are"),
@@ -73,7 +80,6 @@ def evaluate(
     track: Annotated[bool, Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
     batch_tokens: Annotated[int | None, Option(min=1, help="padded tokens of a forward pass: bounds the memory")] = None,
     as_json: AsJson = False,
-    *,
     loading_options: LoadingOptions,
 ) -> None:
     """Evaluate models with confidence intervals, and compare them on the same items.
@@ -82,12 +88,11 @@ def evaluate(
     """
     from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
-    from ttrain.store import artifacts
 
-    files = dict(zip(KINDS, (text, chats, pairs, choices, last_word, generation), strict=True))
-    loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _load_suites(suite or (), files)]
+    named = _load_suites(suite or (), asdict(files))
+    loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in named]
     resolved_models = references.resolve_all(models, base=loading_options.base, from_hub=True, run=loading_options.run)
-    home = artifacts.ArtifactStore(layout.home())
+    home = ArtifactStore(layout.home())
     heldout = heldout_of(resolved_models, home)
     identified, notes = lineage_names.lines_of(resolved_models, home), list[str]()
     if not loaded_suites:
@@ -342,7 +347,6 @@ def _write_errors_as_usage_errors(path: Path) -> Iterator[None]:
 def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
     """The shards that a model and its base models were trained on, by part."""
     from ttrain.config.training import TRAINING_STAGES
-    from ttrain.store.integrity import verify_artifact
 
     parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}

@@ -17,13 +17,14 @@ from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.config import Expert, Gate
     from ttrain.config.loading import Override
     from ttrain.pipeline.progress_display import Display
-    from ttrain.store.model_files import Reference
 
 
 gate_app = command_group(
@@ -234,7 +235,6 @@ def check_length(expert: Expert, settings: Gate) -> None:
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
     """The records held out from each expert's training data. Raises UsageError if there are none."""
-    from ttrain.store.artifacts import ArtifactStore
 
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from ttrain.cli.options import AdapterBase, AsJson, Files, Profiles, RunName, SettingsOptions, command_group, resolved_models
+from ttrain.cli.options import (
+    AdapterBase,
+    AsJson,
+    Files,
+    Profiles,
+    RunName,
+    SettingsOptions,
+    command_group,
+    resolved_models,
+)
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -240,9 +249,8 @@ def cost(config: Model, *, vocab_size: int, row_length: int) -> ModelCost:
     from ttrain.train.monitor import flops_per_token, visited_shares
 
     with torch.device("meta"):
-        model = factory.construct(config, vocab_size=vocab_size, ids=IDS)
-    untyped_model: Any = model
-    second = untyped_model.get_output_embeddings().weight.numel() if config.multi_token else 0
+        model: Any = factory.construct(config, vocab_size=vocab_size, ids=IDS)
+    second = model.get_output_embeddings().weight.numel() if config.multi_token else 0
     total = sum(p.numel() for p in model.parameters())
     shares = visited_shares(model)
     active = sum(round(p.numel() * shares.get(name, 1.0)) for name, p in model.named_parameters())
@@ -295,18 +303,14 @@ def _state_numbers(model: nn.Module, kind: Any) -> int:
     return sum(STATE_NUMBERS[group["optimizer"]] * group["parameters"] for group in groups)
 
 
-def _embedding_parameters(model: nn.Module) -> int:
+def _embedding_parameters(model: Any) -> int:
     from ttrain.train.monitor import looked_up_weights
 
-    untyped_model: Any = model
     tables = looked_up_weights(model)
-    heads = [
-        module.weight
-        for module in (untyped_model.get_input_embeddings(), untyped_model.get_output_embeddings())
-        if module is not None
-    ]
-    count_by_id = {id(p): p.numel() for name, p in model.named_parameters() if name in tables}
-    return sum({**count_by_id, **{id(weight): weight.numel() for weight in heads}}.values())
+    weights = [parameter for name, parameter in model.named_parameters() if name in tables]
+    heads = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    by_id = {id(weight): weight.numel() for weight in (*weights, *(head.weight for head in heads))}
+    return sum(by_id.values())
 
 
 EXPORT_EPILOG = (

@@ -13,12 +13,12 @@ from ttrain.core import redact
 from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
     from ttrain.pipeline.labels import Labels
-    from ttrain.store.artifacts import ArtifactStore
 
 
 NIGHTLY = "nightly"

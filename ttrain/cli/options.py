@@ -15,12 +15,15 @@ from typer import Argument, Option, Typer
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
+from ttrain.store import layout, runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
-    from ttrain.store.model_files import Reference
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +42,6 @@ def stage_words(incomplete: str) -> list[str]:
 
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
-    from ttrain.store import layout, runs
 
     return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
 
@@ -239,11 +241,10 @@ def resolved_models(
 ) -> list[Reference]:
     """Resolve the models on their bases, all stages from one run, and print a line about each."""
     from ttrain.pipeline import lineage_names, names
-    from ttrain.store import artifacts, layout
 
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
-    for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
+    for line in lineage_names.lines_of(models, ArtifactStore(layout.home())):
         print_escaped(line, stderr=stderr)
     return models
 
@@ -292,7 +293,6 @@ def checked_name(option: str | None) -> str:
 
 def check_no_artifact(out: Path) -> None:
     """Raise UsageError where a directory to write lies in an artifact of a pipeline."""
-    from ttrain.store.layout import MANIFEST
 
     if any((above / MANIFEST).exists() for above in (out, *out.absolute().parents)):
         raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")

@@ -30,7 +30,7 @@ from ttrain.core.terminal import (
 )
 from ttrain.core.text import format_duration, format_size, format_time
 from ttrain.errors import UsageError
-from ttrain.store import layout
+from ttrain.store import layout, references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -198,7 +198,6 @@ def pipeline_logs(
     follow: Annotated[bool, Option("--follow", "-f", help="go on until the run ends")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
-    from ttrain.store import references, runs
 
     home = layout.home()
     record = references.need_run(home, run)
@@ -234,7 +233,6 @@ def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.pipeline import names
-    from ttrain.store import references
 
     if (settings_options.config or settings_options.profile) and not run:
         return settings_options.load()

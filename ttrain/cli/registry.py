@@ -14,6 +14,7 @@ from ttrain.cli.options import AsJson, check_output_file, command_group
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
+from ttrain.store import references, runs
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
@@ -152,7 +153,6 @@ def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
 def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
     """Find the set of this version, or of this run, whose name may be shortened; a run whose models were all
     cached shares the set of the run that made them."""
-    from ttrain.store import references, runs
 
     if which.isdigit():
         name = _only_name(model_sets, name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles, command_group
+from ttrain.cli.options import AsJson, Files, Profiles, command_group, with_option_groups
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -48,27 +49,36 @@ Ranges = Annotated[
 Name = Annotated[str, Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is tried, how, and by what the trials are compared."""
+
+    trials: Annotated[
+        int | None,
+        Option("--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"),
+    ] = None
+    sampler: Annotated[Literal["tpe", "random", "grid"], Option(help="tpe: learns from the trials so far")] = "tpe"
+    metric: Annotated[
+        str, Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
+    ] = ""
+    maximize: Annotated[
+        bool | None,
+        Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
+    ] = None
+    until: Annotated[str, Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")] = ""
+    prune: Annotated[bool, Option("--prune", help="end a trial that is behind the median of the others")] = False
+    parallel: Annotated[int | None, Option(min=1, help="trials side by side", show_default="one a GPU, else 1")] = None
+    seed: Annotated[int, Option(min=0, help="of the sampler")] = 1
+
+
 @sweep_app.command("full", epilog=EPILOG)
+@with_option_groups
 def sweep_full(
     overrides: Ranges = None,
     config: Files = None,
     profile: Profiles = None,
-    trials: Annotated[
-        int | None,
-        Option("--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"),
-    ] = None,
-    sampler: Annotated[Literal["tpe", "random", "grid"], Option(help="tpe: learns from the trials so far")] = "tpe",
-    metric: Annotated[
-        str, Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
-    ] = "",
-    maximize: Annotated[
-        bool | None,
-        Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
-    ] = None,
-    until: Annotated[str, Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")] = "",
-    prune: Annotated[bool, Option("--prune", help="end a trial that is behind the median of the others")] = False,
-    parallel: Annotated[int | None, Option(min=1, help="trials side by side", show_default="one a GPU, else 1")] = None,
-    seed: Annotated[int, Option(min=0, help="of the sampler")] = 1,
+    *,
+    options: SweepOptions,
     dry_run: Annotated[bool, Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -84,18 +94,7 @@ def sweep_full(
     from ttrain.pipeline.artifact_commands import store_of
 
     settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
-    request = sweeps.sweep_request(
-        "full",
-        settings_layers,
-        trials=trials,
-        sampler=sampler,
-        metric=metric,
-        until=until,
-        maximize=maximize,
-        seed=seed,
-        parallel=parallel,
-        prune=prune,
-    )
+    request = sweeps.sweep_request("full", settings_layers, **asdict(options))
     if dry_run:
         _show_plan(sweeps.preview(request, store_of(home(), request.settings(request.first))), as_json)
         return

@@ -17,6 +17,7 @@ from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
+from ttrain.store import references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -146,7 +147,6 @@ def _tracked_id(root: Path, text: str) -> str:
     """Id of the tracked run of the reference RUN, RUN:STAGE, or a registered model; for a run that was all cached, that of
     the run it equals. Raises UsageError."""
     from ttrain import tracking
-    from ttrain.store import references
 
     name, stage = references.run_and_stage(text)
     view = tracking.read_run(root, name, tracked=bool(stage))
@@ -167,7 +167,6 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
     """The pages of the runs' experiment, else of the newest run's. Raises UsageError if nothing was tracked yet."""
     from ttrain import tracking
     from ttrain.config import Tracking
-    from ttrain.store import runs
 
     experiments = (run.get("settings", {}).get("tracking", {}).get("experiment") for run in runs.newest_first(root))
     names = [name for name in (next(experiments, None), Tracking().experiment) if name]

@@ -19,6 +19,7 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, wri
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.store import references
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -209,7 +210,6 @@ def doctor(
     from ttrain.config.training import TRAININGS
     from ttrain.flows import api
     from ttrain.pipeline.processes import environment_of
-    from ttrain.store import references
 
     began = time.monotonic()
     loaded = settings_options.load()
