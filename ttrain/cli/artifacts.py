@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from ttrain.cli.options import AsJson, SettingsOptions, command_group, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, SettingsOptions, command, command_group, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 from ttrain.store import references
@@ -43,7 +43,7 @@ StageFilter = Annotated[str, Argument(help="of this stage alone", autocompletion
 Key = Annotated[str, Argument(help="the beginning of its key; without: the newest")]
 
 
-@artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
+@command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
     from ttrain.pipeline.artifact_commands import artifact_rows
@@ -60,9 +60,9 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     print(f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}")
 
 
-@artifacts_app.command(
-    "show",
-    epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
+@command(
+    artifacts_app,
+    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
 )
 def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
@@ -109,7 +109,7 @@ def _shown(value: object) -> str:
     )
 
 
-@artifacts_app.command("path", epilog="Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
+@command(artifacts_app, "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
 def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
     from ttrain.pipeline.artifact_commands import find_artifact
@@ -130,9 +130,7 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
     return matches[0] if matches else (stage, key)
 
 
-@artifacts_app.command(
-    "verify", epilog="Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json"
-)
+@command(artifacts_app, "Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json")
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
@@ -178,12 +176,11 @@ def artifacts_verify(
         raise Exit(1)
 
 
-@artifacts_app.command(
-    "adopt",
-    epilog="Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
+@command(
+    artifacts_app,
+    "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
     "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
 )
-@with_option_groups
 def artifacts_adopt(
     stage: StageName,
     key: Annotated[str, Argument(help="the beginning of the key of the artifact to keep")],
@@ -217,10 +214,7 @@ def artifacts_adopt(
     print(f"{stage} {adoption['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(adoption['differences'])}")
 
 
-@artifacts_app.command(
-    "clean",
-    epilog="Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7",
-)
+@command(artifacts_app, "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7")
 def artifacts_clean(
     keep_runs: Annotated[int, Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
     older_than: Annotated[

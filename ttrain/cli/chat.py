@@ -19,7 +19,6 @@ from ttrain.cli.options import (
     model_words,
     resolved_models,
     server_settings,
-    with_option_groups,
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
@@ -103,7 +102,6 @@ class GreedyOptions(SamplingOptions):
     top_p: TopP = 1.0
 
 
-@with_option_groups
 def chat(
     model: ChatModel = None,
     versus: Annotated[str | None, Option(metavar="MODEL", help="a second model, answering side by side")] = None,
@@ -181,7 +179,6 @@ def _sample_questions(reference: Reference) -> list[str]:
         return []
 
 
-@with_option_groups
 def generate(
     prompts: Annotated[Path, Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
     model: Annotated[str | None, Option("--model", "-m", help=MODEL_HELP)] = None,
@@ -246,7 +243,6 @@ def generate(
         table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
 
 
-@with_option_groups
 def serve(
     context: Context,
     model: Model = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -102,7 +102,6 @@ class ReportOptions:
     as_json: AsJson = False
 
 
-@with_option_groups
 def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from typer import Argument, Option
 
-from ttrain.cli.options import AsJson, command_group
+from ttrain.cli.options import AsJson, command, command_group
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
@@ -53,9 +53,9 @@ Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="of the reservoir")]
 TokenizerDirectory = Annotated[Path | None, Option(help="its directory; without it, found by digest")]
 
 
-@data_app.command(
-    "shard",
-    epilog="Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
     "ttrain data shard chats.jsonl.gz --tokenizer $(ttrain artifacts path tokenizer) --out chats --val-fraction 0.01",
 )
 def data_shard(
@@ -100,9 +100,9 @@ def data_shard(
         raise DataError(escaped(summary["error"]))
 
 
-@data_app.command(
-    "validate",
-    epilog="Examples:  ttrain data validate docs.jsonl\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data validate docs.jsonl\n\n"
     "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json\n\n"
     "ttrain data validate pairs.jsonl --kind pairs",
 )
@@ -126,10 +126,9 @@ def data_validate(
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
-@data_app.command(
-    "inspect",
-    epilog="Examples:  ttrain data inspect shards\n\n"
-    "ttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
+@command(
+    data_app,
+    "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
     shards: Annotated[Path, Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
@@ -164,9 +163,8 @@ def data_inspect(
         data_reports.print_tokens(entry, pieces.special)
 
 
-@data_app.command(
-    "stats",
-    epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json",
+@command(
+    data_app, "Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
 )
 def data_stats(
     paths: Annotated[list[str], Argument(help="shards, or files as of `data shard`", metavar="PATH")],
@@ -192,9 +190,9 @@ def data_stats(
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 
 
-@tokenizer_app.command(
-    "train",
-    epilog="Examples:  ttrain tokenizer train docs.jsonl --out tokenizer --vocab-size 6400\n\n"
+@command(
+    tokenizer_app,
+    "Examples:  ttrain tokenizer train docs.jsonl --out tokenizer --vocab-size 6400\n\n"
     "ttrain tokenizer train docs.jsonl --out tokenizer --max-lines 500000 --sample reservoir --seed 1\n\n"
     "ttrain tokenizer train docs.jsonl --out tokenizer --existing Qwen/Qwen3-0.6B",
 )
@@ -229,10 +227,7 @@ def tokenizer_train(
     data_reports.show([summary if as_json else {**summary, **memory}], as_json=as_json)
 
 
-@tokenizer_app.command(
-    "inspect",
-    epilog="Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'",
-)
+@command(tokenizer_app, "Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'")
 def tokenizer_inspect(
     directory: Annotated[Path, Argument(help="directory of the tokenizer, or an artifact of its stage")],
     text: Annotated[str | None, Option(help="show the tokens of this text")] = None,
@@ -281,9 +276,9 @@ def _kind(kind: str, text_field: str | None) -> str | None:
 SHOWN_ITEMS = 10
 
 
-@data_app.command(
-    "contamination",
-    epilog="Examples:  ttrain data contamination shards --items poems.jsonl\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data contamination shards --items poems.jsonl\n\n"
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(

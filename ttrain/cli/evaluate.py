@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, with_option_groups
+from ttrain.cli.options import AsJson
 from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -64,7 +64,6 @@ class TaskFiles:
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None
 
 
-@with_option_groups
 def evaluate(
     models: ModelNames,
     suite: Suites = None,

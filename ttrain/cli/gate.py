@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from typer import Argument, Option
 
 from ttrain.cli import train as train_task
-from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
+from ttrain.cli.options import Allow, AsJson, Files, command, command_group, task_settings
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
@@ -35,9 +35,9 @@ gate_app = command_group(
 Directory = Annotated[Path, Argument(help="directory of a trained gate", metavar="GATE")]
 
 
-@gate_app.command(
-    "train",
-    epilog="Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
+@command(
+    gate_app,
+    "Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
     "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data mixed.jsonl --out gate hidden=128",
 )
 def gate_train(
@@ -81,7 +81,7 @@ def gate_train(
     print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
 
 
-@gate_app.command("show", epilog="Example:  ttrain gate show gate")
+@command(gate_app, "Example:  ttrain gate show gate")
 def gate_show(directory: Directory, as_json: AsJson = False) -> None:
     """Show the experts, whether each has changed since the gate was trained, and how well the gate routes."""
     from ttrain.inference import gate_files as files
@@ -102,9 +102,8 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
     print_figures(gate.figures)
 
 
-@gate_app.command(
-    "route",
-    epilog="Examples:  ttrain gate route gate 'What is a tuple?'\n\ncat questions.txt | ttrain gate route gate - --json",
+@command(
+    gate_app, "Examples:  ttrain gate route gate 'What is a tuple?'\n\ncat questions.txt | ttrain gate route gate - --json"
 )
 def gate_route(
     directory: Directory,

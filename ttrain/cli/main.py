@@ -35,6 +35,7 @@ from ttrain.cli.options import (
     Extend,
     Force,
     SettingsOptions,
+    command,
     command_group,
     run_words,
     server_settings,
@@ -133,8 +134,7 @@ def main_options(
         os.environ["TTRAIN_DEBUG"] = "1"
 
 
-@stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
-@with_option_groups
+@command(stage_app, "Example:  ttrain stage run sft sft.optim.lr=2e-4")
 def stage_run(
     stage: Annotated[
         str,
@@ -163,7 +163,7 @@ def stage_run(
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
 
-@stage_app.command("list", epilog="Example:  ttrain stage list")
+@command(stage_app, "Example:  ttrain stage list")
 def stage_list(as_json: AsJson = False) -> None:
     """List the stages, each with what it does."""
     from ttrain.stages import STAGES
@@ -175,8 +175,7 @@ def stage_list(as_json: AsJson = False) -> None:
         table(("stage", "what it does"), list(abouts.items()))
 
 
-@config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
-@with_option_groups
+@command(config_app, "Example:  ttrain config show sft.epochs=2 --profile small")
 def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> None:
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import flatten
@@ -191,7 +190,7 @@ def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> N
         print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
 
 
-@config_app.command("schema", epilog="Example:  ttrain config schema > ttrain.schema.json")
+@command(config_app, "Example:  ttrain config schema > ttrain.schema.json")
 def config_schema() -> None:
     """Print the JSON schema of the settings, for editors."""
     from ttrain.config import Settings
@@ -199,7 +198,7 @@ def config_schema() -> None:
     print_json(Settings.model_json_schema())
 
 
-for name, command, panel, epilog in (
+for name, function, panel, epilog in (
     ("chat", chat.chat, USE, chat.CHAT_EPILOG),
     ("generate", chat.generate, USE, chat.GENERATE_EPILOG),
     ("serve", chat.serve, USE, chat.SERVE_EPILOG),
@@ -213,7 +212,7 @@ for name, command, panel, epilog in (
     ("report", compare.report, LOOK, compare.REPORT_EPILOG),
 ):
     settings = {"allow_extra_args": name == "serve"}
-    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(command)
+    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(with_option_groups(function))
 
 
 @app.command(

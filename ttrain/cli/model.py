@@ -18,6 +18,7 @@ from ttrain.cli.options import (
     Profiles,
     RunName,
     SettingsOptions,
+    command,
     command_group,
     resolved_models,
 )
@@ -172,10 +173,8 @@ adapter_app = command_group(
 )
 
 
-@adapter_app.command(
-    "show", epilog="Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json"
-)
-def show_adapter(
+@command(adapter_app, "Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json")
+def adapter_show(
     reference: Annotated[str, Argument(metavar="REF", help=f"{MODEL_HELP}, of an adapter")],
     base: AdapterBase = None,
     as_json: AsJson = False,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
+from ttrain.cli.options import (
+    AsJson,
+    ServerOverrides,
+    SettingsOptions,
+    command,
+    command_group,
+    server_settings,
+)
 from ttrain.core import redact
 from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import counted
@@ -110,25 +117,23 @@ class SlotOptions:
     as_json: AsJson = False
 
 
-@schedule_app.command(
-    "nightly",
-    epilog='Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
+@command(
+    schedule_app,
+    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
     "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
 )
-@with_option_groups
 def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
     _schedule("nightly", settings_options, slots, cron)
 
 
-@schedule_app.command("full", epilog='Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
-@with_option_groups
+@command(schedule_app, 'Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
 def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
     _schedule("full", settings_options, slots, cron)
 
 
-@schedule_app.command("list", epilog="Example:  ttrain pipeline schedule list --json")
+@command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
     from ttrain.flows import schedules, serving
@@ -148,7 +153,7 @@ def schedule_list(as_json: AsJson = False) -> None:
         print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
 
 
-@schedule_app.command("pause", epilog="Example:  ttrain pipeline schedule pause nightly")
+@command(schedule_app, "Example:  ttrain pipeline schedule pause nightly")
 def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import schedules
@@ -156,7 +161,7 @@ def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     _print_state(schedules.pause(home(), which, paused=True), "paused", as_json=as_json)
 
 
-@schedule_app.command("resume", epilog="Example:  ttrain pipeline schedule resume nightly")
+@command(schedule_app, "Example:  ttrain pipeline schedule resume nightly")
 def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Resume a paused schedule."""
     from ttrain.flows import schedules
@@ -164,7 +169,7 @@ def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None
     _print_state(schedules.pause(home(), which, paused=False), "resumed", as_json=as_json)
 
 
-@schedule_app.command("remove", epilog="Example:  ttrain pipeline schedule remove nightly/quickstart")
+@command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
 def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Remove a schedule. A night in progress continues; past runs and their models stay."""
     from ttrain.flows import schedules

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from typer import Argument, Option, Typer
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., None])
 
 command_group = functools.partial(Typer, no_args_is_help=True)
 
@@ -140,34 +139,41 @@ ContinueKey = Annotated[
 ]
 
 
-def with_option_groups(command: Callable[P, T]) -> Callable[P, T]:
+def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: JsonDict = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    options: list[tuple[str, Any, Any]] = []
+    for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
             types = get_type_hints(groups[name], include_extras=True)
-            options = [(field.name, types[field.name], field.default) for field in fields(groups[name])]
+            options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
         else:
-            options = [(name, hints[name], parameter.default)]
-        parameters += [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for option, annotation, default in options
-        ]
+            options.append((name, hints[name], parameter.default))
 
-    @functools.wraps(command)
-    def call(**values: Any) -> T:
+    @functools.wraps(function)
+    def call(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        untyped_command: Any = command
-        result: T = untyped_command(**values)
-        return result
+        function(**values)
 
     untyped: Any = call
-    untyped.__signature__ = inspect.Signature(parameters)
-    untyped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return cast("Callable[P, T]", untyped)
+    untyped.__annotations__ = {name: hint for name, hint, _ in options}
+    untyped.__signature__ = inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, hint, default in options
+    ])  # fmt: skip
+    return call
+
+
+def command(app: Typer, epilog: str) -> Callable[[Command], Command]:
+    """Decorator: make a function GROUP_NAME the command NAME of a group, by `with_option_groups`; `epilog`: examples."""
+
+    def registered(function: Command) -> Command:
+        app.command(function.__name__.partition("_")[2], epilog=epilog)(with_option_groups(function))
+        return function
+
+    return registered
 
 
 @dataclass(frozen=True)

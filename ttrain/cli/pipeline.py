@@ -15,10 +15,10 @@ from ttrain.cli.options import (
     RunOptions,
     SelectionOptions,
     SettingsOptions,
+    command,
     command_group,
     run_words,
     stage_words,
-    with_option_groups,
 )
 from ttrain.core.terminal import (
     console,
@@ -46,16 +46,15 @@ pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", 
 Pipeline = Annotated[str, Argument(help=PIPELINE_HELP)]
 
 
-@pipeline_app.command(
-    "run",
-    epilog="Examples:  ttrain pipeline run full\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline run full\n\n"
     "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
     "ttrain pipeline run full sft.optim.lr=2e-4\n\n"
     "ttrain pipeline run full --until pretrain\n\n"
     "ttrain pipeline run full sft.optim.lr=2e-4 --note 'a smaller rate' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
 )
-@with_option_groups
 def pipeline_run(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
@@ -72,12 +71,10 @@ def pipeline_run(
     plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, **stages.to_plan())
 
 
-@pipeline_app.command(
-    "rerun",
-    epilog="Examples:  ttrain pipeline rerun sft\n\n"
-    "ttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
 )
-@with_option_groups
 def pipeline_rerun(
     stage: Annotated[str, Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)],
     settings_options: SettingsOptions,
@@ -103,12 +100,11 @@ def pipeline_rerun(
     plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
 
 
-@pipeline_app.command(
-    "plan",
-    epilog="Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
 )
-@with_option_groups
 def pipeline_plan(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
@@ -159,7 +155,7 @@ def pipeline_plan(
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
-@pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
+@command(pipeline_app, "Example:  ttrain pipeline status --json")
 def pipeline_status(
     limit: Annotated[int | None, Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
     as_json: AsJson = False,
@@ -187,9 +183,9 @@ def pipeline_status(
             table(("stage", "outcome", "time", "figures", "log"), rows)
 
 
-@pipeline_app.command(
-    "logs",
-    epilog="Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
     "ttrain pipeline logs full-20261121-160222 evaluate",
 )
 def pipeline_logs(

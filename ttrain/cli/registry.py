@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from ttrain.cli.options import AsJson, check_output_file, command_group
+from ttrain.cli.options import AsJson, check_output_file, command, command_group
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
@@ -31,7 +31,7 @@ models_app = command_group(
 Name = Annotated[str | None, Option(help="the pipeline's name (setting `name`), if there are several")]
 
 
-@models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
+@command(models_app, "Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
     metric: Annotated[str | None, Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
@@ -62,7 +62,7 @@ def models_list(
         print_escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
 
 
-@models_app.command("history", epilog="Examples:  ttrain models history\n\nttrain models history --html nights.html")
+@command(models_app, "Examples:  ttrain models history\n\nttrain models history --html nights.html")
 def models_history(
     name: Name = None,
     nights: Annotated[int, Option(min=1, max=1000, help="how many, the newest first")] = 30,
@@ -88,9 +88,7 @@ def models_history(
     print(escaped(history.summary_line(listed) + (f"; written to {page}" if page else "")))
 
 
-@models_app.command(
-    "promote", epilog="Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b"
-)
+@command(models_app, "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b")
 def models_promote(
     which: Annotated[str, Argument(metavar="VERSION|RUN", help="a set's version, or the run that made its models")],
     name: Name = None,
@@ -106,7 +104,7 @@ def models_promote(
     _print(promoted, "is already champion" if already else "is champion", as_json)
 
 
-@models_app.command("rollback", epilog="Example:  ttrain models rollback")
+@command(models_app, "Example:  ttrain models rollback")
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
     from ttrain import tracking

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles, command_group, with_option_groups
+from ttrain.cli.options import AsJson, Files, Profiles, command, command_group
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -71,8 +71,7 @@ class SweepOptions:
     seed: Annotated[int, Option(min=0, help="of the sampler")] = 1
 
 
-@sweep_app.command("full", epilog=EPILOG)
-@with_option_groups
+@command(sweep_app, EPILOG)
 def sweep_full(
     overrides: Ranges = None,
     config: Files = None,
@@ -111,7 +110,7 @@ def sweep_full(
             _show(sweep, sweep.page, as_json)
 
 
-@sweep_app.command("list", epilog="Example:  ttrain sweep list --json")
+@command(sweep_app, "Example:  ttrain sweep list --json")
 def sweep_list(as_json: AsJson = False) -> None:
     """List the sweeps, the newest first."""
     from ttrain.sweep import records, summary
@@ -137,7 +136,7 @@ def sweep_list(as_json: AsJson = False) -> None:
     table(("sweep", "outcome", "varies", "trials", "best"), rows)
 
 
-@sweep_app.command("show", epilog="Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
+@command(sweep_app, "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
 def sweep_show(
     name: Name = "latest",
     out: Annotated[Path | None, Option(help="write the page with its plots here")] = None,
@@ -150,7 +149,7 @@ def sweep_show(
     _show(sweep, out or sweep.page, as_json)
 
 
-@sweep_app.command("best", epilog="Example:  ttrain sweep best --json")
+@command(sweep_app, "Example:  ttrain sweep best --json")
 def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
     """Print the best trial's settings, and the command that runs the pipeline with them."""
     from ttrain.sweep import records, summary

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from ttrain.cli.options import AsJson, command_group
+from ttrain.cli.options import AsJson, command, command_group
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted
@@ -30,12 +30,11 @@ track_app = command_group(
 )
 
 
-@track_app.command(
-    "sync",
-    epilog="Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\n"
-    "ttrain track sync full-20261121-160222-1a2b4 --json",
+@command(
+    track_app,
+    "Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\nttrain track sync full-20261121-160222-1a2b4 --json",
 )
-def sync(
+def track_sync(
     run: Annotated[str | None, Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="only list what is waiting")] = False,
     as_json: AsJson = False,
@@ -71,8 +70,8 @@ def sync(
     raise Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
 
 
-@track_app.command("repair", epilog="Example:  ttrain track repair")
-def repair(as_json: AsJson = False) -> None:
+@command(track_app, "Example:  ttrain track repair")
+def track_repair(as_json: AsJson = False) -> None:
     """Set a damaged MLflow database of this home aside, and log all runs of the home to a new one.
 
     Runs, stages, parameters, metrics, curves, files and registered models come from records, manifests and logs. A

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, check_no_artifact, task_settings, with_option_groups
+from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, check_no_artifact, task_settings
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
@@ -198,7 +198,6 @@ READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read 
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 
-@with_option_groups
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[
