@@ -50,7 +50,7 @@ class StoredRun:
     artifact_uri: str
     params: Mapping[str, str]
     metrics: Mapping[str, float]  # last values
-    tags: Mapping[str, str]
+    tags: Mapping[str, str]  # "" for one that the run does not have
 
 
 class MlflowSource:
@@ -132,7 +132,7 @@ def _stored_run(run: Any) -> StoredRun:
         info.artifact_uri,
         dict(data.params),
         dict(data.metrics),
-        dict(data.tags),
+        defaultdict(str, data.tags),
     )
 
 
@@ -237,7 +237,7 @@ class MlflowArtifacts:
         except Exception as error:
             self._mark_silent(error)
             return []
-        pairs = {(run.tags.get("ttrain.stage", ""), run.tags["ttrain.key"]) for run in runs}
+        pairs = {(run.tags["ttrain.stage"], run.tags["ttrain.key"]) for run in runs}
         return sorted(pair for pair in pairs if stage in (None, pair[0]))
 
     def _find(self, stage: str, key: str) -> TrackedArtifact | None:

@@ -8,6 +8,7 @@ other homes, and stages without files, or whose artifact another run built anew.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ from ttrain.tracking.runs import PARENT
 from ttrain.tracking.views import RunView, StageFiles, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
-NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, {})  # in place of one that MLflow has no more
+NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str))  # in place of one that MLflow has no more
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -137,9 +138,9 @@ class _RunReader:
 
     def _tracked(self, run: StoredRun) -> _Match:
         """The run of the pipeline that MLflow's run is, or is a stage of."""
-        name = run.tags.get("ttrain.run") or run.name
+        name = run.tags["ttrain.run"] or run.name
         record = runs.read(self._home, name) if name in self._names else None
-        return _Match(record, run.tags.get(PARENT) or run.run_id)
+        return _Match(record, run.tags[PARENT] or run.run_id)
 
     def _with_model(self, model: references.Registered) -> _Match:
         """The run that made a registered model, or a set of them."""
@@ -147,7 +148,7 @@ class _RunReader:
         if version.tags.get(KIND) == SET:
             return self._find(version.tags["ttrain.run"])
         for child in self._ask("with_tags", "ttrain.key", [version.tags.get("ttrain.key", "")]) or ():
-            if child.tags.get("ttrain.stage") == version.tags.get("ttrain.stage") and child.tags.get("ttrain.run"):
+            if child.tags["ttrain.stage"] == version.tags.get("ttrain.stage") and child.tags["ttrain.run"]:
                 return self._find(child.tags["ttrain.run"])
         raise UsageError(f"'{model}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
 
@@ -181,14 +182,14 @@ class _RunReader:
         children += self._ask("with_tags", PARENT, unlinked) or []
         keys = {link["key"] for stages in links.values() for link in stages if "key" in link}
         keys |= {entry["key"] for match in matches if match.record for entry in match.record["stages"] if entry.get("key")}
-        keys -= {child.tags.get("ttrain.key", "") for child in children}
+        keys -= {child.tags["ttrain.key"] for child in children}
         children += self._ask("with_tags", "ttrain.key", sorted(keys)) or []
         children.sort(key=lambda run: (run.status == "FINISHED", run.started))  # of several, the last one is taken
-        by_key = {(child.tags.get("ttrain.stage", ""), child.tags.get("ttrain.key", "")): child for child in children}
+        by_key = {(child.tags["ttrain.stage"], child.tags["ttrain.key"]): child for child in children}
         for match in matches:
             match.parent, match.by_key = parents.get(match.run_id or ""), by_key
-            own = (child for child in reversed(children) if match.run_id and child.tags.get(PARENT) == match.run_id)
-            match.children = {child.tags.get("ttrain.stage", ""): child for child in own}
+            own = (child for child in reversed(children) if match.run_id and child.tags[PARENT] == match.run_id)
+            match.children = {child.tags["ttrain.stage"]: child for child in own}
             if match.record and match.run_id and self._source and not match.parent:
                 match.notes = (f"MLflow has no run {match.run_id}: taken from the home's records and artifacts",)
 
@@ -237,7 +238,7 @@ class _RunReader:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
-        made_by = stage_run.tags.get("ttrain.run") if stage_run else _maker_in(manifest)
+        made_by = stage_run.tags["ttrain.run"] if stage_run else _maker_in(manifest)
         return made_by or self._makers.get(entry.get("key") or "")
 
     @cached_property
@@ -256,7 +257,7 @@ def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict
     """What a run without a record here would have in one: its stages are those that it built, and those in its tags."""
     stages: dict[str, JsonDict] = {}
     for name, child in children.items():
-        key, seconds = child.tags.get("ttrain.key"), _seconds(child)
+        key, seconds = child.tags["ttrain.key"] or None, _seconds(child)
         stages[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
     for name, link in delivery.stages_of(parent.tags).items():
         if name not in stages and "key" in link:
@@ -265,7 +266,7 @@ def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict
     defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
     return {
         "run": parent.name,
-        "pipeline": parent.tags.get("ttrain.pipeline", ""),
+        "pipeline": parent.tags["ttrain.pipeline"],
         "outcome": _outcome(parent),
         "started_unix": parent.started,
         "seconds": _seconds(parent),
@@ -284,7 +285,7 @@ def _maker_in(manifest: Manifest) -> str | None:
 
 
 def _outcome(run: StoredRun) -> str:
-    return run.tags.get("ttrain.outcome") or OUTCOMES.get(run.status, run.status.lower())
+    return run.tags["ttrain.outcome"] or OUTCOMES.get(run.status, run.status.lower())
 
 
 def _seconds(run: StoredRun | None) -> float | None:
