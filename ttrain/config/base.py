@@ -52,6 +52,14 @@ class Section(BaseModel):
     def _without_retired(cls, values: Any) -> Any:
         return {key: values[key] for key in values if key not in RETIRED} if isinstance(values, Mapping) else values
 
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """Raise ValueError where values of several settings do not go together."""
+
     def accepts(self, **changes: Any) -> bool:
         """Whether the section's own rules allow these changes, so that what a message advises is valid."""
         try:

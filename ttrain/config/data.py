@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
 from ttrain.config.base import Count, Location, Paths, Section, Seed, Weighted, as_tuple, setting, with_fields
 from ttrain.config.training import TRAINING_STAGES
@@ -49,15 +49,13 @@ class Data(Section):
             return ()
         return tuple(entry.weight if isinstance(entry, Weighted) else 1.0 for entry in entries)
 
-    @model_validator(mode="after")
-    def _one_kind_of_source(self) -> Data:
+    def _check(self) -> None:
         for name in (*LEARNT, "tokenizer"):
             paths = self.paths(name)
             if PYTHON_DOCS in paths and len(paths) > 1:
                 raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
             if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
                 raise ValueError(f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
-        return self
 
     def uses_python_docs(self, name: str) -> bool:
         """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
@@ -94,8 +92,7 @@ class Reading(Section):
     sample: Literal["reservoir", "head"] = setting("reservoir", "which rows `limit` takes: any, or the first")
     seed: Seed = setting(1, "of the reservoir")
 
-    @model_validator(mode="after")
-    def _rules(self) -> Reading:
+    def _check(self) -> None:
         if self.rounds > 1 and self.limit is None:
             raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
         if self.near_duplicates and self.near_duplicates < LEAST_SIMILAR:
@@ -103,7 +100,6 @@ class Reading(Section):
                 f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
                 f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all"
             )
-        return self
 
 
 class Tokenizer(Section):
@@ -119,13 +115,11 @@ class Tokenizer(Section):
     max_documents: int | None = setting(None, "documents to learn from; empty: all", ge=1)
     max_bytes: int = setting(50_000_000, "text to learn from, in UTF-8 bytes", ge=10_000)
 
-    @model_validator(mode="after")
-    def _own_template_exists(self) -> Tokenizer:
+    def _check(self) -> None:
         if self.template in ("own", "auto") and self.existing is None:
             raise ValueError(
                 f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them"
             )
-        return self
 
 
 class Shards(Section):

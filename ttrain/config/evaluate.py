@@ -59,10 +59,8 @@ class Evaluate(Section):
         """The longest `row_length` within the limit that the other settings allow; None where there is none."""
         return limit if self.accepts(row_length=limit) else None
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Evaluate:
+    def _check(self) -> None:
         check_stride(self, "evaluate.")
-        return self
 
 
 class Gate(TaskConfig):
@@ -84,10 +82,9 @@ class Gate(TaskConfig):
     validation_rows: int = setting(4096, "held-out records whose loss is measured while training", ge=1)
     optim: Optim = Optim(lr=3e-3, weight_decay=0.01)
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Gate:
+    def _check(self) -> None:
+        super()._check()
         check_stride(self)
-        return self
 
 
 class Expert(Section):
@@ -142,11 +139,9 @@ class Shots(TaskBase):
     shots_file: str | None = setting(None, "where they come from; empty: the head of the task's own file")
     shots_separator: str = setting("\n\n", "between examples")
 
-    @model_validator(mode="after")
-    def _shots_are_asked_for(self) -> Shots:
+    def _check(self) -> None:
         if self.shots_file is not None and not self.shots:
             raise ValueError(f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4")
-        return self
 
 
 class TextTask(TaskBase):
@@ -160,10 +155,8 @@ class TextTask(TaskBase):
     max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
     by: tuple[str, ...] = setting(("source", "lang"), "keys of the rows: figures of each of their values too")
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> TextTask:
+    def _check(self) -> None:
         check_stride(self)
-        return self
 
 
 class ChatsTask(TaskBase):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from typing import Literal
 
 from ttrain.config.base import Section, Seed, Share, setting
 
@@ -62,14 +60,12 @@ class Schedule(Section):
         ge=1,
     )
 
-    @model_validator(mode="after")
-    def _one_floor(self) -> Schedule:
+    def _check(self) -> None:
         if self.kind == "minimind" and self.floor not in (0.0, 0.1):
             raise ValueError(
                 f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
                 f"for another floor set schedule.kind=cosine"
             )
-        return self
 
 
 class EarlyStopping(Section):
@@ -98,11 +94,9 @@ class Loop(Section):
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
 
-    @model_validator(mode="after")
-    def _early_stopping_is_asked(self) -> Self:
+    def _check(self) -> None:
         if self.early_stopping and not self.validate_every_steps:
             raise ValueError("early_stopping is set but validate_every_steps is 0; set it, for example to 50")
-        return self
 
     @property
     def prefix(self) -> str:

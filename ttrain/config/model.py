@@ -39,11 +39,9 @@ class Moe(Section):
         "router_bias_rate": "bias_rate",
     }
 
-    @model_validator(mode="after")
-    def _rules(self) -> Moe:
+    def _check(self) -> None:
         if self.top_k > self.experts:
             raise ValueError(f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}")
-        return self
 
 
 class MultiToken(Section):
@@ -89,8 +87,7 @@ class Model(Section):
             return settings
         return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
-    @model_validator(mode="after")
-    def _rules(self) -> Model:
+    def _check(self) -> None:
         for name, value in self.fields.items():  # they enter the key and config.json, which hold neither dates nor NaN
             try:
                 json.dumps(value, allow_nan=False)
@@ -101,10 +98,9 @@ class Model(Section):
                 f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
                 f"set model.rope_type, for example to yarn"
             )
-        return self
+        self._heads_divide()
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Model:
+    def _heads_divide(self) -> None:
         """Report all that is wrong with the heads at once, with sizes that are valid together."""
         problems, head = [], self.hidden_size // self.heads
         advice: dict[str, int | None] = {}
@@ -122,7 +118,6 @@ class Model(Section):
             advice["kv_heads"] = math.gcd(self.heads, self.kv_heads or 1) if self.kind in TURNING_KINDS else None
         if problems:
             raise ValueError(f"{'; '.join(problems)}; {self.with_other_sizes(advice)}")
-        return self
 
     def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
         """The advice to set the sizes that differ, as a command takes them; None is for as many `kv_heads` as `heads`."""

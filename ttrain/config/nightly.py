@@ -9,7 +9,7 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator
 
 from ttrain.config.base import Count, Section, Seed, TimeOfDay, TimeZone, setting
 from ttrain.config.training import BITS_PER_BYTE
@@ -65,8 +65,7 @@ class Nightly(Section):
     timezone: TimeZone | None = setting(None, "of the deadline, such as Europe/Berlin; empty: the machine's own")
     attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
 
-    @model_validator(mode="after")
-    def _rules(self) -> Nightly:
+    def _check(self) -> None:
         if self.average is not None and self.start_from == "scratch":
             raise ValueError(
                 f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
@@ -78,7 +77,6 @@ class Nightly(Section):
             raise ValueError(
                 f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them"
             )
-        return self
 
 
 class Promotion(Section):
@@ -135,8 +133,6 @@ class Notify(Section):
     def _hide(self, value: str | None) -> str | None:
         return value and f"{urlsplit(value).scheme}://{urlsplit(value).hostname}{HIDDEN}"
 
-    @model_validator(mode="after")
-    def _one_webhook(self) -> Notify:
+    def _check(self) -> None:
         if self.webhook and self.webhook_file:
             raise ValueError(f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them")
-        return self

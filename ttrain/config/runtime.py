@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
 from ttrain.config.data import LEARNT
@@ -126,8 +126,7 @@ class Runtime(Section):
         own = self.stages.get(stage, StageRuntime()).model_dump(exclude_none=True)
         return StageRuntime(**{**{name: getattr(self, name) for name in StageRuntime.model_fields}, **own})
 
-    @model_validator(mode="after")
-    def _nodes_can_meet(self) -> Runtime:
+    def _check(self) -> None:
         if self.node_rank >= self.nodes:
             raise ValueError(
                 f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
@@ -137,7 +136,6 @@ class Runtime(Section):
             raise ValueError(
                 f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes"
             )
-        return self
 
 
 class TaskRuntime(Section):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator
 
 from ttrain.config import rules
 from ttrain.config.base import Count, Location, Section, as_tuple, setting
@@ -49,8 +49,8 @@ class Training(Loop):
         lengths = (length for length in range(limit, 0, -1) if self.tokens_per_step % length == 0)
         return next((length for length in lengths if self.accepts(row_length=length)), None)
 
-    @model_validator(mode="after")
-    def _rules(self) -> Training:
+    def _check(self) -> None:
+        super()._check()
         if (self.tokens is None) == (self.epochs is None):
             raise ValueError(f"set one of tokens ({self.tokens}) and epochs ({self.epochs}), and the other to null")
         if self.tokens_per_step % self.row_length:
@@ -71,7 +71,6 @@ class Training(Loop):
         for opens, closes in self.mask_intervals:
             if opens == closes:
                 raise ValueError(f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
-        return self
 
     @field_validator("start_from", check_fields=False)
     @classmethod
@@ -179,11 +178,10 @@ class Dpo(Training):
     def has_reference(self) -> bool:
         return self.loss not in ("simpo", "orpo")
 
-    @model_validator(mode="after")
-    def _one_loss_of_the_chosen(self) -> Dpo:
+    def _check(self) -> None:
+        super()._check()
         if self.loss == "orpo" and self.sft_weight:
             raise ValueError(f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0")
-        return self
 
 
 class Lora(Training):
@@ -216,11 +214,10 @@ class Lora(Training):
     def positions_before(self) -> int:
         return self.virtual_tokens if self.kind == "prefix" else 0
 
-    @model_validator(mode="after")
-    def _int8_goes_with_it(self) -> Lora:
+    def _check(self) -> None:
+        super()._check()
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
-        return self
 
 
 T = TypeVar("T", bound=Training)

@@ -24,7 +24,7 @@ from ttrain.core.files import JsonObject
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
-from ttrain.tracking.calls import all_pages, first_line
+from ttrain.tracking.calls import Tags, all_pages, first_line
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import database_of
 from ttrain.tracking.tracker import open_reader
@@ -50,7 +50,7 @@ class StoredRun:
     artifact_uri: str
     params: Mapping[str, str]
     metrics: Mapping[str, float]  # last values
-    tags: Mapping[str, str]  # "" for one that the run does not have
+    tags: Tags  # "" for one that the run does not have
 
 
 class MlflowSource:

@@ -19,7 +19,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW
 from ttrain.tracking import datasets, model_sets, uploads
-from ttrain.tracking.calls import RefusedError, below, code_of, plain
+from ttrain.tracking.calls import RefusedError, Tags, below, code_of, plain
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.runs import PARENT, AnyRun, MetricPoint, TrackedRun, delete_duplicates, parent_id
 from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
@@ -151,7 +151,7 @@ STAGES = "ttrain.stages"
 LOCK = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
 
 
-def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def stages_of(tags: Tags) -> dict[str, dict[str, str]]:
     """Artifact key and run id of each stage, from the tags of a pipeline run."""
     links = parse_object(tags.get(STAGES, "")).items()
     return {stage: {name: str(value) for name, value in link.items()} for stage, link in links if isinstance(link, dict)}
@@ -257,7 +257,7 @@ def log_result(run: AnyRun, artifact: Artifact) -> None:
     run.log_inputs(datasets.data_of(artifact))
 
 
-def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
+def artifact_of(home: Path, tags: Tags) -> Artifact | None:
     """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
     stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
     artifact = ArtifactStore(home).find(stage, key) if stage and key else None

@@ -21,7 +21,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store.references import BEGIN, Registered, unknown
-from ttrain.tracking.calls import all_pages, attempt, create_if_missing, first_line, is_refusal
+from ttrain.tracking.calls import Tags, all_pages, attempt, create_if_missing, first_line, is_refusal
 from ttrain.tracking.client import cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.model_description import LOADS, marked, set_description
@@ -50,7 +50,7 @@ class ModelVersion:
     name: str
     version: str
     source: Path | None
-    tags: Mapping[str, str]
+    tags: Tags
     run_id: str | None = None
 
 
@@ -78,7 +78,7 @@ class ModelSet:
     metrics: Mapping[str, float]  # of its evaluation
     decision: JsonObject | None  # the last decision about it, as `promotion.Decision.to_json` gives it
     aliases: tuple[str, ...] = ()
-    tags: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tags: Tags = field(default_factory=dict, repr=False)
 
     def to_json(self) -> JsonDict:
         """What `models list --json` prints."""
@@ -138,12 +138,12 @@ def _state_of(database: Path) -> list[int]:
     return [*(database.stat().st_size, database.stat().st_mtime_ns), int(journal.exists())]
 
 
-def keys_of(tags: Mapping[str, str]) -> dict[str, str]:
+def keys_of(tags: Tags) -> dict[str, str]:
     """Artifact keys of the run that made a set, by stage, from the set's tags."""
     return {tag.removeprefix(KEY): value for tag, value in tags.items() if tag.startswith(KEY)}
 
 
-def members_of(tags: Mapping[str, str]) -> dict[str, Member]:
+def members_of(tags: Tags) -> dict[str, Member]:
     """The members in the tags of a set, by stage."""
     members = {}
     for tag, value in tags.items():
@@ -175,7 +175,7 @@ def tags_of(
 
 
 def register_set(
-    client: Any, name: str, run: TrackedRun, tags: Mapping[str, str], description: str = "", model_description: str = ""
+    client: Any, name: str, run: TrackedRun, tags: Tags, description: str = "", model_description: str = ""
 ) -> str:
     """Register a set and return its version; a version with the same models is reused, with the newest evaluation.
 
@@ -200,7 +200,7 @@ def register_set(
     return number
 
 
-def _source(client: Any, tags: Mapping[str, str]) -> tuple[str, str | None] | None:
+def _source(client: Any, tags: Tags) -> tuple[str, str | None] | None:
     """The set's last model that MLflow can load (the adapter with its base, or else the full model): it is loaded for the
     whole set. It is referenced, not copied, with its own run: a server accepts no other run. None if there is none."""
     members = members_of(tags)
@@ -217,7 +217,7 @@ def lock_of(home: Path) -> Path:
     return home / "mlflow" / "sets.lock"
 
 
-def first_version(client: Any, name: str, tags: Mapping[str, str], identity: Sequence[str]) -> Any:
+def first_version(client: Any, name: str, tags: Tags, identity: Sequence[str]) -> Any:
     """The first version of a registered model with these values of the tags `identity`; None if there is none."""
     versions = all_pages(partial(client.search_model_versions, f"name = '{name}'"))
     same = [version for version in versions if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in identity)]
@@ -227,7 +227,7 @@ def first_version(client: Any, name: str, tags: Mapping[str, str], identity: Seq
 def register_version(
     client: Any,
     name: str,
-    tags: Mapping[str, str],
+    tags: Tags,
     identity: Sequence[str],
     source: Callable[[], tuple[str | None, str | None]],
     about: str,

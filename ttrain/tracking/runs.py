@@ -17,7 +17,7 @@ from ttrain.core.redact import masked, without_user
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow
 from ttrain.tracking import outbox
-from ttrain.tracking.calls import RefusedError, clean, code_of, is_refusal, plain
+from ttrain.tracking.calls import RefusedError, Tags, clean, code_of, is_refusal, plain
 from ttrain.tracking.calls import artifact_path as checked
 from ttrain.tracking.outbox import Entry, Outbox
 
@@ -138,7 +138,7 @@ class TrackedRun:
         if fresh := {key: value for key, value in values.items() if key not in waiting}:
             self.enqueue("params", values=fresh)
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
+    def set_tags(self, tags: Tags) -> None:
         """Set tags, replacing old values."""
         self.enqueue("tags", values=clean_tags(tags))
 
@@ -246,7 +246,7 @@ class NullStore:
 AnyRun = TrackedRun | NullRun
 
 
-def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
+def clean_tags(tags: Tags) -> dict[str, str]:
     """Tags as MLflow accepts them, without secrets."""
     return {clean(key): plain(value) for key, value in masked(tags).items()}
 

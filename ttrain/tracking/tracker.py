@@ -18,7 +18,7 @@ from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
 from ttrain.tracking import client as tracking_client
 from ttrain.tracking import outbox, runs
-from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_out_of_use, is_refusal, run_name
+from ttrain.tracking.calls import RefusedError, Tags, attempt, create_if_missing, is_out_of_use, is_refusal, run_name
 from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
 from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
 from ttrain.tracking.delivery import DELIVERY_TYPES, FINISHED, artifact_of, log_result
@@ -68,7 +68,7 @@ class MlflowStore:
         identity: str | None = None,
         parent: AnyRun | None = None,
         parent_run_id: str | None = None,
-        tags: Mapping[str, str],
+        tags: Tags,
         params: Mapping[str, object],
         started: float | None = None,
         keeps_files: bool = False,
@@ -100,9 +100,7 @@ class MlflowStore:
         self.call_for_run(run, f"opening the run {run_id}")
         return run
 
-    def register_model(
-        self, name: str, *, run: AnyRun, artifact_path: str, tags: Mapping[str, str], **descriptions: str
-    ) -> str | None:
+    def register_model(self, name: str, *, run: AnyRun, artifact_path: str, tags: Tags, **descriptions: str) -> str | None:
         """Register the files under the run's `artifact_path` as a model; return the version, None as long as it waits.
 
         A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of a new one. `descriptions`:
