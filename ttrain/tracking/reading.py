@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +24,13 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking import delivery
 from ttrain.tracking.artifact_source import LocalCopies, MlflowSource, StoredRun
-from ttrain.tracking.calls import first_line
+from ttrain.tracking.calls import Result, attempt, first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import is_missing
 from ttrain.tracking.model_sets import KIND, SET, find_version
 from ttrain.tracking.runs import PARENT
-from ttrain.tracking.views import RunView, StageFiles, StageView
+from ttrain.tracking.views import RunView, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
 NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str))  # in place of one that MLflow has no more
@@ -75,7 +75,6 @@ class _RunReader:
         self._home, self._store, self._asks = home, ArtifactStore(home), asks
         self._names = runs.names(home)
         self._notes: list[str] = []
-        self._files = StageFiles(self._store)
         self._copies = LocalCopies(home)
 
     def read(self, texts: Sequence[str], *, tracked: bool = False) -> list[RunView]:
@@ -91,8 +90,7 @@ class _RunReader:
             self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
         elif self._asks:
             try:
-                self._files.source = source = MlflowSource(self._home)
-                return source
+                return MlflowSource(self._home)
             except Exception as error:  # MLflow may raise anything
                 self._note_silent(error)
         return None
@@ -104,9 +102,14 @@ class _RunReader:
         try:
             return getattr(self._source, method)(*arguments)
         except Exception as error:
-            self._source = self._files.source = None
+            self._source = None
             self._note_silent(error)
             return None
+
+    def _ask_source(self, question: Callable[..., Result], *arguments: str) -> Result | None:
+        """What MLflow answers, if it was opened to find the runs; None also if it fails."""
+        source = self.__dict__.get("_source")
+        return attempt(lambda: question(source, *arguments))[0] if source else None
 
     def _note_silent(self, error: Exception) -> None:
         self._notes.append(
@@ -209,7 +212,8 @@ class _RunReader:
             stages={entry["name"]: self._stage(entry, match) for entry in record["stages"]},
             notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
             record=match.record or {},
-            reader=self._files,
+            store=self._store,
+            ask=self._ask_source,
         )
 
     def _stage(self, entry: JsonObject, match: _Match) -> StageView:
