@@ -143,8 +143,11 @@ def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        problem = f"no sets of models named {name} are" if name else "no sets of models are"
-        raise UsageError(f"{problem} registered; `ttrain pipeline run full` registers one, `ttrain models list` shows them")
+        named = f" named {name}" if name else ""
+        raise UsageError(
+            f"no sets of models{named} are registered; `ttrain pipeline run full` registers one, `ttrain models list` shows "
+            f"them"
+        )
     raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
 
 

@@ -71,8 +71,14 @@ def load(
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
     base = [*base, *_starts_from_optional_stages([*base, *overrides])]
-    _refuse_sizes_of_new_models(overrides, base)
-    layers = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
+    model, start = _existing_model([*base, *overrides])
+    follows: list[Override] = []
+    if model is not None:
+        _refuse_sizes_of_new_models(overrides, model, start)
+        if model != _existing_model(base)[0]:  # else the base has its own values of both
+            names = {"tokenizer.existing": model, "tokenizer.template": "auto"}
+            follows = [Override(f"{start}{IS_SET}", key, value) for key, value in names.items()]
+    layers = [*base, *follows, *_with_preset(overrides)]
     strongest = {item.key: item.value for item in layers}
     automatic = {key for key in rules.KEYS if strongest.get(key) == rules.AUTO}
     settings, sources = merge(Settings, [*_by_rule(layers), *(item for item in layers if item.key not in automatic)])
@@ -210,18 +216,6 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     return [item for item in (*overrides[:first], *sizes, *overrides[first:]) if item.key != PRESET]
 
 
-def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> list[Override]:
-    """Settings that follow from an existing model to start from, unless set: its tokenizer and its chat template.
-
-    A base whose start is not changed has its own values of both.
-    """
-    model, start = _existing_model([*base, *overrides])
-    if model is None or model == _existing_model(base)[0]:
-        return []
-    origin = f"{start} is set"
-    return [Override(origin, "tokenizer.existing", model), Override(origin, "tokenizer.template", "auto")]
-
-
 def _starts_from_optional_stages(overrides: Sequence[Override]) -> list[Override]:
     """`start_from` of the stages for which nothing sets it and before which an optional stage has data."""
     values = {item.key: item.value for item in overrides}
@@ -248,14 +242,11 @@ def _default_values() -> JsonDict:
     return dict(flatten(defaults(Settings)))
 
 
-def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Override]) -> None:
+def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
     """Raise UsageError where `model.*` is set beside an existing model to start from, in the same layer or a stronger one.
 
     It describes new models only. Values of it in a weaker layer, such as a profile, are replaced by the start.
     """
-    model, start = _existing_model([*base, *overrides])
-    if model is None:
-        return
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
     first = 0 if origin is None else _first_of_layer(overrides, origin)  # the base is weaker than all of them
     is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model

@@ -22,7 +22,7 @@ from ttrain.tracking import datasets, model_sets, uploads
 from ttrain.tracking.calls import RefusedError, Tags, below, code_of, plain
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.runs import PARENT, AnyRun, MetricPoint, TrackedRun, delete_duplicates, parent_id
-from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
+from ttrain.tracking.uploads import local_path, place_file, write_text
 
 log = logging.getLogger("ttrain")
 
@@ -121,7 +121,7 @@ def text(run: TrackedRun, entry: Entry) -> None:
     """Log a text as a file of the run."""
     content = plain(entry.data["text"])
     if root := _root(run):
-        write_text(with_parent(below(root, entry.data["to"])), content)
+        write_text(below(root, entry.data["to"]), content)
     else:
         with uploads.patient_uploads():
             run.store.client.log_text(run.id, content, entry.data["to"])

@@ -157,14 +157,14 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     A column shows a number or a word: no lists, paths or texts.
     """
     names = {name for run in runs for name in run if not name.startswith("data.")}
-    candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
+    varied = sorted(varying(list(names), runs), key=by_weight)
+    candidates = [name for name in varied if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
-    for name in sorted(candidates, key=by_weight):
+    for name in candidates:
         values = [run.get(name) for run in runs]
         groupings.setdefault(tuple(map(values.index, values)), name)  # which of the runs have equal values
-    chosen = [*groupings.values()][:MOST_SETTINGS]
-    extra = [name for name in sorted(candidates, key=by_weight) if name not in chosen]
-    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=by_weight)
+    chosen = dict.fromkeys([*groupings.values()][:MOST_SETTINGS] + candidates)
+    return sorted([*chosen][:MOST_SETTINGS], key=by_weight)
 
 
 def _fits(value: str) -> bool:

@@ -138,12 +138,7 @@ def place_file(source: Path, target: Path) -> None:
                 return
         shutil.copy2(source, temporary)
 
-    _replace(with_parent(target), link_or_copy)
-
-
-def with_parent(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
+    _replace(target, link_or_copy)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -152,6 +147,7 @@ def write_text(target: Path, text: str) -> None:
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
     """Write a temporary file beside the target and rename it; MLflow's listings leave out its name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".artifact.uploading.{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         write(temporary)
