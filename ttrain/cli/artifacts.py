@@ -6,9 +6,17 @@ import glob
 import json
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
-from ttrain.cli.options import AsJson, SettingsOptions, command, command_group, stage_words
+from ttrain.cli.options import (
+    AsJson,
+    SettingsOptions,
+    argument,
+    command,
+    command_group,
+    option,
+    stage_words,
+)
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 from ttrain.store import references
@@ -25,9 +33,7 @@ artifacts_app = command_group(
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
-StageName = Annotated[
-    str, Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
-]
+StageName = Annotated[str, argument("the stage, or the beginning of a key", metavar="STAGE|KEY", autocompletion=stage_words)]
 
 
 def _known_stage(stage: str) -> str:
@@ -39,8 +45,8 @@ def _known_stage(stage: str) -> str:
     return stage
 
 
-StageFilter = Annotated[str, Argument(help="of this stage alone", autocompletion=stage_words, callback=_known_stage)]
-Key = Annotated[str, Argument(help="the beginning of its key; without: the newest")]
+StageFilter = Annotated[str, argument("of this stage alone", autocompletion=stage_words, callback=_known_stage)]
+Key = Annotated[str, argument("the beginning of its key; without: the newest")]
 
 
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
@@ -134,7 +140,7 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
-        bool, Option("--set-aside", help="move damaged artifacts to `replaced`, so that the next run rebuilds them")
+        bool, option("move damaged artifacts to `replaced`, so that the next run rebuilds them", "--set-aside")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -183,9 +189,9 @@ def artifacts_verify(
 )
 def artifacts_adopt(
     stage: StageName,
-    key: Annotated[str, Argument(help="the beginning of the key of the artifact to keep")],
+    key: Annotated[str, argument("the beginning of the key of the artifact to keep")],
     settings_options: SettingsOptions,
-    pipeline: Annotated[str, Option(help="the pipeline whose plan it is kept for")] = "full",
+    pipeline: Annotated[str, option("the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,
 ) -> None:
     """Keep an artifact across a code change that you know to be harmless; its manifest says so.
@@ -216,11 +222,11 @@ def artifacts_adopt(
 
 @command(artifacts_app, "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7")
 def artifacts_clean(
-    keep_runs: Annotated[int, Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
+    keep_runs: Annotated[int, option("the newest runs, counted once for equal artifacts", min=1)] = KEEP_RUNS,
     older_than: Annotated[
-        float, Option(min=0, metavar="DAYS", help="keep artifacts that are younger, or that a younger run used")
+        float, option("keep artifacts that are younger, or that a younger run used", min=0, metavar="DAYS")
     ] = OLDER_THAN_DAYS,
-    dry_run: Annotated[bool, Option("--dry-run", help="only print what would be removed")] = False,
+    dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""

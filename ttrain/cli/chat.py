@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Context, Exit, Option
+from typer import Context, Exit
 
 from ttrain.cli.options import (
     AsJson,
     RunName,
+    argument,
     check_output_file,
     model_words,
+    option,
     resolved_models,
     server_settings,
 )
@@ -43,27 +45,25 @@ GENERATE_EPILOG = (
 )
 SERVE_EPILOG = "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching"
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
+Model = Annotated[str | None, argument(MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
 ChatModel = Annotated[
     str | None,
-    Argument(
-        help=f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model",
-        metavar="[MODEL]",
-        autocompletion=model_words,
+    argument(
+        f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Option(help="auto: cuda, then mps, then cpu")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], Option(help="number format of the weights")]
-Base = Annotated[str | None, Option(help="the full model of an adapter, where it cannot be found by itself")]
-System = Annotated[str, Option(help="a system prompt", callback=encodable)]
-Temperature = Annotated[float, Option(help="0: always the most likely token")]
-TopP = Annotated[float, Option(help="keep the likeliest tokens that together have this share; 1: all")]
-TopK = Annotated[int, Option(help="keep that many of the likeliest tokens; 0: all")]
-Penalty = Annotated[float, Option(help="above 1, tokens that the answer already contains become less likely")]
-MaxTokens = Annotated[int, Option(help="longest answer, in tokens")]
-Seed = Annotated[int, Option(help="the same seed, the same answers")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")]
+Base = Annotated[str | None, option("the full model of an adapter, where it cannot be found by itself")]
+System = Annotated[str, option("a system prompt", callback=encodable)]
+Temperature = Annotated[float, option("0: always the most likely token")]
+TopP = Annotated[float, option("keep the likeliest tokens that together have this share; 1: all")]
+TopK = Annotated[int, option("keep that many of the likeliest tokens; 0: all")]
+Penalty = Annotated[float, option("above 1, tokens that the answer already contains become less likely")]
+MaxTokens = Annotated[int, option("longest answer, in tokens")]
+Seed = Annotated[int, option("the same seed, the same answers")]
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ class GreedyOptions(SamplingOptions):
 
 def chat(
     model: ChatModel = None,
-    versus: Annotated[str | None, Option(metavar="MODEL", help="a second model, answering side by side")] = None,
+    versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
     adapter: Annotated[
         list[str] | None,
-        Option(metavar="ADAPTER", help="another adapter on MODEL's base; /adapter NAME switches to it; repeatable"),
+        option("another adapter on MODEL's base; /adapter NAME switches to it; repeatable", metavar="ADAPTER"),
     ] = None,
-    gate: Annotated[Path | None, Option(help="a gate's directory: it picks the expert for each question")] = None,
+    gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
-    speculative: Annotated[bool, Option("--speculative", help="the model's second head guesses ahead")] = False,
-    as_json: Annotated[bool, Option("--json", help="a line of JSON for each answer")] = False,
+    speculative: Annotated[bool, option("the model's second head guesses ahead", "--speculative")] = False,
+    as_json: Annotated[bool, option("a line of JSON for each answer", "--json")] = False,
     *,
     sampling: SamplingOptions,
     loading_options: LoadingOptions,
@@ -180,13 +180,13 @@ def _sample_questions(reference: Reference) -> list[str]:
 
 
 def generate(
-    prompts: Annotated[Path, Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, Option("--model", "-m", help=MODEL_HELP)] = None,
-    out: Annotated[Path | None, Option(help="JSON lines with the answers; without it they are printed")] = None,
-    raw: Annotated[bool, Option("--raw", help="continue the lines as texts instead of answering them")] = False,
+    prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
+    model: Annotated[str | None, option(MODEL_HELP, "--model", "-m")] = None,
+    out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
+    raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
     system: System = "",
-    batch_size: Annotated[int, Option(min=1, help="prompts that are answered together")] = 16,
-    force: Annotated[bool, Option("--force", help="replace the file of --out")] = False,
+    batch_size: Annotated[int, option("prompts that are answered together", min=1)] = 16,
+    force: Annotated[bool, option("replace the file of --out", "--force")] = False,
     as_json: AsJson = False,
     *,
     sampling: GreedyOptions,
@@ -246,9 +246,9 @@ def generate(
 def serve(
     context: Context,
     model: Model = None,
-    port: Annotated[int, Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
-    max_requests: Annotated[int, Option(min=1, help="requests answered or waiting at once; further ones get 429")] = 32,
-    as_json: Annotated[bool, Option("--json", help="print address and model as JSON when it answers")] = False,
+    port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
+    max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
+    as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,
     *,
     loading_options: LoadingOptions,
 ) -> None:

@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option
-
-from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words
+from ttrain.cli.options import (
+    AsJson,
+    argument,
+    check_output_file,
+    option,
+    run_words,
+    stage_words,
+)
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -24,21 +29,18 @@ SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
-Metrics = Annotated[list[str] | None, Option("--metric", "-m", help="with --png: a curve; may be repeated")]
+Metrics = Annotated[list[str] | None, option("with --png: a curve; may be repeated", "--metric", "-m")]
 PlottedStages = Annotated[
     list[str] | None,
-    Option(
-        help="with --png: only curves of this stage; may be repeated",
-        autocompletion=stage_words,
-    ),
+    option("with --png: only curves of this stage; may be repeated", autocompletion=stage_words),
 ]
 ReportedRuns = Annotated[
     list[str] | None,
-    Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", autocompletion=run_words),
+    argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
 ]
-Axis = Annotated[Literal["tokens", "step", "time"], Option(help="of the curves")]
-Log = Annotated[bool, Option("--log", help="draw the curves with a logarithmic axis")]
-RunReferences = Annotated[list[str], Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
+Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
+Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")]
+RunReferences = Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
 COMPARE_EPILOG = (
@@ -54,7 +56,7 @@ REPORT_EPILOG = (
 
 def compare(
     runs: RunReferences,
-    html: Annotated[Path | None, Option(help="write a page with curves to this file")] = None,
+    html: Annotated[Path | None, option("write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
     as_json: AsJson = False,
@@ -92,9 +94,9 @@ class ReportOptions:
 
     out: Annotated[
         Path | None,
-        Option("--out", "-o", help="the file; default: RUN.html or RUN.png here"),
+        option("the file; default: RUN.html or RUN.png here", "--out", "-o"),
     ] = None
-    png: Annotated[bool, Option("--png", help="draw curves as a picture, of several runs too")] = False
+    png: Annotated[bool, option("draw curves as a picture, of several runs too", "--png")] = False
     metric: Metrics = None
     stage: PlottedStages = None
     axis: Axis = "tokens"

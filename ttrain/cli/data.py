@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from typer import Argument, Option
-
-from ttrain.cli.options import AsJson, command, command_group
+from ttrain.cli.options import (
+    AsJson,
+    argument,
+    command,
+    command_group,
+    option,
+)
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
@@ -37,20 +41,20 @@ tokenizer_app = command_group(
 )
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
-Files = Annotated[list[str], Argument(help=FILES_HELP, metavar="FILE")]
-Kind = Annotated[Literal["auto", "documents", "chats", "pairs"], Option(help="auto: by the keys of the first good rows")]
-TextField = Annotated[str | None, Option(help="a document's key; without it text, content, body or paragraphs")]
-MaxRejected = Annotated[float, Option(min=0, max=1, help="a larger share of bad rows is an error")]
-KeepDuplicates = Annotated[bool, Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
+Files = Annotated[list[str], argument(FILES_HELP, metavar="FILE")]
+Kind = Annotated[Literal["auto", "documents", "chats", "pairs"], option("auto: by the keys of the first good rows")]
+TextField = Annotated[str | None, option("a document's key; without it text, content, body or paragraphs")]
+MaxRejected = Annotated[float, option("a larger share of bad rows is an error", min=0, max=1)]
+KeepDuplicates = Annotated[bool, option("keep rows that repeat an earlier one", "--keep-duplicates")]
 NearDuplicates = Annotated[
     float | None,
-    Option(min=0, max=1, help="leave out documents this similar to an earlier one, such as 0.8"),
+    option("leave out documents this similar to an earlier one, such as 0.8", min=0, max=1),
 ]
-Workers = Annotated[int | None, Option(min=1, help="processes; without it the cores")]
-RowLength = Annotated[int, Option(min=8, help="tokens of a packed row")]
-SampleMethod = Annotated[Literal["reservoir", "head"], Option(help="which rows are taken: random ones, or the first")]
-Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="of the reservoir")]
-TokenizerDirectory = Annotated[Path | None, Option(help="its directory; without it, found by digest")]
+Workers = Annotated[int | None, option("processes; without it the cores", min=1)]
+RowLength = Annotated[int, option("tokens of a packed row", min=8)]
+SampleMethod = Annotated[Literal["reservoir", "head"], option("which rows are taken: random ones, or the first")]
+Seed = Annotated[int, option("of the reservoir", min=0, max=2**32 - 1)]
+TokenizerDirectory = Annotated[Path | None, option("its directory; without it, found by digest")]
 
 
 @command(
@@ -60,20 +64,20 @@ TokenizerDirectory = Annotated[Path | None, Option(help="its directory; without 
 )
 def data_shard(
     files: Files,
-    tokenizer: Annotated[Path, Option(help="directory of the tokenizer, or an artifact of its stage")],
-    out: Annotated[Path, Option(help="directory of the shards; it may hold those of an earlier run")],
+    tokenizer: Annotated[Path, option("directory of the tokenizer, or an artifact of its stage")],
+    out: Annotated[Path, option("directory of the shards; it may hold those of an earlier run")],
     kind: Kind = "auto",
     text_field: TextField = None,
-    val_fraction: Annotated[float, Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
-    limit: Annotated[int | None, Option(min=1, help="rows to use; without it all")] = None,
-    rounds: Annotated[int, Option(min=1, help="how many times --limit distinct rows to use")] = 1,
+    val_fraction: Annotated[float, option("share of rows held out, by content hash", min=0, max=1)] = 0.0,
+    limit: Annotated[int | None, option("rows to use; without it all", min=1)] = None,
+    rounds: Annotated[int, option("how many times --limit distinct rows to use", min=1)] = 1,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     max_rejected: MaxRejected = 0.01,
     workers: Workers = None,
-    block_bytes: Annotated[int, Option(min=1024, help="text of one shard")] = 16 << 20,
+    block_bytes: Annotated[int, option("text of one shard", min=1024)] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
@@ -111,7 +115,7 @@ def data_validate(
     kind: Kind = "auto",
     text_field: TextField = None,
     max_rejected: MaxRejected = 0.01,
-    rejected: Annotated[Path | None, Option(help="write the bad rows here: file, line, reason, text")] = None,
+    rejected: Annotated[Path | None, option("write the bad rows here: file, line, reason, text")] = None,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     workers: Workers = None,
@@ -131,11 +135,11 @@ def data_validate(
     "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
-    shards: Annotated[Path, Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
-    rows: Annotated[int, Option(min=1, help="how many")] = 3,
+    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact")],
+    rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
-    seed: Annotated[int | None, Option(min=0, help="seed for choosing random rows; without it the first rows")] = None,
-    records: Annotated[bool, Option("--records", help="records as they are stored, instead of packed rows")] = False,
+    seed: Annotated[int | None, option("seed for choosing random rows; without it the first rows", min=0)] = None,
+    records: Annotated[bool, option("records as they are stored, instead of packed rows", "--records")] = False,
     tokenizer: TokenizerDirectory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -167,7 +171,7 @@ def data_inspect(
     data_app, "Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
 )
 def data_stats(
-    paths: Annotated[list[str], Argument(help="shards, or files as of `data shard`", metavar="PATH")],
+    paths: Annotated[list[str], argument("shards, or files as of `data shard`", metavar="PATH")],
     row_length: RowLength = 256,
     kind: Kind = "auto",
     text_field: TextField = None,
@@ -198,15 +202,15 @@ def data_stats(
 )
 def tokenizer_train(
     files: Files,
-    out: Annotated[Path, Option(help="directory for the tokenizer; it must be empty or missing")],
-    vocab_size: Annotated[int, Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
-    max_lines: Annotated[int | None, Option(min=1, help="documents to learn from; without it all")] = None,
+    out: Annotated[Path, option("directory for the tokenizer; it must be empty or missing")],
+    vocab_size: Annotated[int, option("entries, with the 256 bytes and the special tokens", min=300)] = 6400,
+    max_lines: Annotated[int | None, option("documents to learn from; without it all", min=1)] = None,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
-    max_bytes: Annotated[int, Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
+    max_bytes: Annotated[int, option("text to learn from, in UTF-8 bytes", min=10_000)] = 50_000_000,
     text_field: TextField = None,
-    template: Annotated[Literal["ttrain", "tinyseek", "own"], Option(help="own: the existing tokenizer's")] = "ttrain",
-    existing: Annotated[str | None, Option(help="take this tokenizer: a folder, or owner/name[@revision]")] = None,
+    template: Annotated[Literal["ttrain", "tinyseek", "own"], option("own: the existing tokenizer's")] = "ttrain",
+    existing: Annotated[str | None, option("take this tokenizer: a folder, or owner/name[@revision]")] = None,
     max_rejected: MaxRejected = 0.01,
     as_json: AsJson = False,
 ) -> None:
@@ -229,8 +233,8 @@ def tokenizer_train(
 
 @command(tokenizer_app, "Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'")
 def tokenizer_inspect(
-    directory: Annotated[Path, Argument(help="directory of the tokenizer, or an artifact of its stage")],
-    text: Annotated[str | None, Option(help="show the tokens of this text")] = None,
+    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage")],
+    text: Annotated[str | None, option("show the tokens of this text")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text."""
@@ -282,15 +286,13 @@ SHOWN_ITEMS = 10
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(
-    shards: Annotated[list[Path], Argument(help="shards, directories with train/ in them, or artifacts")],
+    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts")],
     items: Annotated[
         list[str] | None,
-        Option(help="a suite, or JSONL with items; without it the records held out beside the shards"),
+        option("a suite, or JSONL with items; without it the records held out beside the shards"),
     ] = None,
-    overlap_bytes: Annotated[int, Option(min=24, help="shortest common part that counts, in bytes of UTF-8 letters")] = 32,
-    overlap_share: Annotated[
-        float, Option(min=0.01, max=1, help="share of an item that a document must contain to count")
-    ] = 0.5,
+    overlap_bytes: Annotated[int, option("shortest common part that counts, in bytes of UTF-8 letters", min=24)] = 32,
+    overlap_share: Annotated[float, option("share of an item that a document must contain to count", min=0.01, max=1)] = 0.5,
     tokenizer: TokenizerDirectory = None,
     workers: Workers = None,
     as_json: AsJson = False,

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
-
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson
+from ttrain.cli.options import (
+    AsJson,
+    argument,
+    option,
+)
 from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -41,15 +43,13 @@ MODELS_HELP = (
     "compared with the first"
 )
 
-ModelNames = Annotated[list[str], Argument(help=MODELS_HELP, metavar="MODEL...")]
+ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")]
 
-Suites = Annotated[
-    list[str] | None, Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
-]
+Suites = Annotated[list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")]
 
 
 def _file(name: str, shape: str) -> Any:
-    return Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
+    return option(f"JSON Lines, {shape}; repeatable", name, metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def evaluate(
     files: TaskFiles,
     match: Annotated[
         Literal["auto", "exact", "numeric"] | None,
-        Option(help="how answers of --generation are compared; auto: as numbers where all are"),
+        option("how answers of --generation are compared; auto: as numbers where all are"),
     ] = None,
-    shots: Annotated[int | None, Option(min=0, max=64, help="worked examples before each item")] = None,
-    limit: Annotated[int | None, Option(min=1, help="items of each task, drawn by its seed")] = None,
-    items: Annotated[Path | None, Option(metavar="FILE", help="write every item and answer there, as JSON Lines")] = None,
-    track: Annotated[bool, Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
-    batch_tokens: Annotated[int | None, Option(min=1, help="padded tokens of a forward pass: bounds the memory")] = None,
+    shots: Annotated[int | None, option("worked examples before each item", min=0, max=64)] = None,
+    limit: Annotated[int | None, option("items of each task, drawn by its seed", min=1)] = None,
+    items: Annotated[Path | None, option("write every item and answer there, as JSON Lines", metavar="FILE")] = None,
+    track: Annotated[bool, option("keep the results in MLflow, below the run of the model", "--track")] = False,
+    batch_tokens: Annotated[int | None, option("padded tokens of a forward pass: bounds the memory", min=1)] = None,
     as_json: AsJson = False,
     loading_options: LoadingOptions,
 ) -> None:

@@ -8,10 +8,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from typer import Argument, Option
-
 from ttrain.cli import train as train_task
-from ttrain.cli.options import Allow, AsJson, Files, command, command_group, task_settings
+from ttrain.cli.options import (
+    Allow,
+    AsJson,
+    Files,
+    argument,
+    command,
+    command_group,
+    option,
+    task_settings,
+)
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
@@ -32,7 +39,7 @@ gate_app = command_group(
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
 
-Directory = Annotated[Path, Argument(help="directory of a trained gate", metavar="GATE")]
+Directory = Annotated[Path, argument("directory of a trained gate", metavar="GATE")]
 
 
 @command(
@@ -43,18 +50,16 @@ Directory = Annotated[Path, Argument(help="directory of a trained gate", metavar
 def gate_train(
     experts: Annotated[
         list[str],
-        Option(
-            help="models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory",
-        ),
+        option("models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"),
     ],
-    out: Annotated[Path, Option(help="directory of the gate")],
+    out: Annotated[Path, option("directory of the gate")],
     overrides: Annotated[
         list[str] | None,
-        Argument(help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     allow: Allow = None,
@@ -107,7 +112,7 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, Argument(help="the text; -: each line of standard input is one", callback=encodable)],
+    text: Annotated[str, argument("the text; -: each line of standard input is one", callback=encodable)],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import replace
 from typing import Annotated, Any
 
-from typer import Abort, Argument, Exit, Option, Typer
+from typer import Abort, Exit, Typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
@@ -35,8 +35,10 @@ from ttrain.cli.options import (
     Extend,
     Force,
     SettingsOptions,
+    argument,
     command,
     command_group,
+    option,
     run_words,
     server_settings,
     stage_words,
@@ -124,9 +126,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def main_options(
-    debug: Annotated[bool, Option("--debug", help="show tracebacks")] = False,
+    debug: Annotated[bool, option("show tracebacks", "--debug")] = False,
     version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="print the versions and the home")
+        bool, option("print the versions and the home", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -138,9 +140,7 @@ def main_options(
 def stage_run(
     stage: Annotated[
         str,
-        Argument(
-            help="the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words
-        ),
+        argument("the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words),
     ],
     settings_options: SettingsOptions,
     extend: Extend = False,
@@ -224,15 +224,15 @@ for name, function, panel, epilog in (
 def up(
     arguments: Annotated[
         list[str] | None,
-        Argument(
+        argument(
+            "runs to open in MLflow, compared if several; servers.auth=off",
             metavar="[RUN|KEY=VALUE]...",
-            help="runs to open in MLflow, compared if several; servers.auth=off",
             autocompletion=run_words,
         ),
     ] = None,
-    prefect_port: Annotated[int, Option(help="of the Prefect server")] = 4200,
-    mlflow_port: Annotated[int, Option(help="of the MLflow server")] = 5000,
-    opens: Annotated[bool, Option("--open", help="open MLflow in the browser")] = False,
+    prefect_port: Annotated[int, option("of the Prefect server")] = 4200,
+    mlflow_port: Annotated[int, option("of the MLflow server")] = 5000,
+    opens: Annotated[bool, option("open MLflow in the browser", "--open")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.

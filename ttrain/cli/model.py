@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
-
 from ttrain.cli.options import (
     AdapterBase,
     AsJson,
@@ -18,8 +16,10 @@ from ttrain.cli.options import (
     Profiles,
     RunName,
     SettingsOptions,
+    argument,
     command,
     command_group,
+    option,
     resolved_models,
 )
 from ttrain.core.files import read_object
@@ -41,12 +41,12 @@ IMPORT_EPILOG = (
 
 
 def import_model(
-    source: Annotated[Path, Argument(help="a state dict of TinySeek's or MiniMind's code, or a directory with one")],
-    to: Annotated[Path, Option(help="directory to write; it must be empty or missing")],
-    config: Annotated[Path | None, Option(help="its model_config.json, if it is not beside the source")] = None,
+    source: Annotated[Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    to: Annotated[Path, option("directory to write; it must be empty or missing")],
+    config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
         Path | None,
-        Option(help="directory of a Hugging Face tokenizer to include; default: the one beside the source"),
+        option("directory of a Hugging Face tokenizer to include; default: the one beside the source"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,11 +80,11 @@ SIZE_EPILOG = (
 def size(
     arguments: Annotated[
         list[str] | None,
-        Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it"),
+        argument("a preset, and settings that override it", metavar="[PRESET|KEY=VALUE]..."),
     ] = None,
     config: Files = None,
     profile: Profiles = None,
-    kinds: Annotated[bool, Option("--kinds", help="list every model.kind instead")] = False,
+    kinds: Annotated[bool, option("list every model.kind instead", "--kinds")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print parameters, FLOPs and memory of the presets, or of the model with the given settings."""
@@ -175,7 +175,7 @@ adapter_app = command_group(
 
 @command(adapter_app, "Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json")
 def adapter_show(
-    reference: Annotated[str, Argument(metavar="REF", help=f"{MODEL_HELP}, of an adapter")],
+    reference: Annotated[str, argument(f"{MODEL_HELP}, of an adapter", metavar="REF")],
     base: AdapterBase = None,
     as_json: AsJson = False,
 ) -> None:
@@ -330,25 +330,25 @@ def quieten() -> None:
 
 
 def export(
-    reference: Annotated[str, Argument(metavar="REF", help=MODEL_HELP)],
-    to: Annotated[Path, Option(help="the directory to write")],
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="of the weights; fp32: as they were trained")] = "bf16",
-    merge: Annotated[bool, Option("--merge", help="an adapter becomes part of its base: one full model")] = False,
+    reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
+    to: Annotated[Path, option("the directory to write")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")] = "bf16",
+    merge: Annotated[bool, option("an adapter becomes part of its base: one full model", "--merge")] = False,
     run: RunName = None,
     base: AdapterBase = None,
-    shard_size: Annotated[str, Option(help="largest weights file, for example 500MB")] = "5GB",
-    keep_head: Annotated[bool, Option("--keep-head", help="write the second head beside the model")] = False,
-    licence: Annotated[str | None, Option("--license", help="of the model, for its card, for example apache-2.0")] = None,
+    shard_size: Annotated[str, option("largest weights file, for example 500MB")] = "5GB",
+    keep_head: Annotated[bool, option("write the second head beside the model", "--keep-head")] = False,
+    licence: Annotated[str | None, option("of the model, for its card, for example apache-2.0", "--license")] = None,
     gguf: Annotated[
         Path | None,
-        Option(metavar="DIR", help="directory of llama.cpp, whose converter also writes a GGUF file"),
+        option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
     ] = None,
     push: Annotated[
         str | None,
-        Option(metavar="OWNER/NAME", help="also upload it to this repository of the Hugging Face Hub, with HF_TOKEN"),
+        option("also upload it to this repository of the Hugging Face Hub, with HF_TOKEN", metavar="OWNER/NAME"),
     ] = None,
-    public: Annotated[bool, Option("--public", help="with --push: a new repository is public")] = False,
-    force: Annotated[bool, Option("--force", help="replace the model in a directory that is not empty")] = False,
+    public: Annotated[bool, option("with --push: a new repository is public", "--public")] = False,
+    force: Annotated[bool, option("replace the model in a directory that is not empty", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""

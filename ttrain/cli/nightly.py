@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option
-
 from ttrain.cli.options import (
     AsJson,
     ServerOverrides,
     SettingsOptions,
+    argument,
     command,
     command_group,
+    option,
     server_settings,
 )
 from ttrain.core import redact
@@ -94,17 +94,17 @@ schedule_app = command_group(
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )
 
-Cron = Annotated[str | None, Option(help="when: minute hour day month weekday")]
+Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
-Timezone = Annotated[str | None, Option(help="of the cron, such as Europe/Berlin; else this machine's")]
+Timezone = Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")]
 
 ScheduleName = Annotated[
-    str | None, Argument(help="such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
+    str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
 ]
 
 PrefectYaml = Annotated[
     Literal["process", "docker", "kubernetes"] | None,
-    Option(help="print a prefect.yaml for a pool of this kind"),
+    option("print a prefect.yaml for a pool of this kind"),
 ]
 
 
@@ -181,9 +181,9 @@ def serve(
     overrides: ServerOverrides = None,
     unit: Annotated[
         Literal["systemd", "launchd", "cron"] | None,
-        Option(help="print a service unit that keeps it running"),
+        option("print a service unit that keeps it running"),
     ] = None,
-    unless_served: Annotated[bool, Option("--unless-served", help="exit at once if another process serves")] = False,
+    unless_served: Annotated[bool, option("exit at once if another process serves", "--unless-served")] = False,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
     if unit is not None:

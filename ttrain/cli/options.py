@@ -29,6 +29,17 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 command_group = functools.partial(Typer, no_args_is_help=True)
 
+
+def option(help_text: str, *names: str, **rules: Any) -> Any:
+    """A parameter of a command that is an option: its help, its names if they are not the parameter's, rules as of Typer."""
+    return Option(*names, help=help_text, **rules)
+
+
+def argument(help_text: str, **rules: Any) -> Any:
+    """A parameter of a command that is an argument."""
+    return Argument(help=help_text, **rules)
+
+
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
 
@@ -70,71 +81,65 @@ def profile_words(incomplete: str) -> list[str]:
 
 Overrides = Annotated[
     list[str] | None,
-    Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
+    argument(SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
 ]
 ServerOverrides = Annotated[
     list[str] | None,
-    Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
+    argument("servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
 ]
-Files = Annotated[list[Path] | None, Option("--config", "-c", help="YAML file with settings; several may be given")]
+Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
     list[str] | None,
-    Option(help="named settings that ship with ttrain, such as small", autocompletion=profile_words),
+    option("named settings that ship with ttrain, such as small", autocompletion=profile_words),
 ]
 RunName = Annotated[
     str | None,
-    Option(
-        metavar="RUN",
-        help="the run whose stages are used; default: the newest finished one",
-        autocompletion=run_words,
-    ),
+    option("the run whose stages are used; default: the newest finished one", metavar="RUN", autocompletion=run_words),
 ]
-AsJson = Annotated[bool, Option("--json", help="print JSON for scripts")]
-AdapterBase = Annotated[str | None, Option(metavar="REF", help="the full model of an adapter from elsewhere")]
-Allow = Annotated[list[str] | None, Option(help="a setting that may differ from the checkpoint's")]
-Extend = Annotated[bool, Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")]
-Force = Annotated[bool, Option("--force", help="rebuild it even if it is finished, and compare")]
+AsJson = Annotated[bool, option("print JSON for scripts", "--json")]
+AdapterBase = Annotated[str | None, option("the full model of an adapter from elsewhere", metavar="REF")]
+Allow = Annotated[list[str] | None, option("a setting that may differ from the checkpoint's")]
+Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
+Force = Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")]
 
 # Of whole pipelines.
 ForceStages = Annotated[
     list[str] | None,
-    Option(
+    option(
+        "rerun this stage even if it is finished, and those that depend on it; repeatable",
         metavar="STAGE",
-        help="rerun this stage even if it is finished, and those that depend on it; repeatable",
         autocompletion=stage_words,
     ),
 ]
 OnlyStages = Annotated[
     list[str] | None,
-    Option(
+    option(
+        "only these stages (A,B, or repeated); their inputs must be in the store",
         metavar="STAGES",
-        help="only these stages (A,B, or repeated); their inputs must be in the store",
         autocompletion=stage_words,
     ),
 ]
 FromStage = Annotated[
     str | None,
-    Option("--from", metavar="STAGE", help="this stage and what depends on it", autocompletion=stage_words),
+    option("this stage and what depends on it", "--from", metavar="STAGE", autocompletion=stage_words),
 ]
 UntilStage = Annotated[
     str | None,
-    Option(metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
+    option("this stage and what it depends on", metavar="STAGE", autocompletion=stage_words),
 ]
-Engine = Annotated[Literal["prefect", "none"], Option(help="none: run the same recipe without Prefect")]
+Engine = Annotated[Literal["prefect", "none"], option("none: run the same recipe without Prefect")]
 Note = Annotated[
     str | None,
-    Option(metavar="TEXT", help="a note on the purpose of this run; shown with it"),
+    option("a note on the purpose of this run; shown with it", metavar="TEXT"),
 ]
 Tags = Annotated[
     list[str] | None,
-    Option(metavar="KEY=VALUE", help="a label of this run to search for in MLflow; repeatable"),
+    option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
 ]
 ContinueKey = Annotated[
     str | None,
-    Option(
-        "--continue",
-        metavar="KEY",
-        help="resume the unfinished work of this key, begun with other code or another learning rate",
+    option(
+        "resume the unfinished work of this key, begun with other code or another learning rate", "--continue", metavar="KEY"
     ),
 ]
 

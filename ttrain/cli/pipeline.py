@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
-
 from ttrain.cli import model, nightly
 from ttrain.cli.options import (
     AsJson,
@@ -15,8 +13,10 @@ from ttrain.cli.options import (
     RunOptions,
     SelectionOptions,
     SettingsOptions,
+    argument,
     command,
     command_group,
+    option,
     run_words,
     stage_words,
 )
@@ -43,7 +43,7 @@ PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challeng
 
 pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
 
-Pipeline = Annotated[str, Argument(help=PIPELINE_HELP)]
+Pipeline = Annotated[str, argument(PIPELINE_HELP)]
 
 
 @command(
@@ -76,16 +76,12 @@ def pipeline_run(
     "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
 )
 def pipeline_rerun(
-    stage: Annotated[str, Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)],
+    stage: Annotated[str, argument("the stage to run again; what depends on it follows", autocompletion=stage_words)],
     settings_options: SettingsOptions,
     options: RunOptions,
     run: Annotated[
         str,
-        Option(
-            metavar="RUN",
-            help="use the settings of this run (its name, or a part of it)",
-            autocompletion=run_words,
-        ),
+        option("use the settings of this run (its name, or a part of it)", metavar="RUN", autocompletion=run_words),
     ] = "",
     extend: Extend = False,
 ) -> None:
@@ -109,7 +105,7 @@ def pipeline_plan(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
     options: SelectionOptions,
-    memory: Annotated[bool, Option("--memory", help="also the memory of a new model during pretraining")] = False,
+    memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
@@ -157,7 +153,7 @@ def pipeline_plan(
 
 @command(pipeline_app, "Example:  ttrain pipeline status --json")
 def pipeline_status(
-    limit: Annotated[int | None, Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
+    limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs."""
@@ -189,9 +185,9 @@ def pipeline_status(
     "ttrain pipeline logs full-20261121-160222 evaluate",
 )
 def pipeline_logs(
-    run: Annotated[str, Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, Argument(help="of this stage alone", autocompletion=stage_words)] = "",
-    follow: Annotated[bool, Option("--follow", "-f", help="go on until the run ends")] = False,
+    run: Annotated[str, argument("the run, or a part of its name", autocompletion=run_words)] = "latest",
+    stage: Annotated[str, argument("of this stage alone", autocompletion=stage_words)] = "",
+    follow: Annotated[bool, option("go on until the run ends", "--follow", "-f")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
 

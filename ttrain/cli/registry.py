@@ -8,9 +8,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
-from ttrain.cli.options import AsJson, check_output_file, command, command_group
+from ttrain.cli.options import (
+    AsJson,
+    argument,
+    check_output_file,
+    command,
+    command_group,
+    option,
+)
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
@@ -28,13 +35,13 @@ models_app = command_group(
     epilog="Example:  ttrain models list",
 )
 
-Name = Annotated[str | None, Option(help="the pipeline's name (setting `name`), if there are several")]
+Name = Annotated[str | None, option("the pipeline's name (setting `name`), if there are several")]
 
 
 @command(models_app, "Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str | None, Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
+    metric: Annotated[str | None, option("the evaluation metric to show; default: bits_per_byte")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
@@ -65,10 +72,8 @@ def models_list(
 @command(models_app, "Examples:  ttrain models history\n\nttrain models history --html nights.html")
 def models_history(
     name: Name = None,
-    nights: Annotated[int, Option(min=1, max=1000, help="how many, the newest first")] = 30,
-    page: Annotated[
-        Path | None, Option("--html", help="write a page to this file", metavar="FILE", show_default=False)
-    ] = None,
+    nights: Annotated[int, option("how many, the newest first", min=1, max=1000)] = 30,
+    page: Annotated[Path | None, option("write a page to this file", "--html", metavar="FILE", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
@@ -90,7 +95,7 @@ def models_history(
 
 @command(models_app, "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b")
 def models_promote(
-    which: Annotated[str, Argument(metavar="VERSION|RUN", help="a set's version, or the run that made its models")],
+    which: Annotated[str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")],
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
@@ -194,10 +199,10 @@ INDENT = 18
 
 ModelVersion = Annotated[
     str,
-    Argument(
-        metavar="VERSION",
-        help="a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
+    argument(
+        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
         "beginning of an artifact's key, or its directory",
+        metavar="VERSION",
     ),
 ]
 
@@ -221,7 +226,7 @@ def reproduce(
     version: ModelVersion,
     to: Annotated[
         Path | None,
-        Option("--home", metavar="DIR", help="build in this new or empty directory, and keep it"),
+        option("build in this new or empty directory, and keep it", "--home", metavar="DIR"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,10 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles, command, command_group
+from ttrain.cli.options import (
+    AsJson,
+    Files,
+    Profiles,
+    argument,
+    command,
+    command_group,
+    option,
+)
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -41,12 +48,12 @@ EPILOG = (
 )
 Ranges = Annotated[
     list[str] | None,
-    Argument(
-        help="settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+    argument(
+        "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
         metavar="[KEY=VALUE]...",
     ),
 ]
-Name = Annotated[str, Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
+Name = Annotated[str, argument("its name, or a part of it", metavar="[SWEEP]", show_default="the latest")]
 
 
 @dataclass(frozen=True)
@@ -55,20 +62,20 @@ class SweepOptions:
 
     trials: Annotated[
         int | None,
-        Option("--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"),
+        option("number of trials, including earlier ones", "--trials", "-n", min=1, show_default="8; of a grid: all"),
     ] = None
-    sampler: Annotated[Literal["tpe", "random", "grid"], Option(help="tpe: learns from the trials so far")] = "tpe"
+    sampler: Annotated[Literal["tpe", "random", "grid"], option("tpe: learns from the trials so far")] = "tpe"
     metric: Annotated[
-        str, Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
+        str, option("the metric to compare by", show_default="the validation loss of what the settings train")
     ] = ""
     maximize: Annotated[
         bool | None,
-        Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
+        option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
     ] = None
-    until: Annotated[str, Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")] = ""
-    prune: Annotated[bool, Option("--prune", help="end a trial that is behind the median of the others")] = False
-    parallel: Annotated[int | None, Option(min=1, help="trials side by side", show_default="one a GPU, else 1")] = None
-    seed: Annotated[int, Option(min=0, help="of the sampler")] = 1
+    until: Annotated[str, option("the last stage to run", metavar="STAGE", show_default="that of the metric")] = ""
+    prune: Annotated[bool, option("end a trial that is behind the median of the others", "--prune")] = False
+    parallel: Annotated[int | None, option("trials side by side", min=1, show_default="one a GPU, else 1")] = None
+    seed: Annotated[int, option("of the sampler", min=0)] = 1
 
 
 @command(sweep_app, EPILOG)
@@ -78,7 +85,7 @@ def sweep_full(
     profile: Profiles = None,
     *,
     options: SweepOptions,
-    dry_run: Annotated[bool, Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
+    dry_run: Annotated[bool, option("show what would be tried and run; run nothing", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
@@ -139,7 +146,7 @@ def sweep_list(as_json: AsJson = False) -> None:
 @command(sweep_app, "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
 def sweep_show(
     name: Name = "latest",
-    out: Annotated[Path | None, Option(help="write the page with its plots here")] = None,
+    out: Annotated[Path | None, option("write the page with its plots here")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a sweep, the best first, and where its page with the plots is."""

@@ -10,9 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
-from ttrain.cli.options import AsJson, command, command_group
+from ttrain.cli.options import (
+    AsJson,
+    argument,
+    command,
+    command_group,
+    option,
+)
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted
@@ -35,8 +41,8 @@ track_app = command_group(
     "Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\nttrain track sync full-20261121-160222-1a2b4 --json",
 )
 def track_sync(
-    run: Annotated[str | None, Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="only list what is waiting")] = False,
+    run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it; default: all")] = None,
+    dry_run: Annotated[bool, option("only list what is waiting", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Deliver metrics, parameters, states, files and registered models that an unreachable server or a kill held up.

@@ -12,9 +12,18 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit
 
-from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, check_no_artifact, task_settings
+from ttrain.cli.options import (
+    Allow,
+    AsJson,
+    Files,
+    SettingsOptions,
+    argument,
+    check_no_artifact,
+    option,
+    task_settings,
+)
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
@@ -44,13 +53,13 @@ EPILOG = (
 
 
 def train(
-    name: Annotated[str | None, Argument(help=TASK_HELP)] = None,
+    name: Annotated[str | None, argument(TASK_HELP)] = None,
     overrides: Annotated[
         list[str] | None,
-        Argument(help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     config: Files = None,
-    out: Annotated[Path | None, Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
+    out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
     allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
@@ -201,7 +210,7 @@ NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[
-        str | None, Option(metavar="STAGE", help="the training stage to check, such as sft; default: the first")
+        str | None, option("the training stage to check, such as sft; default: the first", metavar="STAGE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

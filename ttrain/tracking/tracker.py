@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
 from ttrain.tracking import client as tracking_client
 from ttrain.tracking import outbox, runs
-from ttrain.tracking.calls import RefusedError, Tags, attempt, create_if_missing, is_out_of_use, is_refusal, run_name
-from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
-from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
+from ttrain.tracking.calls import RefusedError, Tags, attempt, is_out_of_use, is_refusal, run_name
+from ttrain.tracking.client import silence, tracking_uri
+from ttrain.tracking.database import REPAIR
 from ttrain.tracking.delivery import DELIVERY_TYPES, FINISHED, artifact_of, log_result
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import BEGUN, AnyRun, NullRun, NullStore, TrackedRun, clean_tags
+from ttrain.tracking.runs import BEGUN, AnyRun, NullRun, NullStore, TrackedRun, TrackingStore, clean_tags
 from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
@@ -33,32 +33,21 @@ TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier
 UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run waits no longer for uploads
 
 
-class MlflowStore:
+class MlflowStore(TrackingStore):
     """One experiment of one MLflow, shared by threads; opened by `open_store`, to be closed."""
 
     def __init__(self, uri: str, home: Path, experiment: str = "") -> None:
         """`experiment`: of new runs; none to read, or to deliver what others left."""
-        self.uri, self.home = uri, home
-        self.caller = MlflowCaller(uri, is_own=self.tracker == "")
-        self.is_http = self.caller.is_http
+        super().__init__(uri, home, experiment)
         self.progress = UploadProgress()
         self.counts = Counter[str]()  # delivered entries by kind; "lost": what can never be delivered
-        self._experiment, self._experiment_ids = experiment, dict[str, str]()
-        # A server chooses the artifact root itself; everything else would write below the working directory
-        self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
         self._open: dict[str, TrackedRun] = {}  # by outbox id
         self._continued = set[str]()  # ids of outboxes that runs of this process continue: threads let go of them
         self._opening = threading.RLock()
         self._delivers_orphans = self._upload_failed = self._closed = False
-        self.lock = self.caller.lock
         pause = RETRY_PAUSE_SECONDS if self.is_http else 0.2
         self._retry_thread = RetryThread("tracking", partial(self._deliver_all, uploads=False), pause)
         self._upload_thread = RetryThread("tracking-uploads", partial(self._deliver_all, uploads=True), pause)
-
-    @cached_property
-    def client(self) -> Any:
-        """MLflow's client, opened when it is first used. Raises MLflow's errors."""
-        return open_client(self.uri, self.home)
 
     def start_run(
         self,
@@ -275,35 +264,6 @@ class MlflowStore:
                 "MLflow at %s has yet to receive %d entries of this run; %s", without_user(self.uri), len(undelivered), how
             )
         return len(undelivered)
-
-    def experiment_id(self, name: str | None = None) -> str:
-        """Id of the experiment, which is created or restored if needed. Raises MLflow's errors."""
-        name = name or self._experiment
-        if name not in self._experiment_ids:
-            experiment = self.client.get_experiment_by_name(name)
-            if experiment is None:
-                create_if_missing(partial(self.client.create_experiment, name, self._place))
-                experiment = self.client.get_experiment_by_name(name)
-            if experiment.lifecycle_stage == "deleted":
-                self.client.restore_experiment(experiment.experiment_id)  # MLflow lets no other experiment have its name
-            # MLflow's pages open on training runs, not on its pages for agents and traces.
-            self.client.set_experiment_tag(experiment.experiment_id, "mlflow.experimentKind", "custom_model_development")
-            self._experiment_ids[name] = str(experiment.experiment_id)
-        return self._experiment_ids[name]
-
-    def forget_experiments(self) -> None:
-        """Clear the cached experiment ids: the experiment of a new run is gone, or the database was replaced."""
-        self._experiment_ids.clear()
-
-    def relative(self, path: Path) -> str:
-        """A path for an outbox, to be joined to the home: relative to it, as it may be moved meanwhile, or absolute."""
-        path = path.absolute()
-        return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
-
-    @property
-    def tracker(self) -> str:
-        """This MLflow's name in outboxes: "" for the home's own, which moves with the home; without a password."""
-        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
 
     def _open_run(
         self, identity: str | None, run_id: str | None, run_info: JsonDict, parent: TrackedRun | None
