@@ -8,15 +8,7 @@ from typing import Annotated, Any
 
 from typer import Exit
 
-from ttrain.cli.options import (
-    AsJson,
-    SettingsOptions,
-    argument,
-    command,
-    command_group,
-    option,
-    stage_words,
-)
+from ttrain.cli.options import AsJson, SettingsOptions, argument, command, command_group, option, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
 from ttrain.store import references

@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ttrain.cli.options import (
-    AsJson,
-    argument,
-    check_output_file,
-    option,
-    run_words,
-    stage_words,
-)
+from ttrain.cli.options import AsJson, argument, check_output_file, option, run_words, stage_words
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError

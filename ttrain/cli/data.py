@@ -9,13 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from ttrain.cli.options import (
-    AsJson,
-    argument,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import AsJson, argument, command, command_group, option
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values

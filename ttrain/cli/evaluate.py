@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import (
-    AsJson,
-    argument,
-    option,
-)
+from ttrain.cli.options import AsJson, argument, option
 from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError

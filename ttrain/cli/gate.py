@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 from ttrain.cli import train as train_task
-from ttrain.cli.options import (
-    Allow,
-    AsJson,
-    Files,
-    argument,
-    command,
-    command_group,
-    option,
-    task_settings,
-)
+from ttrain.cli.options import Allow, AsJson, Files, argument, command, command_group, option, task_settings
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table

@@ -20,14 +20,7 @@ from ttrain.cli.options import (
     run_words,
     stage_words,
 )
-from ttrain.core.terminal import (
-    console,
-    escape_control_characters,
-    outlast_output,
-    print_escaped,
-    print_json,
-    table,
-)
+from ttrain.core.terminal import console, escape_control_characters, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_duration, format_size, format_time
 from ttrain.errors import UsageError
 from ttrain.store import layout, references, runs

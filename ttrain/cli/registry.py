@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import (
-    AsJson,
-    argument,
-    check_output_file,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import AsJson, argument, check_output_file, command, command_group, option
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer.core import TyperGroup
 
-from ttrain.cli.options import (
-    AsJson,
-    Files,
-    Profiles,
-    argument,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home

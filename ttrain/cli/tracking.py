@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import (
-    AsJson,
-    argument,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import AsJson, argument, command, command_group, option
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import (
-    Allow,
-    AsJson,
-    Files,
-    SettingsOptions,
-    argument,
-    check_no_artifact,
-    option,
-    task_settings,
-)
+from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, argument, check_no_artifact, option, task_settings
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
