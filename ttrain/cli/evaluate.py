@@ -304,15 +304,14 @@ def check_writable(path: Path, loaded_suites: Sequence[suites.LoadedSuite]) -> N
     """Raise UsageError, before the work, if the items cannot be written or would overwrite an input file."""
     from ttrain.evaluate import suites
 
+    with _write_errors_as_usage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # changes nothing of a file that exists
     for loaded in loaded_suites:
         read = [] if loaded.file is None else [(f"the suite is {loaded.name}", loaded.file)]
         for usage, file in (*read, *suites.task_files(loaded)):
-            if _same(path, file):
+            if file.exists() and path.samefile(file):
                 raise UsageError(f"--items is {path}, but {usage}, which would be overwritten; name another file")
-    with _write_errors_as_usage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
 
 
 def write_items(path: Path, results: Results) -> None:
@@ -321,14 +320,6 @@ def write_items(path: Path, results: Results) -> None:
 
     with _write_errors_as_usage_errors(path), path.open("wb") as file:
         file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
-
-
-def _same(first: Path, second: Path) -> bool:
-    """Whether both paths are the same file, through links too; it need not exist yet."""
-    try:
-        return first.samefile(second)
-    except OSError:
-        return first.resolve() == second.resolve()
 
 
 @contextlib.contextmanager

@@ -241,11 +241,8 @@ def heldout_files(experts: Sequence[Reference]) -> list[str]:
             )
         heldout_directory = artifact.path / "heldout"
         index = read_object(heldout_directory / "index.json")
-        files.update(
-            dict.fromkeys(
-                str(heldout_directory / shard["records"]) for shard in index.get("shards", ()) if "records" in shard
-            )
-        )
+        names = (shard["records"] for shard in index.get("shards", ()) if "records" in shard)
+        files |= dict.fromkeys(str(heldout_directory / name) for name in names)
     if not files:
         raise UsageError("the experts' data has no held-out records; name files with --data")
     return list(files)
