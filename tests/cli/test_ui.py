@@ -275,9 +275,12 @@ def test_a_home_where_nothing_was_tracked_is_left_as_it_is(tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-def test_no_browser_is_asked_that_would_take_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_browser_is_asked_that_would_take_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("it was asked"))
-    assert not ui.open_browser("http://127.0.0.1:1")
+    ui.open_in_browser(tmp_path, "http://127.0.0.1:1")
+    assert "open the address yourself" in capsys.readouterr().err

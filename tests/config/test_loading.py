@@ -125,7 +125,7 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
         (["data.lora=null"], ["data.lora is [] (from command line) but must be a list of 1 or more"]),
         (["nightly.rate=fast"], ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"]),
-        (["nightly.rate=0"], ["must be 'auto' or greater than 0.0"]),
+        (["nightly.rate=0"], ["must be 'auto' or greater than 0"]),
         (["pretrain.optim.betas=[a, 0.9]"], ["pretrain.optim.betas.0 is 'a'"]),  # a place in a list is no form
         (["lr=1e-3"], ["did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?"]),
         (["vocab_size=500"], ["did you mean 'tokenizer.vocab_size'?"]),

@@ -29,7 +29,7 @@ from ttrain.pipeline.names import resolve
 from ttrain.pipeline.plan import explain
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, write_manifest
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
@@ -193,8 +193,8 @@ def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_hom
         "missing": (newer / "heldout" / "00.arrow").unlink,
         "shorter": lambda: (newer / "index.json").write_bytes(b"{"),
         "no manifest": (newer / "manifest.json").unlink,
-        "another's": lambda: (newer / "manifest.json").write_text(json.dumps({**manifest, "key": "l" * 64})),
-        "outside": lambda: (newer / "manifest.json").write_text(json.dumps(outside)),
+        "another's": lambda: write_manifest(newer, {**manifest, "key": "l" * 64}),
+        "outside": lambda: write_manifest(newer, outside),
     }
     for name, harm in harms.items():
         shutil.rmtree(newer)
@@ -271,7 +271,7 @@ def test_what_lies_in_its_place_and_is_not_it_is_set_aside(bare_home: Path, mani
     if manifest:  # a directory that was copied to another key's place
         entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
         told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
-        (place / "manifest.json").write_text(json.dumps(told))
+        write_manifest(place, told)
     assert store.find(STAGE, KEY) is None, "a plan that is made now calls it damaged"
     assert files_in(store.complete(artifact).path) == PUBLIC
     (aside,) = (bare_home / "replaced" / STAGE).iterdir()

@@ -16,7 +16,7 @@ from support.tracked_stores import opened
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
-from ttrain.store.layout import FORMAT
+from ttrain.store.layout import FORMAT, write_manifest
 from ttrain.store.runs import process_started
 
 BEGAN = 1_795_000_000.0  # seconds since 1970, of the first run
@@ -98,7 +98,7 @@ def _artifact(home: Path, run: str, made: Made, began: float) -> None:
                         "files": {"train": files} if files else {}},
         "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}, "run": run},
     }  # fmt: skip
-    write_json(directory / "manifest.json", manifest)
+    write_manifest(directory, manifest)
 
 
 def _track(home: Path, name: str, stages: Sequence[Made], metrics: Mapping[str, float], outcome: str, began: float) -> str:

@@ -196,7 +196,7 @@ def dying_at(patch: pytest.MonkeyPatch, number: int) -> None:
         return made
 
     patch.setattr("ttrain.tracking.champions.open_client", client)
-    patch.setattr("ttrain.tracking.tracker.open_client", client)
+    patch.setattr("ttrain.tracking.runs.open_client", client)
 
 
 def killed_at_each_write(home: Path, start: Path, act: Callable[[], object]) -> Iterator[int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import glob
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Exit
 
-from ttrain.cli.options import AsJson, SettingsOptions, command_group, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, SettingsOptions, argument, command, command_group, option, stage_words
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time
+from ttrain.store import references
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import home, usable_home
-
-if TYPE_CHECKING:
-    from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
 CELL_CHARACTERS = 80  # characters of a list in a table
@@ -25,30 +25,26 @@ artifacts_app = command_group(
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
-StageName = Annotated[
-    str, typer.Argument(metavar="STAGE|KEY", help="the stage, or the beginning of a key", autocompletion=stage_words)
-]
+StageName = Annotated[str, argument("the stage, or the beginning of a key", metavar="STAGE|KEY", autocompletion=stage_words)]
 
 
 def _known_stage(stage: str) -> str:
     """Raise UsageError for a stage that does not exist; "" means all."""
     if stage:
         from ttrain.stages import STAGES
-        from ttrain.store import references
 
         references.need_stage(stage, STAGES)
     return stage
 
 
-StageFilter = Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words, callback=_known_stage)]
-Key = Annotated[str, typer.Argument(help="the beginning of its key; without: the newest")]
+StageFilter = Annotated[str, argument("of this stage alone", autocompletion=stage_words, callback=_known_stage)]
+Key = Annotated[str, argument("the beginning of its key; without: the newest")]
 
 
-@artifacts_app.command("list", epilog="Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
+@command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
     from ttrain.pipeline.artifact_commands import artifact_rows
-    from ttrain.store.artifacts import SHOWN_KEY
 
     artifacts = artifact_rows(_store(), stage or None)
     if as_json:
@@ -62,9 +58,9 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
     print(f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}")
 
 
-@artifacts_app.command(
-    "show",
-    epilog="Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
+@command(
+    artifacts_app,
+    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
 )
 def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
@@ -111,7 +107,7 @@ def _shown(value: object) -> str:
     )
 
 
-@artifacts_app.command("path", epilog="Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
+@command(artifacts_app, "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
 def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
     from ttrain.pipeline.artifact_commands import find_artifact
@@ -123,7 +119,6 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str]:
     """The stage and key that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.stages import STAGES
-    from ttrain.store import references
 
     if stage in STAGES or key:
         return stage, key
@@ -133,13 +128,11 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
     return matches[0] if matches else (stage, key)
 
 
-@artifacts_app.command(
-    "verify", epilog="Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json"
-)
+@command(artifacts_app, "Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json")
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="move damaged artifacts to `replaced`, so that the next run rebuilds them")
+        bool, option("move damaged artifacts to `replaced`, so that the next run rebuilds them", "--set-aside")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -178,20 +171,19 @@ def artifacts_verify(
     else:
         print(f"{count} artifacts, {format_size(done)}: none damaged")
     if damaged:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-@artifacts_app.command(
-    "adopt",
-    epilog="Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
+@command(
+    artifacts_app,
+    "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
     "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
 )
-@with_option_groups
 def artifacts_adopt(
     stage: StageName,
-    key: Annotated[str, typer.Argument(help="the beginning of the key of the artifact to keep")],
+    key: Annotated[str, argument("the beginning of the key of the artifact to keep")],
     settings_options: SettingsOptions,
-    pipeline: Annotated[str, typer.Option(help="the pipeline whose plan it is kept for")] = "full",
+    pipeline: Annotated[str, option("the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,
 ) -> None:
     """Keep an artifact across a code change that you know to be harmless; its manifest says so.
@@ -202,7 +194,6 @@ def artifacts_adopt(
     from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
     from ttrain.stages import STAGES
-    from ttrain.store import references
 
     references.need_stage(stage, STAGES)
     usable_home()
@@ -221,16 +212,13 @@ def artifacts_adopt(
     print(f"{stage} {adoption['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(adoption['differences'])}")
 
 
-@artifacts_app.command(
-    "clean",
-    epilog="Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7",
-)
+@command(artifacts_app, "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7")
 def artifacts_clean(
-    keep_runs: Annotated[int, typer.Option(min=1, help="the newest runs, counted once for equal artifacts")] = KEEP_RUNS,
+    keep_runs: Annotated[int, option("the newest runs, counted once for equal artifacts", min=1)] = KEEP_RUNS,
     older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="keep artifacts that are younger, or that a younger run used")
+        float, option("keep artifacts that are younger, or that a younger run used", min=0, metavar="DAYS")
     ] = OLDER_THAN_DAYS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
+    dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
@@ -239,7 +227,6 @@ def artifacts_clean(
     from ttrain import tracking
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
-    from ttrain.store.runs import ELSEWHERE_DAYS
 
     store = _store()
     if not store.root.is_dir():
@@ -289,6 +276,5 @@ def artifacts_clean(
 
 
 def _store() -> ArtifactStore:
-    from ttrain.store.artifacts import ArtifactStore
 
     return ArtifactStore(home())

@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Context, Exit
 
 from ttrain.cli.options import (
     AsJson,
     RunName,
+    argument,
     check_output_file,
     model_words,
+    option,
     resolved_models,
     server_settings,
-    with_option_groups,
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.store import layout
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
     from ttrain.inference.sampling import Sampling
-    from ttrain.store.model_files import Reference
 
+CHAT_EPILOG = (
+    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "ttrain chat lora --adapter ./other-adapter\n\necho 'What is a list?' | ttrain chat sft --json"
+)
+GENERATE_EPILOG = (
+    "Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
+    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8"
+)
+SERVE_EPILOG = "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching"
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
+Model = Annotated[str | None, argument(MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
 ChatModel = Annotated[
     str | None,
-    typer.Argument(
-        help=f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model",
-        metavar="[MODEL]",
-        autocompletion=model_words,
+    argument(
+        f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto: cuda, then mps, then cpu")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="number format of the weights")]
-Base = Annotated[str | None, typer.Option(help="the full model of an adapter, where it cannot be found by itself")]
-System = Annotated[str, typer.Option(help="a system prompt", callback=encodable)]
-Temperature = Annotated[float, typer.Option(help="0: always the most likely token")]
-TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that together have this share; 1: all")]
-TopK = Annotated[int, typer.Option(help="keep that many of the likeliest tokens; 0: all")]
-Penalty = Annotated[float, typer.Option(help="above 1, tokens that the answer already contains become less likely")]
-MaxTokens = Annotated[int, typer.Option(help="longest answer, in tokens")]
-Seed = Annotated[int, typer.Option(help="the same seed, the same answers")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")]
+Base = Annotated[str | None, option("the full model of an adapter, where it cannot be found by itself")]
+System = Annotated[str, option("a system prompt", callback=encodable)]
+Temperature = Annotated[float, option("0: always the most likely token")]
+TopP = Annotated[float, option("keep the likeliest tokens that together have this share; 1: all")]
+TopK = Annotated[int, option("keep that many of the likeliest tokens; 0: all")]
+Penalty = Annotated[float, option("above 1, tokens that the answer already contains become less likely")]
+MaxTokens = Annotated[int, option("longest answer, in tokens")]
+Seed = Annotated[int, option("the same seed, the same answers")]
 
 
 @dataclass(frozen=True)
@@ -94,18 +102,17 @@ class GreedyOptions(SamplingOptions):
     top_p: TopP = 1.0
 
 
-@with_option_groups
 def chat(
     model: ChatModel = None,
-    versus: Annotated[str | None, typer.Option(metavar="MODEL", help="a second model, answering side by side")] = None,
+    versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADAPTER", help="another adapter on MODEL's base; /adapter NAME switches to it; repeatable"),
+        option("another adapter on MODEL's base; /adapter NAME switches to it; repeatable", metavar="ADAPTER"),
     ] = None,
-    gate: Annotated[Path | None, typer.Option(help="a gate's directory: it picks the expert for each question")] = None,
+    gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
-    speculative: Annotated[bool, typer.Option("--speculative", help="the model's second head guesses ahead")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON for each answer")] = False,
+    speculative: Annotated[bool, option("the model's second head guesses ahead", "--speculative")] = False,
+    as_json: Annotated[bool, option("a line of JSON for each answer", "--json")] = False,
     *,
     sampling: SamplingOptions,
     loading_options: LoadingOptions,
@@ -135,12 +142,11 @@ def chat(
     if gate is not None:
         choices.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
-        if more_adapters and number == 0:
-            loaded_models = _load_adapters([reference, *more_adapters], loading_options)
-            choices.append(gate_router.AdapterSelector(loaded_models))
-        else:
-            loaded_models = [_load(reference, loading_options)]
-            choices.append(gate_router.single_model(loaded_models[0]))
+        loaded_models = _load([reference, *(more_adapters if number == 0 else ())], loading_options)
+        has_adapters = len(loaded_models) > 1
+        choices.append(
+            gate_router.AdapterSelector(loaded_models) if has_adapters else gate_router.single_model(loaded_models[0])
+        )
         if speculative:
             need_second_head(loaded_models[0])
     names = [reference.text for reference in references] or [str(gate)]
@@ -161,26 +167,24 @@ def chat(
 def _sample_questions(reference: Reference) -> list[str]:
     """Questions from the chats that were held out from the model's training; none where its shards are not here."""
     from ttrain.stages.shards import first_questions
-    from ttrain.store import artifacts, layout
 
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
     if not shards:
         return []
     try:
-        return first_questions(artifacts.ArtifactStore(layout.home()).path(shards["stage"], shards["key"]), SAMPLE_QUESTIONS)
+        return first_questions(ArtifactStore(layout.home()).path(shards["stage"], shards["key"]), SAMPLE_QUESTIONS)
     except (TTrainError, OSError):
         return []
 
 
-@with_option_groups
 def generate(
-    prompts: Annotated[Path, typer.Argument(help="a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines with the answers; without it they are printed")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the lines as texts instead of answering them")] = False,
+    prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
+    model: Annotated[str | None, option(MODEL_HELP, "--model", "-m")] = None,
+    out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
+    raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
     system: System = "",
-    batch_size: Annotated[int, typer.Option(min=1, help="prompts that are answered together")] = 16,
-    force: Annotated[bool, typer.Option("--force", help="replace the file of --out")] = False,
+    batch_size: Annotated[int, option("prompts that are answered together", min=1)] = 16,
+    force: Annotated[bool, option("replace the file of --out", "--force")] = False,
     as_json: AsJson = False,
     *,
     sampling: GreedyOptions,
@@ -208,7 +212,7 @@ def generate(
     from ttrain.inference.batch import read
 
     rows = read(prompts, raw=raw, system=system)
-    loaded_model = _load(reference, loading_options)
+    [loaded_model] = _load([reference], loading_options)
     tally = batch.AnswerCounts()
     with bar("answering", "prompts", len(rows)) as progress:
 
@@ -237,15 +241,12 @@ def generate(
         table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
 
 
-@with_option_groups
 def serve(
-    context: typer.Context,
+    context: Context,
     model: Model = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="requests answered or waiting at once; further ones get 429")
-    ] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="print address and model as JSON when it answers")] = False,
+    port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
+    max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
+    as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,
     *,
     loading_options: LoadingOptions,
 ) -> None:
@@ -261,7 +262,7 @@ def serve(
     key = _api_key()
     before_torch()  # the server gets the variable too
     with (
-        _ending_on_signals(),
+        handling_signals(_end),
         serving.served(
             reference,
             program="ttrain.flows.endpoint",
@@ -287,7 +288,7 @@ def serve(
         except KeyboardInterrupt:
             code = 0
     if code:
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _api_key() -> Path | None:
@@ -310,15 +311,9 @@ def _curl(address: str, name: str, key: Path | None) -> str:
     return f"curl {address}/chat/completions{header} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def _end(signum: int) -> None:
     """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
-
-    def end(signum: int) -> None:
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
-
-    with handling_signals(end):
-        yield
+    raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
@@ -328,23 +323,18 @@ def _identity(reference: Reference) -> dict[str, Any]:
     return lineage_names.to_json(reference)
 
 
-def _load(reference: Reference, options: LoadingOptions) -> Any:
-    """Load the model and print a line about it on standard error."""
+def _load(references: list[Reference], options: LoadingOptions) -> list[Any]:
+    """Load a model, or several adapters on one base, and print a line about each on standard error."""
     from ttrain.inference import loading
 
-    loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
-    print_escaped(loaded_model.describe(), stderr=True)
-    return loaded_model
-
-
-def _load_adapters(references: list[Reference], options: LoadingOptions) -> list[Any]:
-    """Load several adapters on one base and print a line about them on standard error."""
-    from ttrain.inference import loading
-
-    loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
-    names = ", ".join(reference.text for reference in references)
-    for line in (loaded_models[0].describe(), f"adapters: {names}; /adapter NAME switches"):
-        print_escaped(line, stderr=True)
+    if len(references) > 1:
+        loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
+    else:
+        loaded_models = [loading.load(references[0], device=options.device, dtype=options.dtype)]
+    print_escaped(loaded_models[0].describe(), stderr=True)
+    if len(references) > 1:
+        names = ", ".join(reference.text for reference in references)
+        print_escaped(f"adapters: {names}; /adapter NAME switches", stderr=True)
     return loaded_models
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from ttrain.core.files import user_path
+from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import console, encodable, escape_control_characters, escaped, print_json
 from ttrain.core.text import counted
 from ttrain.errors import TTrainError, UsageError
@@ -70,7 +70,7 @@ def run(screen: ChatScreen, chats: list[Chat]) -> None:
 class Pipe(ChatScreen):
     """Prints one answer per input line, as text or as a line of JSON. A line that cannot be answered ends the chat."""
 
-    def __init__(self, names: Sequence[str], *, as_json: bool, identities: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, names: Sequence[str], *, as_json: bool, identities: Sequence[JsonObject] = ()) -> None:
         """`identities`: JSON fields about each model, added to its answers; empty for a gate, which picks models later."""
         super().__init__(names)
         self._as_json, self._identities = as_json, identities or [{}] * len(names)
@@ -84,7 +84,7 @@ class Pipe(ChatScreen):
         if any(reply.stop == "interrupted" for reply in replies):
             raise KeyboardInterrupt
         if self._as_json:
-            answers: list[dict[str, Any]] = [
+            answers: list[JsonDict] = [
                 {**identity, **reply.to_json()} for identity, reply in zip(self._identities, replies, strict=True)
             ]
             print_json({"question": question, **(answers[0] if len(answers) == 1 else {"answers": answers})}, indent=None)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from ttrain.cli.options import AsJson, check_output_file, run_words, stage_words, with_option_groups
+from ttrain.cli.options import AsJson, argument, check_output_file, option, run_words, stage_words
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -24,44 +22,34 @@ SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
-Metrics = Annotated[list[str] | None, typer.Option("--metric", "-m", help="with --png: a curve; may be repeated")]
+Metrics = Annotated[list[str] | None, option("with --png: a curve; may be repeated", "--metric", "-m")]
 PlottedStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--stage",
-        help="with --png: only curves of this stage; may be repeated",
-        autocompletion=stage_words,
-    ),
+    option("with --png: only curves of this stage; may be repeated", autocompletion=stage_words),
 ]
 ReportedRuns = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help=f"{RUN_HELP}; default: latest", autocompletion=run_words),
+    argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
 ]
-Axis = Annotated[Literal["tokens", "step", "time"], typer.Option("--axis", help="of the curves")]
-Log = Annotated[bool, typer.Option("--log", help="draw the curves with a logarithmic axis")]
-RunReferences = Annotated[list[str], typer.Argument(help=RUN_HELP, metavar="RUN...", autocompletion=run_words)]
+Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
+Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")]
+RunReferences = Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
-def add_pages(app: typer.Typer, panel: str) -> None:
-    """Add the commands to the app."""
-    app.command(
-        "compare",
-        rich_help_panel=panel,
-        epilog="Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
-        "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
-    )(compare)
-    app.command(
-        "report",
-        rich_help_panel=panel,
-        epilog="Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-        "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
-        "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
-    )(report)
+COMPARE_EPILOG = (
+    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
+    "--html compared.html\n\nttrain compare latest full-20261121-160222 --json"
+)
+REPORT_EPILOG = (
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
+    "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
+    "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png"
+)
 
 
 def compare(
     runs: RunReferences,
-    html: Annotated[Path | None, typer.Option("--html", help="write a page with curves to this file")] = None,
+    html: Annotated[Path | None, option("write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
     as_json: AsJson = False,
@@ -99,9 +87,9 @@ class ReportOptions:
 
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="the file; default: RUN.html or RUN.png here"),
+        option("the file; default: RUN.html or RUN.png here", "--out", "-o"),
     ] = None
-    png: Annotated[bool, typer.Option("--png", help="draw curves as a picture, of several runs too")] = False
+    png: Annotated[bool, option("draw curves as a picture, of several runs too", "--png")] = False
     metric: Metrics = None
     stage: PlottedStages = None
     axis: Axis = "tokens"
@@ -109,7 +97,6 @@ class ReportOptions:
     as_json: AsJson = False
 
 
-@with_option_groups
 def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
 
@@ -134,7 +121,7 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     check_output_file(path)
     path.write_text(report_of(home(), view, axis=options.axis, log=options.log), encoding="utf-8")
     for note in view.notes:
-        typer.echo(escaped(note), err=True)
+        print_escaped(note, stderr=True)
     if options.as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:

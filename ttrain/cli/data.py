@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import typer
-
-from ttrain.cli.options import AsJson, command_group
+from ttrain.cli.options import AsJson, argument, command, command_group, option
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar, encodable, escaped, print_json, table
 from ttrain.core.text import invalid_values
 from ttrain.errors import DataError, UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ttrain.data.built_blocks import Pool
     from ttrain.data.contamination import EvaluationItem, OverlapCheck, OverlapRule
     from ttrain.data.inspect import TokenView
-    from ttrain.store.artifacts import ArtifactStore
 
     S = TypeVar("S", bound=Section)
 
@@ -36,45 +35,43 @@ tokenizer_app = command_group(
 )
 
 FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name"
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP, metavar="FILE")]
-Kind = Annotated[
-    Literal["auto", "documents", "chats", "pairs"], typer.Option(help="auto: by the keys of the first good rows")
-]
-TextField = Annotated[str | None, typer.Option(help="a document's key; without it text, content, body or paragraphs")]
-MaxRejected = Annotated[float, typer.Option(min=0, max=1, help="a larger share of bad rows is an error")]
-KeepDuplicates = Annotated[bool, typer.Option("--keep-duplicates", help="keep rows that repeat an earlier one")]
+Files = Annotated[list[str], argument(FILES_HELP, metavar="FILE")]
+Kind = Annotated[Literal["auto", "documents", "chats", "pairs"], option("auto: by the keys of the first good rows")]
+TextField = Annotated[str | None, option("a document's key; without it text, content, body or paragraphs")]
+MaxRejected = Annotated[float, option("a larger share of bad rows is an error", min=0, max=1)]
+KeepDuplicates = Annotated[bool, option("keep rows that repeat an earlier one", "--keep-duplicates")]
 NearDuplicates = Annotated[
     float | None,
-    typer.Option(min=0, max=1, help="leave out documents this similar to an earlier one, such as 0.8"),
+    option("leave out documents this similar to an earlier one, such as 0.8", min=0, max=1),
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="processes; without it the cores")]
-RowLength = Annotated[int, typer.Option(min=8, help="tokens of a packed row")]
-SampleMethod = Annotated[Literal["reservoir", "head"], typer.Option(help="which rows are taken: random ones, or the first")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of the reservoir")]
-TokenizerDirectory = Annotated[Path | None, typer.Option("--tokenizer", help="its directory; without it, found by digest")]
+Workers = Annotated[int | None, option("processes; without it the cores", min=1)]
+RowLength = Annotated[int, option("tokens of a packed row", min=8)]
+SampleMethod = Annotated[Literal["reservoir", "head"], option("which rows are taken: random ones, or the first")]
+Seed = Annotated[int, option("of the reservoir", min=0, max=2**32 - 1)]
+TokenizerDirectory = Annotated[Path | None, option("its directory; without it, found by digest")]
 
 
-@data_app.command(
-    "shard",
-    epilog="Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
     "ttrain data shard chats.jsonl.gz --tokenizer $(ttrain artifacts path tokenizer) --out chats --val-fraction 0.01",
 )
 def data_shard(
     files: Files,
-    tokenizer: Annotated[Path, typer.Option(help="directory of the tokenizer, or an artifact of its stage")],
-    out: Annotated[Path, typer.Option(help="directory of the shards; it may hold those of an earlier run")],
+    tokenizer: Annotated[Path, option("directory of the tokenizer, or an artifact of its stage")],
+    out: Annotated[Path, option("directory of the shards; it may hold those of an earlier run")],
     kind: Kind = "auto",
     text_field: TextField = None,
-    val_fraction: Annotated[float, typer.Option(min=0, max=1, help="share of rows held out, by content hash")] = 0.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="rows to use; without it all")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="how many times --limit distinct rows to use")] = 1,
+    val_fraction: Annotated[float, option("share of rows held out, by content hash", min=0, max=1)] = 0.0,
+    limit: Annotated[int | None, option("rows to use; without it all", min=1)] = None,
+    rounds: Annotated[int, option("how many times --limit distinct rows to use", min=1)] = 1,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     max_rejected: MaxRejected = 0.01,
     workers: Workers = None,
-    block_bytes: Annotated[int, typer.Option(min=1024, help="text of one shard")] = 16 << 20,
+    block_bytes: Annotated[int, option("text of one shard", min=1024)] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
@@ -101,9 +98,9 @@ def data_shard(
         raise DataError(escaped(summary["error"]))
 
 
-@data_app.command(
-    "validate",
-    epilog="Examples:  ttrain data validate docs.jsonl\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data validate docs.jsonl\n\n"
     "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json\n\n"
     "ttrain data validate pairs.jsonl --kind pairs",
 )
@@ -112,7 +109,7 @@ def data_validate(
     kind: Kind = "auto",
     text_field: TextField = None,
     max_rejected: MaxRejected = 0.01,
-    rejected: Annotated[Path | None, typer.Option(help="write the bad rows here: file, line, reason, text")] = None,
+    rejected: Annotated[Path | None, option("write the bad rows here: file, line, reason, text")] = None,
     keep_duplicates: KeepDuplicates = False,
     near_duplicates: NearDuplicates = None,
     workers: Workers = None,
@@ -127,17 +124,16 @@ def data_validate(
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
-@data_app.command(
-    "inspect",
-    epilog="Examples:  ttrain data inspect shards\n\n"
-    "ttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
+@command(
+    data_app,
+    "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
-    shards: Annotated[Path, typer.Argument(help="shards, the directory with train/ and heldout/, or an artifact")],
-    rows: Annotated[int, typer.Option(min=1, help="how many")] = 3,
+    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact")],
+    rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed for choosing random rows; without it the first rows")] = None,
-    records: Annotated[bool, typer.Option("--records", help="records as they are stored, instead of packed rows")] = False,
+    seed: Annotated[int | None, option("seed for choosing random rows; without it the first rows", min=0)] = None,
+    records: Annotated[bool, option("records as they are stored, instead of packed rows", "--records")] = False,
     tokenizer: TokenizerDirectory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +141,6 @@ def data_inspect(
     from ttrain.cli import data_reports
     from ttrain.data import inspect
     from ttrain.data.shards import ShardSet
-    from ttrain.store.artifacts import ArtifactStore
 
     shard_directory = next(iter(inspect.parts_of(shards).values()))
     encoder = inspect.encoder_of(shard_directory, tokenizer, ArtifactStore(home()))
@@ -166,12 +161,11 @@ def data_inspect(
         data_reports.print_tokens(entry, pieces.special)
 
 
-@data_app.command(
-    "stats",
-    epilog="Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json",
+@command(
+    data_app, "Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
 )
 def data_stats(
-    paths: Annotated[list[str], typer.Argument(help="shards, or files as of `data shard`", metavar="PATH")],
+    paths: Annotated[list[str], argument("shards, or files as of `data shard`", metavar="PATH")],
     row_length: RowLength = 256,
     kind: Kind = "auto",
     text_field: TextField = None,
@@ -183,7 +177,6 @@ def data_stats(
     """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
     from ttrain.cli import data_reports
     from ttrain.data import inspect
-    from ttrain.store.artifacts import ArtifactStore
 
     reading = _reading(  # near-duplicates are counted beside exact ones, not with them
         text_field, rejected_fraction=1.0, deduplicate=bool(near_duplicates), near_duplicates=near_duplicates
@@ -195,23 +188,23 @@ def data_stats(
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 
 
-@tokenizer_app.command(
-    "train",
-    epilog="Examples:  ttrain tokenizer train docs.jsonl --out tokenizer --vocab-size 6400\n\n"
+@command(
+    tokenizer_app,
+    "Examples:  ttrain tokenizer train docs.jsonl --out tokenizer --vocab-size 6400\n\n"
     "ttrain tokenizer train docs.jsonl --out tokenizer --max-lines 500000 --sample reservoir --seed 1\n\n"
     "ttrain tokenizer train docs.jsonl --out tokenizer --existing Qwen/Qwen3-0.6B",
 )
 def tokenizer_train(
     files: Files,
-    out: Annotated[Path, typer.Option(help="directory for the tokenizer; it must be empty or missing")],
-    vocab_size: Annotated[int, typer.Option(min=300, help="entries, with the 256 bytes and the special tokens")] = 6400,
-    max_lines: Annotated[int | None, typer.Option(min=1, help="documents to learn from; without it all")] = None,
+    out: Annotated[Path, option("directory for the tokenizer; it must be empty or missing")],
+    vocab_size: Annotated[int, option("entries, with the 256 bytes and the special tokens", min=300)] = 6400,
+    max_lines: Annotated[int | None, option("documents to learn from; without it all", min=1)] = None,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
-    max_bytes: Annotated[int, typer.Option(min=10_000, help="text to learn from, in UTF-8 bytes")] = 50_000_000,
+    max_bytes: Annotated[int, option("text to learn from, in UTF-8 bytes", min=10_000)] = 50_000_000,
     text_field: TextField = None,
-    template: Annotated[Literal["ttrain", "tinyseek", "own"], typer.Option(help="own: the existing tokenizer's")] = "ttrain",
-    existing: Annotated[str | None, typer.Option(help="take this tokenizer: a folder, or owner/name[@revision]")] = None,
+    template: Annotated[Literal["ttrain", "tinyseek", "own"], option("own: the existing tokenizer's")] = "ttrain",
+    existing: Annotated[str | None, option("take this tokenizer: a folder, or owner/name[@revision]")] = None,
     max_rejected: MaxRejected = 0.01,
     as_json: AsJson = False,
 ) -> None:
@@ -232,13 +225,10 @@ def tokenizer_train(
     data_reports.show([summary if as_json else {**summary, **memory}], as_json=as_json)
 
 
-@tokenizer_app.command(
-    "inspect",
-    epilog="Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'",
-)
+@command(tokenizer_app, "Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'")
 def tokenizer_inspect(
-    directory: Annotated[Path, typer.Argument(help="directory of the tokenizer, or an artifact of its stage")],
-    text: Annotated[str | None, typer.Option(help="show the tokens of this text")] = None,
+    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage")],
+    text: Annotated[str | None, option("show the tokens of this text")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a tokenizer's vocabulary, special tokens and template, and the tokens of a text."""
@@ -284,23 +274,19 @@ def _kind(kind: str, text_field: str | None) -> str | None:
 SHOWN_ITEMS = 10
 
 
-@data_app.command(
-    "contamination",
-    epilog="Examples:  ttrain data contamination shards --items poems.jsonl\n\n"
+@command(
+    data_app,
+    "Examples:  ttrain data contamination shards --items poems.jsonl\n\n"
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(
-    shards: Annotated[list[Path], typer.Argument(help="shards, directories with train/ in them, or artifacts")],
+    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts")],
     items: Annotated[
         list[str] | None,
-        typer.Option(help="a suite, or JSONL with items; without it the records held out beside the shards"),
+        option("a suite, or JSONL with items; without it the records held out beside the shards"),
     ] = None,
-    overlap_bytes: Annotated[
-        int, typer.Option(min=24, help="shortest common part that counts, in bytes of UTF-8 letters")
-    ] = 32,
-    overlap_share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="share of an item that a document must contain to count")
-    ] = 0.5,
+    overlap_bytes: Annotated[int, option("shortest common part that counts, in bytes of UTF-8 letters", min=24)] = 32,
+    overlap_share: Annotated[float, option("share of an item that a document must contain to count", min=0.01, max=1)] = 0.5,
     tokenizer: TokenizerDirectory = None,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -311,7 +297,6 @@ def data_contamination(
     """
     from ttrain.data.contamination import OverlapRule
     from ttrain.data.sharding import Processes
-    from ttrain.store.artifacts import ArtifactStore
 
     rule = OverlapRule(overlap_bytes, overlap_share)
     with Processes(workers or os.cpu_count() or 1) as pool, bar("searching", "shards") as progress:
@@ -347,7 +332,7 @@ def scan_directories(
     store: ArtifactStore,
     pool: Pool,
     progress: Callable[[int], None],
-) -> dict[str, Any]:
+) -> JsonDict:
     """Scan all training shards of the directories. `item_sources`: suites or files of items; none: the held-out records.
 
     `progress` is called with the number of finished shards. Raises UsageError where there are no shards or no items.
@@ -356,9 +341,8 @@ def scan_directories(
     from ttrain.data.shards import ShardSet
     from ttrain.pipeline.input_files import evaluation_files
 
-    shard_directories = [
-        shard_directory for directory in directories for shard_directory in _training_directories(directory)
-    ]
+    parts = [part for directory in directories for part in inspect.parts_of(directory).items()]
+    shard_directories = [shard_directory for name, shard_directory in parts if name != "heldout"]
     against = (
         contamination.overlap_check(evaluation_files(item_sources, "--items"), rule, remove=False)
         if item_sources
@@ -383,7 +367,7 @@ def scan_directories(
     return contamination.report(against, scans)
 
 
-def report_table(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def report_table(report: JsonDict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(header, rows) of the table of tasks."""
     header = ("task", "items", "in training", "share", "touched", "too short", "not read")
     return header, [
@@ -395,13 +379,6 @@ def report_table(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[st
         )
         for name, task in report["tasks"].items()
     ]
-
-
-def _training_directories(directory: Path) -> list[Path]:
-    """The sets of shards that a model is trained on."""
-    from ttrain.data import inspect
-
-    return [shard_directory for name, shard_directory in inspect.parts_of(directory).items() if name != "heldout"]
 
 
 def _heldout(shard_directories: Sequence[Path], rule: OverlapRule) -> OverlapCheck:

@@ -9,14 +9,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
-import typer
+from typer import Exit
 
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
-from ttrain.core.files import exclusive, write_json
+from ttrain.core.files import JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.hashing import stamp
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
@@ -55,7 +54,7 @@ UNKNOWN_ROWS = "unknown without the tokenizer; name it with --tokenizer"
 Table = tuple[tuple[str, ...], Sequence[Sequence[object]]]
 
 
-def show(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_overview: bool = False) -> None:
+def show(reports: Sequence[JsonObject], *, as_json: bool, is_overview: bool = False) -> None:
     """Print reports as JSON, one of them without a list around it, or as tables; as an overview in one row each."""
     if as_json:
         print_json(reports if len(reports) > 1 else reports[0])
@@ -72,7 +71,7 @@ def show(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_overview: bo
         table(("first bad rows",), bad[:SHOWN_BAD_ROWS])
 
 
-def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
+def _tables(report: JsonObject) -> Iterator[Table]:
     """(header, rows) of each table: figures, lengths, scripts; of shards for each part; special tokens and files."""
     for name, part in report.get("parts", {}).items():
         yield from _tables({**part, "file": f"{report['path']}, {name}"})
@@ -98,7 +97,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
         yield tuple(names), [[_shown(name, file.get(name, "")) for name in names] for file in report["files"]]
 
 
-def _lengths(lengths: Mapping[str, Any], kind: str) -> Iterator[Table]:
+def _lengths(lengths: JsonObject, kind: str) -> Iterator[Table]:
     if not lengths["records"]:
         return
     most = max(count for _, _, count in lengths["histogram"])
@@ -159,7 +158,7 @@ def _total_bytes(sources: Iterable[str]) -> int | None:
 
 def report_on(
     patterns: Sequence[str], reading: Reading, kind: str | None, workers: int | None, *, as_json: bool,
-    measured: bool = False, rejected: Path | None = None, shards: Sequence[Mapping[str, Any]] = (),
+    measured: bool = False, rejected: Path | None = None, shards: Sequence[JsonObject] = (),
 ) -> None:  # fmt: skip
     """Print the reports on files, after those on `shards`. Exits with 2 if a file is missing, with 1 if one is unusable."""
     sources: dict[str, None] = {}
@@ -186,7 +185,7 @@ def report_on(
     for message in failed:
         print(f"error: {escaped(message)}", file=sys.stderr)
     if failed:
-        raise typer.Exit(2 if missing else 1)
+        raise Exit(2 if missing else 1)
 
 
 LOCK = Path("run", "lock")
@@ -203,7 +202,7 @@ def shard(
     pool: Pool,
     progress: Callable[[int], None] = lambda rows: None,
     waiting: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Make the shards of the files (which `locations.expand` found) in `output`, which `check_output` allowed.
 
     Returns the figures, also in `run/summary.json`. If too many rows are bad, they have an "error", and `output` is
@@ -265,7 +264,7 @@ def check_output(output: Path, patterns: Sequence[str], sources: Sequence[str]) 
 
 def train_tokenizer(
     sources: Sequence[str], output: Path, config: Tokenizer, reading: Reading, progress: Callable[[int], None]
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train a tokenizer on the files (or take `config.existing`) and leave it in `output`, all of it or nothing.
 
     Returns the figures, which are also in `run/summary.json`, and the peak memory of this process. Raises UsageError where

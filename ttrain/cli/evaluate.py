@@ -6,27 +6,26 @@ import contextlib
 import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, with_option_groups
-from ttrain.core.files import read_json, user_path
+from ttrain.cli.options import AsJson, argument, option
+from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.integrity import verify_artifact
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.evaluate import suites
     from ttrain.evaluate.results import Results
     from ttrain.evaluate.suites import LoadedSuite
     from ttrain.evaluate.task_result import TaskResult
-    from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.layout import Artifact
-    from ttrain.store.model_files import Reference
 
 
 EPILOG = (
@@ -40,44 +39,42 @@ MODELS_HELP = (
     "compared with the first"
 )
 
-KINDS = ("text", "chats", "pairs", "choices", "last_word", "generation")
+ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")]
 
-ModelNames = Annotated[list[str], typer.Argument(help=MODELS_HELP, metavar="MODEL...")]
-
-Suites = Annotated[
-    list[str] | None, typer.Option("--suite", "-s", metavar="SUITE", help="tasks: a name, or a YAML file; repeatable")
-]
+Suites = Annotated[list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")]
 
 
 def _file(name: str, shape: str) -> Any:
-    return typer.Option(name, metavar="FILE", help=f"JSON Lines, {shape}; repeatable")
+    return option(f"JSON Lines, {shape}; repeatable", name, metavar="FILE")
 
 
-@with_option_groups
+@dataclass(frozen=True)
+class TaskFiles:
+    """The options that name files of items, one for each kind of task."""
+
+    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None
+    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None
+    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None
+    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None
+    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None
+    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None
+
+
 def evaluate(
     models: ModelNames,
     suite: Suites = None,
-    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None,
-    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None,
-    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None,
-    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None,
-    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None,
-    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None,
+    *,
+    files: TaskFiles,
     match: Annotated[
         Literal["auto", "exact", "numeric"] | None,
-        typer.Option(help="how answers of --generation are compared; auto: as numbers where all are"),
+        option("how answers of --generation are compared; auto: as numbers where all are"),
     ] = None,
-    shots: Annotated[int | None, typer.Option(min=0, max=64, help="worked examples before each item")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="items of each task, drawn by its seed")] = None,
-    items: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write every item and answer there, as JSON Lines")
-    ] = None,
-    track: Annotated[bool, typer.Option("--track", help="keep the results in MLflow, below the run of the model")] = False,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="padded tokens of a forward pass: bounds the memory")
-    ] = None,
+    shots: Annotated[int | None, option("worked examples before each item", min=0, max=64)] = None,
+    limit: Annotated[int | None, option("items of each task, drawn by its seed", min=1)] = None,
+    items: Annotated[Path | None, option("write every item and answer there, as JSON Lines", metavar="FILE")] = None,
+    track: Annotated[bool, option("keep the results in MLflow, below the run of the model", "--track")] = False,
+    batch_tokens: Annotated[int | None, option("padded tokens of a forward pass: bounds the memory", min=1)] = None,
     as_json: AsJson = False,
-    *,
     loading_options: LoadingOptions,
 ) -> None:
     """Evaluate models with confidence intervals, and compare them on the same items.
@@ -86,12 +83,11 @@ def evaluate(
     """
     from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
-    from ttrain.store import artifacts
 
-    files = dict(zip(KINDS, (text, chats, pairs, choices, last_word, generation), strict=True))
-    loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in _load_suites(suite or (), files)]
+    named = _load_suites(suite or (), asdict(files))
+    loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in named]
     resolved_models = references.resolve_all(models, base=loading_options.base, from_hub=True, run=loading_options.run)
-    home = artifacts.ArtifactStore(layout.home())
+    home = ArtifactStore(layout.home())
     heldout = heldout_of(resolved_models, home)
     identified, notes = lineage_names.lines_of(resolved_models, home), list[str]()
     if not loaded_suites:
@@ -127,7 +123,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     twice."""
     from ttrain.evaluate import suites
 
-    tasks: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, JsonDict] = {}
     option_by_task: dict[str, str] = {}
     for kind, paths in files.items():
         option, resolved_paths = f"--{kind.replace('_', '-')}", set[Path]()
@@ -148,7 +144,7 @@ def _load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> l
     return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", option_by_task)] if tasks else [])]
 
 
-def _task_name(path: Path, tasks: dict[str, Any]) -> str:
+def _task_name(path: Path, tasks: JsonDict) -> str:
     """The task name of a file: its name without suffixes; a second file of the same name gets a number."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
     return next(name for name in (stem, *(f"{stem}-{number}" for number in range(2, 10**6))) if name not in tasks)
@@ -221,7 +217,7 @@ def _show(results: Results, notes: Sequence[str]) -> None:
 COMPARISON_TABLE = "comparison_table.json"
 
 
-Records = Mapping[str, Sequence[Mapping[str, Any]]]
+Records = Mapping[str, Sequence[JsonObject]]
 
 
 def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[suites.LoadedSuite, list[str]]:
@@ -248,13 +244,13 @@ def default_suite(heldout: Records, references: Sequence[Reference]) -> tuple[su
     return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
 
 
-def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[dict[str, Any]]]:
+def heldout_of(references: Sequence[Reference], store: ArtifactStore) -> dict[str, list[JsonDict]]:
     """Held-out records by part, each from the first model that has them in this store: a base model has no chats, but a
     model trained on top of it has."""
     from ttrain.evaluate.items import comparable
     from ttrain.stages.shards import heldout_records
 
-    records_by_part: dict[str, list[dict[str, Any]]] = {}
+    records_by_part: dict[str, list[JsonDict]] = {}
     for reference in references:
         for part_name, artifact in _held_out(reference.artifact, store).items():
             if part_name not in records_by_part and (records := comparable(heldout_records(artifact.path))):
@@ -308,15 +304,14 @@ def check_writable(path: Path, loaded_suites: Sequence[suites.LoadedSuite]) -> N
     """Raise UsageError, before the work, if the items cannot be written or would overwrite an input file."""
     from ttrain.evaluate import suites
 
+    with _write_errors_as_usage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # changes nothing of a file that exists
     for loaded in loaded_suites:
         read = [] if loaded.file is None else [(f"the suite is {loaded.name}", loaded.file)]
         for usage, file in (*read, *suites.task_files(loaded)):
-            if _same(path, file):
+            if file.exists() and path.samefile(file):
                 raise UsageError(f"--items is {path}, but {usage}, which would be overwritten; name another file")
-    with _write_errors_as_usage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
 
 
 def write_items(path: Path, results: Results) -> None:
@@ -325,14 +320,6 @@ def write_items(path: Path, results: Results) -> None:
 
     with _write_errors_as_usage_errors(path), path.open("wb") as file:
         file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
-
-
-def _same(first: Path, second: Path) -> bool:
-    """Whether both paths are the same file, through links too; it need not exist yet."""
-    try:
-        return first.samefile(second)
-    except OSError:
-        return first.resolve() == second.resolve()
 
 
 @contextlib.contextmanager
@@ -346,7 +333,6 @@ def _write_errors_as_usage_errors(path: Path) -> Iterator[None]:
 def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
     """The shards that a model and its base models were trained on, by part."""
     from ttrain.config.training import TRAINING_STAGES
-    from ttrain.store.integrity import verify_artifact
 
     parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-
-import typer
+from typing import TYPE_CHECKING, Annotated, cast
 
 from ttrain.cli import train as train_task
-from ttrain.cli.options import Allow, AsJson, Files, command_group, task_settings
+from ttrain.cli.options import Allow, AsJson, Files, argument, command, command_group, option, task_settings
 from ttrain.core import redact
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
 from ttrain.core.text import format_duration
 from ttrain.errors import UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.config import Expert, Gate
     from ttrain.config.loading import Override
     from ttrain.pipeline.progress_display import Display
-    from ttrain.store.model_files import Reference
 
 
 gate_app = command_group(
@@ -31,29 +30,27 @@ gate_app = command_group(
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
 
-Directory = Annotated[Path, typer.Argument(help="directory of a trained gate", metavar="GATE")]
+Directory = Annotated[Path, argument("directory of a trained gate", metavar="GATE")]
 
 
-@gate_app.command(
-    "train",
-    epilog="Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
+@command(
+    gate_app,
+    "Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
     "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data mixed.jsonl --out gate hidden=128",
 )
 def gate_train(
     experts: Annotated[
         list[str],
-        typer.Option(
-            help="models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory",
-        ),
+        option("models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"),
     ],
-    out: Annotated[Path, typer.Option(help="directory of the gate")],
+    out: Annotated[Path, option("directory of the gate")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     allow: Allow = None,
@@ -80,7 +77,7 @@ def gate_train(
     print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
 
 
-@gate_app.command("show", epilog="Example:  ttrain gate show gate")
+@command(gate_app, "Example:  ttrain gate show gate")
 def gate_show(directory: Directory, as_json: AsJson = False) -> None:
     """Show the experts, whether each has changed since the gate was trained, and how well the gate routes."""
     from ttrain.inference import gate_files as files
@@ -101,13 +98,12 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
     print_figures(gate.figures)
 
 
-@gate_app.command(
-    "route",
-    epilog="Examples:  ttrain gate route gate 'What is a tuple?'\n\ncat questions.txt | ttrain gate route gate - --json",
+@command(
+    gate_app, "Examples:  ttrain gate route gate 'What is a tuple?'\n\ncat questions.txt | ttrain gate route gate - --json"
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="the text; -: each line of standard input is one", callback=encodable)],
+    text: Annotated[str, argument("the text; -: each line of standard input is one", callback=encodable)],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""
@@ -127,7 +123,7 @@ def gate_route(
         print(f"{escaped(names[number])}  {probabilities[number]:.0%}  {escaped(routed_text)}")
 
 
-def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
+def _print_experts(names: list[str], figures: JsonObject) -> None:
     rows = [
         (name, f"{expert['loss']:.4f}", f"{expert['best_share']:.1%}", f"{expert['routed_share']:.1%}")
         for name, expert in zip(names, figures["experts"], strict=True)
@@ -135,7 +131,7 @@ def _print_experts(names: list[str], figures: Mapping[str, Any]) -> None:
     table(("expert", figures["unit"], "best at", "routed to"), rows)
 
 
-def print_figures(figures: Mapping[str, Any]) -> None:
+def print_figures(figures: JsonObject) -> None:
     """Print the table of a gate's routing metrics, and a warning if the gate gains nothing."""
     gain = "" if figures["gain"] is None else f"{figures['gain']:.1%} of what the best choices would gain"
     rows = [
@@ -161,7 +157,7 @@ def train(
     out: Path,
     allow: Sequence[str],
     display: Display,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train the gate, or continue where the same command was stopped; returns its figures.
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
@@ -234,7 +230,6 @@ def check_length(expert: Expert, settings: Gate) -> None:
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
     """The records held out from each expert's training data. Raises UsageError if there are none."""
-    from ttrain.store.artifacts import ArtifactStore
 
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:
@@ -246,11 +241,8 @@ def heldout_files(experts: Sequence[Reference]) -> list[str]:
             )
         heldout_directory = artifact.path / "heldout"
         index = read_object(heldout_directory / "index.json")
-        files.update(
-            dict.fromkeys(
-                str(heldout_directory / shard["records"]) for shard in index.get("shards", ()) if "records" in shard
-            )
-        )
+        names = (shard["records"] for shard in index.get("shards", ()) if "records" in shard)
+        files |= dict.fromkeys(str(heldout_directory / name) for name in names)
     if not files:
         raise UsageError("the experts' data has no held-out records; name files with --data")
     return list(files)

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
+from typer import Abort, Exit, Typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
@@ -20,11 +20,8 @@ from ttrain.cli import (
     chat,
     compare,
     data,
-    doctor,
     evaluate,
-    export,
     gate,
-    lineage,
     model,
     nightly,
     pipeline,
@@ -38,7 +35,10 @@ from ttrain.cli.options import (
     Extend,
     Force,
     SettingsOptions,
+    argument,
+    command,
     command_group,
+    option,
     run_words,
     server_settings,
     stage_words,
@@ -74,7 +74,7 @@ class _Root(TyperGroup):
         return sorted(self.commands, key=place)
 
 
-app = typer.Typer(
+app = Typer(
     name="ttrain",
     cls=_Root,
     no_args_is_help=True,
@@ -106,7 +106,7 @@ for name, group, panel in (
 ):
     app.add_typer(group, name=name, rich_help_panel=panel)
 registry.models_app.command("size", epilog=model.SIZE_EPILOG)(model.size)
-registry.models_app.command("import", epilog=model.EPILOG)(model.import_model)
+registry.models_app.command("import", epilog=model.IMPORT_EPILOG)(model.import_model)
 
 
 def _version(show: bool) -> None:
@@ -121,14 +121,14 @@ def _version(show: bool) -> None:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 print(f"{library} {metadata.version(library)}")
         print(f"home {escaped(str(layout.home()))}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def main_options(
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    debug: Annotated[bool, option("show tracebacks", "--debug")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the versions and the home")
+        bool, option("print the versions and the home", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -136,14 +136,11 @@ def main_options(
         os.environ["TTRAIN_DEBUG"] = "1"
 
 
-@stage_app.command("run", epilog="Example:  ttrain stage run sft sft.optim.lr=2e-4")
-@with_option_groups
+@command(stage_app, "Example:  ttrain stage run sft sft.optim.lr=2e-4")
 def stage_run(
     stage: Annotated[
         str,
-        typer.Argument(
-            help="the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words
-        ),
+        argument("the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words),
     ],
     settings_options: SettingsOptions,
     extend: Extend = False,
@@ -166,34 +163,34 @@ def stage_run(
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
 
 
-@stage_app.command("list", epilog="Example:  ttrain stage list")
+@command(stage_app, "Example:  ttrain stage list")
 def stage_list(as_json: AsJson = False) -> None:
     """List the stages, each with what it does."""
     from ttrain.stages import STAGES
 
+    abouts = {stage.name: stage.about for stage in STAGES.values()}
     if as_json:
-        print_json({stage.name: stage.about for stage in STAGES.values()})
-        return
-    table(("stage", "what it does"), [(stage.name, stage.about) for stage in STAGES.values()])
+        print_json(abouts)
+    else:
+        table(("stage", "what it does"), list(abouts.items()))
 
 
-@config_app.command("show", epilog="Example:  ttrain config show sft.epochs=2 --profile small")
-@with_option_groups
+@command(config_app, "Example:  ttrain config show sft.epochs=2 --profile small")
 def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> None:
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import flatten
 
     loaded = settings_options.load()
     tree = loaded.settings.model_dump(mode="json")
+    values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
     if as_json:
-        values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
         print_json(values)
         return
-    for key, value in flatten(tree):
-        print(f"{key}: {json.dumps(value, ensure_ascii=False)}  # {loaded.sources.get(key, 'default')}")
+    for key, entry in values.items():
+        print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
 
 
-@config_app.command("schema", epilog="Example:  ttrain config schema > ttrain.schema.json")
+@command(config_app, "Example:  ttrain config schema > ttrain.schema.json")
 def config_schema() -> None:
     """Print the JSON schema of the settings, for editors."""
     from ttrain.config import Settings
@@ -201,35 +198,21 @@ def config_schema() -> None:
     print_json(Settings.model_json_schema())
 
 
-app.command(
-    "chat",
-    rich_help_panel=USE,
-    epilog="Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
-    "ttrain chat lora --adapter ./other-adapter\n\n"
-    "echo 'What is a list?' | ttrain chat sft --json",
-)(chat.chat)
-app.command(
-    "generate",
-    rich_help_panel=USE,
-    epilog="Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
-    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
-)(chat.generate)
-app.command(
-    "serve",
-    rich_help_panel=USE,
-    context_settings={"allow_extra_args": True},
-    epilog="Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
-)(chat.serve)
-app.command(
-    "doctor", rich_help_panel=TRAIN, epilog="Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
-)(doctor.doctor)
-
-
-app.command("train", rich_help_panel=TRAIN, epilog=train.EPILOG)(train.train)
-app.command("eval", rich_help_panel=USE, epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command("export", rich_help_panel=USE, epilog=export.EPILOG)(export.export)
-lineage.add_lineage(app, LOOK)
-compare.add_pages(app, LOOK)
+for name, function, panel, epilog in (
+    ("chat", chat.chat, USE, chat.CHAT_EPILOG),
+    ("generate", chat.generate, USE, chat.GENERATE_EPILOG),
+    ("serve", chat.serve, USE, chat.SERVE_EPILOG),
+    ("doctor", train.doctor, TRAIN, train.DOCTOR_EPILOG),
+    ("train", train.train, TRAIN, train.EPILOG),
+    ("eval", evaluate.evaluate, USE, evaluate.EPILOG),
+    ("export", model.export, USE, model.EXPORT_EPILOG),
+    ("lineage", registry.lineage, LOOK, registry.LINEAGE_EPILOG),
+    ("reproduce", registry.reproduce, LOOK, registry.REPRODUCE_EPILOG),
+    ("compare", compare.compare, LOOK, compare.COMPARE_EPILOG),
+    ("report", compare.report, LOOK, compare.REPORT_EPILOG),
+):
+    settings = {"allow_extra_args": name == "serve"}
+    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(with_option_groups(function))
 
 
 @app.command(
@@ -241,15 +224,15 @@ compare.add_pages(app, LOOK)
 def up(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
+            "runs to open in MLflow, compared if several; servers.auth=off",
             metavar="[RUN|KEY=VALUE]...",
-            help="runs to open in MLflow, compared if several; servers.auth=off",
             autocompletion=run_words,
         ),
     ] = None,
-    prefect_port: Annotated[int, typer.Option(help="of the Prefect server")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="of the MLflow server")] = 5000,
-    opens: Annotated[bool, typer.Option("--open", help="open MLflow in the browser")] = False,
+    prefect_port: Annotated[int, option("of the Prefect server")] = 4200,
+    mlflow_port: Annotated[int, option("of the MLflow server")] = 5000,
+    opens: Annotated[bool, option("open MLflow in the browser", "--open")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
@@ -308,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
         problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
         _print_error(f"{problem[:1].lower()}{problem[1:]}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
-    except typer.Abort:
+    except Abort:
         sys.exit(130)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):

@@ -1,15 +1,27 @@
-"""`ttrain models size`, `ttrain models import` and `ttrain adapter`: arguments and output."""
+"""`ttrain export`, `ttrain models size`, `ttrain models import` and `ttrain adapter`: arguments and output."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from ttrain.cli.options import AdapterBase, AsJson, Files, Profiles, SettingsOptions, command_group
+from ttrain.cli.options import (
+    AdapterBase,
+    AsJson,
+    Files,
+    Profiles,
+    RunName,
+    SettingsOptions,
+    argument,
+    command,
+    command_group,
+    option,
+    resolved_models,
+)
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -21,19 +33,20 @@ if TYPE_CHECKING:
     from ttrain.config import Model, Settings
 
 
-EPILOG = (
+MODEL_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory"
+IMPORT_EPILOG = (
     "Examples:  ttrain models import TinySeek_Pre_final.pkl --to tinyseek\n\n"
     "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model"
 )
 
 
 def import_model(
-    source: Annotated[Path, typer.Argument(help="a state dict of TinySeek's or MiniMind's code, or a directory with one")],
-    to: Annotated[Path, typer.Option(help="directory to write; it must be empty or missing")],
-    config: Annotated[Path | None, typer.Option(help="its model_config.json, if it is not beside the source")] = None,
+    source: Annotated[Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    to: Annotated[Path, option("directory to write; it must be empty or missing")],
+    config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="directory of a Hugging Face tokenizer to include; default: the one beside the source"),
+        option("directory of a Hugging Face tokenizer to include; default: the one beside the source"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,11 +80,11 @@ SIZE_EPILOG = (
 def size(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PRESET|KEY=VALUE]...", help="a preset, and settings that override it"),
+        argument("a preset, and settings that override it", metavar="[PRESET|KEY=VALUE]..."),
     ] = None,
     config: Files = None,
     profile: Profiles = None,
-    kinds: Annotated[bool, typer.Option("--kinds", help="list every model.kind instead")] = False,
+    kinds: Annotated[bool, option("list every model.kind instead", "--kinds")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print parameters, FLOPs and memory of the presets, or of the model with the given settings."""
@@ -81,6 +94,7 @@ def size(
     if not (arguments or config or profile):
         _show_presets(as_json)
         return
+    from ttrain.config import Model, Settings
     from ttrain.config.model import vocab_size_of
 
     presets = [word for word in arguments or () if "=" not in word]
@@ -90,19 +104,14 @@ def size(
     loaded = SettingsOptions(overrides, config, profile).load()
     preset_vocabulary = bool(presets) and "tokenizer.vocab_size" not in loaded.sources
 
-    shipped = of_presets().get(presets[0]) if preset_vocabulary and _is_preset(loaded.settings, presets[0]) else None
-    cost = shipped or of_settings(loaded.settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
+    settings, shipped = loaded.settings, None
+    if preset_vocabulary and settings.model == Model(preset=presets[0]):
+        shipped = of_presets().get(presets[0]) if settings.pretrain.row_length == Settings().pretrain.row_length else None
+    cost = shipped or of_settings(settings, vocab_size=vocab_size_of(presets[0]) if preset_vocabulary else None)
     if as_json:
         print_json(cost)
         return
     _print_cost(cost, "of the preset" if preset_vocabulary else "tokenizer.vocab_size")
-
-
-def _is_preset(settings: Settings, name: str) -> bool:
-    """Whether a model of these settings is that of the preset, with rows of the default length."""
-    from ttrain.config import Model, Settings
-
-    return settings.model == Model(preset=name) and settings.pretrain.row_length == Settings().pretrain.row_length
 
 
 def _print_cost(cost: ModelCost, vocabulary: str) -> None:
@@ -158,19 +167,15 @@ def _show_kinds(as_json: bool) -> None:
         print_escaped("  ".join(f"{name:24}" for name in kinds[start : start + SHOWN_KINDS]).rstrip())
 
 
-REFERENCE_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory, of an adapter"
-
 adapter_app = command_group(
     help="Show adapters. `ttrain export REF --merge` merges one into its base.",
     epilog="Example:  ttrain adapter show lora",
 )
 
 
-@adapter_app.command(
-    "show", epilog="Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json"
-)
-def show_adapter(
-    reference: Annotated[str, typer.Argument(metavar="REF", help=REFERENCE_HELP)],
+@command(adapter_app, "Examples:  ttrain adapter show lora\n\nttrain adapter show out/expert --base sft --json")
+def adapter_show(
+    reference: Annotated[str, argument(f"{MODEL_HELP}, of an adapter", metavar="REF")],
     base: AdapterBase = None,
     as_json: AsJson = False,
 ) -> None:
@@ -243,9 +248,8 @@ def cost(config: Model, *, vocab_size: int, row_length: int) -> ModelCost:
     from ttrain.train.monitor import flops_per_token, visited_shares
 
     with torch.device("meta"):
-        model = factory.construct(config, vocab_size=vocab_size, ids=IDS)
-    untyped_model: Any = model
-    second = untyped_model.get_output_embeddings().weight.numel() if config.multi_token else 0
+        model: Any = factory.construct(config, vocab_size=vocab_size, ids=IDS)
+    second = model.get_output_embeddings().weight.numel() if config.multi_token else 0
     total = sum(p.numel() for p in model.parameters())
     shares = visited_shares(model)
     active = sum(round(p.numel() * shares.get(name, 1.0)) for name, p in model.named_parameters())
@@ -298,15 +302,92 @@ def _state_numbers(model: nn.Module, kind: Any) -> int:
     return sum(STATE_NUMBERS[group["optimizer"]] * group["parameters"] for group in groups)
 
 
-def _embedding_parameters(model: nn.Module) -> int:
+def _embedding_parameters(model: Any) -> int:
     from ttrain.train.monitor import looked_up_weights
 
-    untyped_model: Any = model
     tables = looked_up_weights(model)
-    heads = [
-        module.weight
-        for module in (untyped_model.get_input_embeddings(), untyped_model.get_output_embeddings())
-        if module is not None
-    ]
-    count_by_id = {id(p): p.numel() for name, p in model.named_parameters() if name in tables}
-    return sum({**count_by_id, **{id(weight): weight.numel() for weight in heads}}.values())
+    weights = [parameter for name, parameter in model.named_parameters() if name in tables]
+    heads = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    by_id = {id(weight): weight.numel() for weight in (*weights, *(head.weight for head in heads))}
+    return sum(by_id.values())
+
+
+EXPORT_EPILOG = (
+    "Examples:  ttrain export sft --to out/chat\n\n"
+    "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
+    "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB"
+)
+
+
+def quieten() -> None:
+    """Hide FutureWarnings of libraries, and the Hub's progress bars if standard error is not a terminal."""
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def export(
+    reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
+    to: Annotated[Path, option("the directory to write")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")] = "bf16",
+    merge: Annotated[bool, option("an adapter becomes part of its base: one full model", "--merge")] = False,
+    run: RunName = None,
+    base: AdapterBase = None,
+    shard_size: Annotated[str, option("largest weights file, for example 500MB")] = "5GB",
+    keep_head: Annotated[bool, option("write the second head beside the model", "--keep-head")] = False,
+    licence: Annotated[str | None, option("of the model, for its card, for example apache-2.0", "--license")] = None,
+    gguf: Annotated[
+        Path | None,
+        option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
+    ] = None,
+    push: Annotated[
+        str | None,
+        option("also upload it to this repository of the Hugging Face Hub, with HF_TOKEN", metavar="OWNER/NAME"),
+    ] = None,
+    public: Annotated[bool, option("with --push: a new repository is public", "--public")] = False,
+    force: Annotated[bool, option("replace the model in a directory that is not empty", "--force")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
+    from ttrain.export import export as work
+    from ttrain.pipeline import lineage_names
+
+    quieten()
+    if push is not None:
+        work.check_repository(push)
+    [model] = resolved_models([reference], [base], run, stderr=as_json)
+    request = work.Request(
+        dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
+    )
+    exported = work.export(model, to, request, say=lambda text: print_escaped(text, stderr=True))
+    address = work.push(exported, push, public=public) if push is not None else None
+    if as_json:
+        print_json(
+            {
+                **lineage_names.to_json(model),
+                "directory": str(exported.directory),
+                "kind": exported.kind,
+                "dtype": exported.dtype,
+                "parameters": exported.parameters,
+                "bytes": sum(exported.files.values()),
+                "files": exported.files,
+                "remarks": list(exported.remarks),
+                **({"pushed": address} if address else {}),
+            }
+        )
+        return
+    table(("file", "bytes"), [(name, f"{size:,}") for name, size in exported.files.items()])
+    print_escaped(f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}")
+    for remark in exported.remarks:
+        print_escaped(remark)
+    if address:
+        print_escaped(f"uploaded to {address}")
+    if exported.kind == "model":
+        trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
+        print_escaped(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')
+        print_escaped(f"try it:  ttrain chat {exported.directory}")
+    else:
+        print_escaped(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')

@@ -6,19 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from ttrain.cli.options import AsJson, ServerOverrides, SettingsOptions, command_group, server_settings, with_option_groups
+from ttrain.cli.options import (
+    AsJson,
+    ServerOverrides,
+    SettingsOptions,
+    argument,
+    command,
+    command_group,
+    option,
+    server_settings,
+)
 from ttrain.core import redact
 from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
     from ttrain.pipeline.labels import Labels
-    from ttrain.store.artifacts import ArtifactStore
 
 
 NIGHTLY = "nightly"
@@ -43,13 +50,10 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
 
     planned = plan_night(with_absolute_paths(loaded.settings), _store(loaded))
     snapshot = planned.frozen
+    frozen_files = snapshot.files.items() if snapshot else ()
+    files = {name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files}
     if as_json:
         stages = plan.plan_json(NIGHTLY, planned.stages)["stages"]
-        files = (
-            {name: [redact.url(file["location"]) for file in entries] for name, entries in snapshot.files.items()}
-            if snapshot
-            else {}
-        )
         champion = snapshot.champion.version if snapshot and snapshot.champion else None
         print_json({
             "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files,
@@ -61,8 +65,8 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     if snapshot is None:
         return
     for dataset in LEARNT:
-        for file in snapshot.files.get(dataset, ()):
-            print_escaped(f"  data.{dataset}: {redact.url(file['location'])}")
+        for location in files.get(dataset, ()):
+            print_escaped(f"  data.{dataset}: {location}")
     if planned.near_duplicates:
         sets = f" and with {counted(planned.earlier_sets, 'earlier set')} of documents" if planned.earlier_sets else ""
         print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")
@@ -90,17 +94,17 @@ schedule_app = command_group(
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )
 
-Cron = Annotated[str | None, typer.Option("--cron", help="when: minute hour day month weekday")]
+Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
-Timezone = Annotated[str | None, typer.Option("--timezone", help="of the cron, such as Europe/Berlin; else this machine's")]
+Timezone = Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")]
 
 ScheduleName = Annotated[
-    str | None, typer.Argument(help="such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
+    str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
 ]
 
 PrefectYaml = Annotated[
     Literal["process", "docker", "kubernetes"] | None,
-    typer.Option("--prefect-yaml", help="print a prefect.yaml for a pool of this kind"),
+    option("print a prefect.yaml for a pool of this kind"),
 ]
 
 
@@ -113,25 +117,23 @@ class SlotOptions:
     as_json: AsJson = False
 
 
-@schedule_app.command(
-    "nightly",
-    epilog='Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
+@command(
+    schedule_app,
+    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
     "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
 )
-@with_option_groups
 def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
     _schedule("nightly", settings_options, slots, cron)
 
 
-@schedule_app.command("full", epilog='Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
-@with_option_groups
+@command(schedule_app, 'Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
 def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
     _schedule("full", settings_options, slots, cron)
 
 
-@schedule_app.command("list", epilog="Example:  ttrain pipeline schedule list --json")
+@command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
     from ttrain.flows import schedules, serving
@@ -151,7 +153,7 @@ def schedule_list(as_json: AsJson = False) -> None:
         print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
 
 
-@schedule_app.command("pause", epilog="Example:  ttrain pipeline schedule pause nightly")
+@command(schedule_app, "Example:  ttrain pipeline schedule pause nightly")
 def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import schedules
@@ -159,7 +161,7 @@ def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     _print_state(schedules.pause(home(), which, paused=True), "paused", as_json=as_json)
 
 
-@schedule_app.command("resume", epilog="Example:  ttrain pipeline schedule resume nightly")
+@command(schedule_app, "Example:  ttrain pipeline schedule resume nightly")
 def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Resume a paused schedule."""
     from ttrain.flows import schedules
@@ -167,7 +169,7 @@ def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None
     _print_state(schedules.pause(home(), which, paused=False), "resumed", as_json=as_json)
 
 
-@schedule_app.command("remove", epilog="Example:  ttrain pipeline schedule remove nightly/quickstart")
+@command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
 def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Remove a schedule. A night in progress continues; past runs and their models stay."""
     from ttrain.flows import schedules
@@ -179,9 +181,9 @@ def serve(
     overrides: ServerOverrides = None,
     unit: Annotated[
         Literal["systemd", "launchd", "cron"] | None,
-        typer.Option("--unit", help="print a service unit that keeps it running"),
+        option("print a service unit that keeps it running"),
     ] = None,
-    unless_served: Annotated[bool, typer.Option("--unless-served", help="exit at once if another process serves")] = False,
+    unless_served: Annotated[bool, option("exit at once if another process serves", "--unless-served")] = False,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
     if unit is not None:

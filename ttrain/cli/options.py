@@ -5,26 +5,40 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
-import typer
+from typer import Argument, Option, Typer
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
+from ttrain.store import layout, runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST
+from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
-    from ttrain.store.model_files import Reference
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., None])
 
-command_group = functools.partial(typer.Typer, no_args_is_help=True)
+command_group = functools.partial(Typer, no_args_is_help=True)
+
+
+def option(help_text: str, *names: str, **rules: Any) -> Any:
+    """A parameter of a command that is an option: its help, its names if they are not the parameter's, rules as of Typer."""
+    return Option(*names, help=help_text, **rules)
+
+
+def argument(help_text: str, **rules: Any) -> Any:
+    """A parameter of a command that is an argument."""
+    return Argument(help=help_text, **rules)
+
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
 
@@ -38,9 +52,8 @@ def stage_words(incomplete: str) -> list[str]:
 
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
-    from ttrain.store import layout, references
 
-    return [name for name in ("latest", *references.run_names(layout.home())) if name.startswith(incomplete)]
+    return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
 
 
 def model_words(incomplete: str) -> list[str]:
@@ -68,110 +81,104 @@ def profile_words(incomplete: str) -> list[str]:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help=SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
+    argument(SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
 ]
 ServerOverrides = Annotated[
     list[str] | None,
-    typer.Argument(help="servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
+    argument("servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
 ]
-Files = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML file with settings; several may be given")]
+Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
     list[str] | None,
-    typer.Option("--profile", help="named settings that ship with ttrain, such as small", autocompletion=profile_words),
+    option("named settings that ship with ttrain, such as small", autocompletion=profile_words),
 ]
 RunName = Annotated[
     str | None,
-    typer.Option(
-        "--run",
-        metavar="RUN",
-        help="the run whose stages are used; default: the newest finished one",
-        autocompletion=run_words,
-    ),
+    option("the run whose stages are used; default: the newest finished one", metavar="RUN", autocompletion=run_words),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
-AdapterBase = Annotated[
-    str | None, typer.Option("--base", metavar="REF", help="the full model of an adapter from elsewhere")
-]
-Allow = Annotated[list[str] | None, typer.Option(help="a setting that may differ from the checkpoint's")]
-Extend = Annotated[
-    bool, typer.Option("--extend", help="for a larger training budget, continue from a shorter run's checkpoint")
-]
-Force = Annotated[bool, typer.Option("--force", help="rebuild it even if it is finished, and compare")]
+AsJson = Annotated[bool, option("print JSON for scripts", "--json")]
+AdapterBase = Annotated[str | None, option("the full model of an adapter from elsewhere", metavar="REF")]
+Allow = Annotated[list[str] | None, option("a setting that may differ from the checkpoint's")]
+Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
+Force = Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")]
 
 # Of whole pipelines.
 ForceStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--force",
+    option(
+        "rerun this stage even if it is finished, and those that depend on it; repeatable",
         metavar="STAGE",
-        help="rerun this stage even if it is finished, and those that depend on it; repeatable",
         autocompletion=stage_words,
     ),
 ]
 OnlyStages = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only",
+    option(
+        "only these stages (A,B, or repeated); their inputs must be in the store",
         metavar="STAGES",
-        help="only these stages (A,B, or repeated); their inputs must be in the store",
         autocompletion=stage_words,
     ),
 ]
 FromStage = Annotated[
     str | None,
-    typer.Option("--from", metavar="STAGE", help="this stage and what depends on it", autocompletion=stage_words),
+    option("this stage and what depends on it", "--from", metavar="STAGE", autocompletion=stage_words),
 ]
 UntilStage = Annotated[
     str | None,
-    typer.Option("--until", metavar="STAGE", help="this stage and what it depends on", autocompletion=stage_words),
+    option("this stage and what it depends on", metavar="STAGE", autocompletion=stage_words),
 ]
-Engine = Annotated[Literal["prefect", "none"], typer.Option("--engine", help="none: run the same recipe without Prefect")]
+Engine = Annotated[Literal["prefect", "none"], option("none: run the same recipe without Prefect")]
 Note = Annotated[
     str | None,
-    typer.Option("--note", metavar="TEXT", help="a note on the purpose of this run; shown with it"),
+    option("a note on the purpose of this run; shown with it", metavar="TEXT"),
 ]
 Tags = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="KEY=VALUE", help="a label of this run to search for in MLflow; repeatable"),
+    option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
 ]
 ContinueKey = Annotated[
     str | None,
-    typer.Option(
-        "--continue",
-        metavar="KEY",
-        help="resume the unfinished work of this key, begun with other code or another learning rate",
+    option(
+        "resume the unfinished work of this key, begun with other code or another learning rate", "--continue", metavar="KEY"
     ),
 ]
 
 
-def with_option_groups(command: Callable[P, T]) -> Callable[P, T]:
+def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
-    hints = get_type_hints(command, include_extras=True)
+    hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
+    options: list[tuple[str, Any, Any]] = []
+    for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
             types = get_type_hints(groups[name], include_extras=True)
-            options = [(field.name, types[field.name], field.default) for field in fields(groups[name])]
+            options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
         else:
-            options = [(name, hints[name], parameter.default)]
-        parameters += [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for option, annotation, default in options
-        ]
+            options.append((name, hints[name], parameter.default))
 
-    @functools.wraps(command)
-    def call(**values: Any) -> T:
+    @functools.wraps(function)
+    def call(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        untyped_command: Any = command
-        result: T = untyped_command(**values)
-        return result
+        function(**values)
 
     untyped: Any = call
-    untyped.__signature__ = inspect.Signature(parameters)
-    untyped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return cast("Callable[P, T]", untyped)
+    untyped.__annotations__ = {name: hint for name, hint, _ in options}
+    untyped.__signature__ = inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, hint, default in options
+    ])  # fmt: skip
+    return call
+
+
+def command(app: Typer, epilog: str) -> Callable[[Command], Command]:
+    """Decorator: make a function GROUP_NAME the command NAME of a group, by `with_option_groups`; `epilog`: examples."""
+
+    def registered(function: Command) -> Command:
+        app.command(function.__name__.partition("_")[2], epilog=epilog)(with_option_groups(function))
+        return function
+
+    return registered
 
 
 @dataclass(frozen=True)
@@ -182,23 +189,18 @@ class SettingsOptions:
     config: Files = None
     profile: Profiles = None
 
-    def load(self) -> LoadedSettings:
-        """Load the settings."""
+    def load(self, **options: Any) -> LoadedSettings:
+        """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
 
-        return load(self.overrides or (), files=self.config or (), profiles=self.profile or ())
+        return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
 
-    def over_run(self, run: Mapping[str, Any]) -> LoadedSettings:
+    def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
-        from ttrain.config.loading import load
         from ttrain.pipeline.names import settings_of, with_secrets
 
-        base = settings_of(with_secrets(run))
-        environment = _environment_of("runtime")
-        return load(
-            self.overrides or (), files=self.config or (), profiles=self.profile or (), environment=environment, base=base
-        )
+        return self.load(environment=_environment_of("runtime"), base=settings_of(with_secrets(run)))
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class SelectionOptions:
     until: UntilStage = None
     resume_key: ContinueKey = None
 
-    def to_plan(self) -> dict[str, Any]:
+    def to_plan(self) -> JsonDict:
         """The arguments of `api.plan`. Raises UsageError for an empty name."""
         return {
             "extend": self.extend,
@@ -250,11 +252,10 @@ def resolved_models(
 ) -> list[Reference]:
     """Resolve the models on their bases, all stages from one run, and print a line about each."""
     from ttrain.pipeline import lineage_names, names
-    from ttrain.store import artifacts, layout
 
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
-    for line in lineage_names.lines_of(models, artifacts.ArtifactStore(layout.home())):
+    for line in lineage_names.lines_of(models, ArtifactStore(layout.home())):
         print_escaped(line, stderr=stderr)
     return models
 
@@ -303,7 +304,6 @@ def checked_name(option: str | None) -> str:
 
 def check_no_artifact(out: Path) -> None:
     """Raise UsageError where a directory to write lies in an artifact of a pipeline."""
-    from ttrain.store.layout import MANIFEST
 
     if any((above / MANIFEST).exists() for above in (out, *out.absolute().parents)):
         raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")

@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ttrain.cli import model, nightly
 from ttrain.cli.options import (
     AsJson,
@@ -15,22 +13,17 @@ from ttrain.cli.options import (
     RunOptions,
     SelectionOptions,
     SettingsOptions,
+    argument,
+    command,
     command_group,
+    option,
     run_words,
     stage_words,
-    with_option_groups,
 )
-from ttrain.core.terminal import (
-    console,
-    escape_control_characters,
-    outlast_output,
-    print_escaped,
-    print_json,
-    table,
-)
+from ttrain.core.terminal import console, escape_control_characters, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_duration, format_size, format_time
 from ttrain.errors import UsageError
-from ttrain.store import layout
+from ttrain.store import layout, references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -43,19 +36,18 @@ PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challeng
 
 pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
 
-Pipeline = Annotated[str, typer.Argument(help=PIPELINE_HELP)]
+Pipeline = Annotated[str, argument(PIPELINE_HELP)]
 
 
-@pipeline_app.command(
-    "run",
-    epilog="Examples:  ttrain pipeline run full\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline run full\n\n"
     "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
     "ttrain pipeline run full sft.optim.lr=2e-4\n\n"
     "ttrain pipeline run full --until pretrain\n\n"
     "ttrain pipeline run full sft.optim.lr=2e-4 --note 'a smaller rate' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
 )
-@with_option_groups
 def pipeline_run(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
@@ -72,26 +64,17 @@ def pipeline_run(
     plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, **stages.to_plan())
 
 
-@pipeline_app.command(
-    "rerun",
-    epilog="Examples:  ttrain pipeline rerun sft\n\n"
-    "ttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
 )
-@with_option_groups
 def pipeline_rerun(
-    stage: Annotated[
-        str, typer.Argument(help="the stage to run again; what depends on it follows", autocompletion=stage_words)
-    ],
+    stage: Annotated[str, argument("the stage to run again; what depends on it follows", autocompletion=stage_words)],
     settings_options: SettingsOptions,
     options: RunOptions,
     run: Annotated[
         str,
-        typer.Option(
-            "--run",
-            metavar="RUN",
-            help="use the settings of this run (its name, or a part of it)",
-            autocompletion=run_words,
-        ),
+        option("use the settings of this run (its name, or a part of it)", metavar="RUN", autocompletion=run_words),
     ] = "",
     extend: Extend = False,
 ) -> None:
@@ -106,17 +89,16 @@ def pipeline_rerun(
     plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
 
 
-@pipeline_app.command(
-    "plan",
-    epilog="Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
 )
-@with_option_groups
 def pipeline_plan(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
     options: SelectionOptions,
-    memory: Annotated[bool, typer.Option("--memory", help="also the memory of a new model during pretraining")] = False,
+    memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
@@ -132,7 +114,11 @@ def pipeline_plan(
         nightly.plan(loaded, as_json=as_json)
         return
     planned = api.plan(pipeline, loaded.settings, **to_plan)
-    needs = _training_memory(loaded) if memory else {}
+    needs = {}
+    if memory:  # apart from activations
+        kind = loaded.settings.pretrain.optim.kind
+        size = model.of_settings(loaded.settings).memory_bytes["muon" if kind == "muon" else "adamw"]
+        needs = {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
     automatic = (
         rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
     )
@@ -158,9 +144,9 @@ def pipeline_plan(
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
-@pipeline_app.command("status", epilog="Example:  ttrain pipeline status --json")
+@command(pipeline_app, "Example:  ttrain pipeline status --json")
 def pipeline_status(
-    limit: Annotated[int | None, typer.Option(min=1, help="how many runs, newest first; 10, with --json all")] = None,
+    limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs."""
@@ -186,18 +172,17 @@ def pipeline_status(
             table(("stage", "outcome", "time", "figures", "log"), rows)
 
 
-@pipeline_app.command(
-    "logs",
-    epilog="Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
     "ttrain pipeline logs full-20261121-160222 evaluate",
 )
 def pipeline_logs(
-    run: Annotated[str, typer.Argument(help="the run, or a part of its name", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, typer.Argument(help="of this stage alone", autocompletion=stage_words)] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
+    run: Annotated[str, argument("the run, or a part of its name", autocompletion=run_words)] = "latest",
+    stage: Annotated[str, argument("of this stage alone", autocompletion=stage_words)] = "",
+    follow: Annotated[bool, option("go on until the run ends", "--follow", "-f")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
-    from ttrain.store import references, runs
 
     home = layout.home()
     record = references.need_run(home, run)
@@ -210,14 +195,6 @@ def pipeline_logs(
     for line in runs.log_lines(home, name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
-
-
-def _training_memory(loaded: LoadedSettings) -> dict[str, Any]:
-    """The memory of pretraining apart from activations. Loads torch. Raises UsageError if no new model is trained."""
-    kind = loaded.settings.pretrain.optim.kind
-    sizes = model.of_settings(loaded.settings).memory_bytes
-    size = sizes["muon" if kind == "muon" else "adamw"]
-    return {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
 
 
 def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, **to_plan: Any) -> None:
@@ -241,7 +218,6 @@ def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.pipeline import names
-    from ttrain.store import references
 
     if (settings_options.config or settings_options.profile) and not run:
         return settings_options.load()

@@ -1,20 +1,25 @@
-"""The `ttrain models` commands: list registered sets of models and choose the champion."""
+"""Registered models: `ttrain models`; what one is made of, and whether that is repeatable: `ttrain lineage`, `reproduce`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit
 
-from ttrain.cli.options import AsJson, check_output_file, command_group
-from ttrain.core.terminal import escaped, print_escaped, print_json, table
-from ttrain.core.text import format_number, format_time
+from ttrain.cli.options import AsJson, argument, check_output_file, command, command_group, option
+from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
+from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
+from ttrain.store import references, runs
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
+    from ttrain.pipeline.lineage import Lineage, LineageData, Link
+    from ttrain.pipeline.reproduce import Reproduction
     from ttrain.tracking import Member, ModelSet
 
 models_app = command_group(
@@ -23,13 +28,13 @@ models_app = command_group(
     epilog="Example:  ttrain models list",
 )
 
-Name = Annotated[str | None, typer.Option("--name", help="the pipeline's name (setting `name`), if there are several")]
+Name = Annotated[str | None, option("the pipeline's name (setting `name`), if there are several")]
 
 
-@models_app.command("list", epilog="Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
+@command(models_app, "Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
 def models_list(
     name: Name = None,
-    metric: Annotated[str | None, typer.Option(help="the evaluation metric to show; default: bits_per_byte")] = None,
+    metric: Annotated[str | None, option("the evaluation metric to show; default: bits_per_byte")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
@@ -57,13 +62,11 @@ def models_list(
         print_escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
 
 
-@models_app.command("history", epilog="Examples:  ttrain models history\n\nttrain models history --html nights.html")
+@command(models_app, "Examples:  ttrain models history\n\nttrain models history --html nights.html")
 def models_history(
     name: Name = None,
-    nights: Annotated[int, typer.Option("--nights", min=1, max=1000, help="how many, the newest first")] = 30,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="write a page to this file", metavar="FILE", show_default=False)
-    ] = None,
+    nights: Annotated[int, option("how many, the newest first", min=1, max=1000)] = 30,
+    page: Annotated[Path | None, option("write a page to this file", "--html", metavar="FILE", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
@@ -83,11 +86,9 @@ def models_history(
     print(escaped(history.summary_line(listed) + (f"; written to {page}" if page else "")))
 
 
-@models_app.command(
-    "promote", epilog="Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b"
-)
+@command(models_app, "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b")
 def models_promote(
-    which: Annotated[str, typer.Argument(metavar="VERSION|RUN", help="a set's version, or the run that made its models")],
+    which: Annotated[str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")],
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
@@ -101,7 +102,7 @@ def models_promote(
     _print(promoted, "is already champion" if already else "is champion", as_json)
 
 
-@models_app.command("rollback", epilog="Example:  ttrain models rollback")
+@command(models_app, "Example:  ttrain models rollback")
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
     from ttrain import tracking
@@ -140,15 +141,17 @@ def _only_name(model_sets: Sequence[ModelSet], name: str | None) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        problem = f"no sets of models named {name} are" if name else "no sets of models are"
-        raise UsageError(f"{problem} registered; `ttrain pipeline run full` registers one, `ttrain models list` shows them")
+        named = f" named {name}" if name else ""
+        raise UsageError(
+            f"no sets of models{named} are registered; `ttrain pipeline run full` registers one, `ttrain models list` shows "
+            f"them"
+        )
     raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
 
 
 def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str | None) -> ModelSet:
     """Find the set of this version, or of this run, whose name may be shortened; a run whose models were all
     cached shares the set of the run that made them."""
-    from ttrain.store import references, runs
 
     if which.isdigit():
         name = _only_name(model_sets, name)
@@ -158,7 +161,7 @@ def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str 
             raise references.unknown("set", which, versions, owner=name, also="; `ttrain models list` shows them")
         return matches[0]
     names = [model_set.run for model_set in model_sets]
-    run = references.matching(which, [*dict.fromkeys([*names, *references.run_names(root)])])
+    run = references.matching(which, [*dict.fromkeys([*names, *runs.names(root)])])
     record = runs.read(root, run) if run else None
     keys = runs.keys_of(record) if record else {}
     for model_set in model_sets:
@@ -175,3 +178,159 @@ def _print(model_set: ModelSet, status: str, as_json: bool) -> None:
         return
     models = ", ".join(f"{member.name}/{member.version}" for member in _members(model_set))
     print_escaped(f"{model_set.name}/{model_set.version} of the run {model_set.run} {status}: {models}")
+
+
+LINEAGE_EPILOG = (
+    "Examples:  ttrain lineage quickstart@challenger\n\nttrain lineage quickstart-sft/3 --json\n\n"
+    "ttrain lineage full-20261121-160222-1a2b:sft\n\nttrain lineage sft\n\nttrain lineage 3f1c0a9b"
+)
+REPRODUCE_EPILOG = (
+    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
+    "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
+)
+INDENT = 18
+
+ModelVersion = Annotated[
+    str,
+    argument(
+        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
+        "beginning of an artifact's key, or its directory",
+        metavar="VERSION",
+    ),
+]
+
+
+def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
+    """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
+
+    It is read from the store, or from MLflow if the store is gone.
+    """
+    from ttrain.pipeline.lineage import lineage_of
+
+    model_lineage = lineage_of(home(), version)
+    if as_json:
+        print_json(model_lineage.to_json())
+        return
+    for line in _lineage_lines(model_lineage):
+        print_escaped(line)
+
+
+def reproduce(
+    version: ModelVersion,
+    to: Annotated[
+        Path | None,
+        option("build in this new or empty directory, and keep it", "--home", metavar="DIR"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a model from its raw data in a separate home, and compare every stage with its record.
+
+    Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0 where all bytes are the
+    same, 1 where a stage differs, or where the raw data are gone or changed.
+    """
+
+    from ttrain.pipeline import reproduce as making
+    from ttrain.pipeline.lineage import lineage_of
+    from ttrain.pipeline.progress_display import Display
+    from ttrain.pipeline.reproduce import recipes_of
+
+    outlast_output()
+    model_lineage = lineage_of(home(), version)
+    recipes = recipes_of(model_lineage, home())
+    with making.home_for(to, model_lineage.target.name) as build_home, closing(Display(console(stderr=as_json))) as display:
+        result = making.reproduce(model_lineage, recipes, build_home, display)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        for line in _result_lines(result, is_kept=to is not None):
+            print_escaped(line)
+    if not result.is_equal:
+        raise Exit(1)
+
+
+def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
+    """Yield the differences with their reasons, then the verdict."""
+    for stage in result.stages:
+        if stage.differences:
+            yield f"{stage.stage}: not as it was: {'; '.join(stage.differences)}"
+        if not stage.is_equal:
+            contents = f"{short_digest(stage.content)} was recorded, {short_digest(stage.rebuilt_content)} came out"
+            yield f"{stage.stage}: {', '.join(stage.files) or 'a file'} differs: content {contents}"
+    if result.not_rebuilt:
+        yield f"not rebuilt, because their inputs differ: {', '.join(result.not_rebuilt)}"
+    location = f"; it is in {result.home}" if is_kept else ""
+    count, name = len(result.stages), result.lineage.target.name
+    if result.is_equal:
+        yield f"the same: all {count} stages of {name} gave the recorded bytes{location}"
+    else:
+        yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{location}"
+
+
+def _lineage_lines(model_lineage: Lineage) -> Iterator[str]:
+    kinds = {"set": "a set of models", "model": "a registered model", "key": "an artifact", "stage": "the newest artifact"}
+    kind_label = kinds.get(model_lineage.target.kind, "a run")
+    yield f"{model_lineage.target.name}: {kind_label}" + (
+        f", of the run {model_lineage.target.run}" if model_lineage.target.run else ""
+    )
+    for note in model_lineage.notes:
+        yield f"note: {note}"
+    versions = {_versions(link) for link in model_lineage.links if link.libraries}
+    for link in model_lineage.links:
+        yield ""
+        libraries = f"with {_versions(link)}" if len(versions) > 1 and link.libraries else ""
+        for number, line in enumerate((*_link_lines(link), *([libraries] if libraries else []))):
+            yield f"{link.stage if number == 0 else '':<{INDENT}}{line}".rstrip()
+    if len(versions) == 1:
+        yield ""
+        yield f"all with {versions.pop()}"
+
+
+def _link_lines(link: Link) -> Iterator[str]:
+    origin = f"made {format_time(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
+    yield f"key {short_digest(link.key)}   {origin}" + (f" by {link.run}" if link.run else "")
+    facts = [
+        f"content {short_digest(link.content)}" if link.content else "",
+        f"code {short_digest(link.code)}" if link.code else "",
+    ]
+    commit, plus, changes = (link.commit or "").partition("+")  # and whether there were uncommitted changes
+    facts += [f"commit {short_digest(commit)}{plus}{changes}" if commit else ""]
+    facts += ["" if link.seed is None else f"seed {link.seed}"]
+    yield ", ".join(fact for fact in facts if fact)
+    for data in link.data:
+        yield f"read {_data_line(data)}"
+    if link.inputs:
+        yield "from " + ", ".join(f"{name} {short_digest(key)}" for name, (_, key) in sorted(link.inputs.items()))
+    if link.settings:
+        yield "settings " + " ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in link.settings.items()
+        )
+    if trained := _training_facts(link):
+        yield f"trained {trained}"
+    if link.chosen:
+        yield f"chosen {link.chosen}"
+    for note in link.notes:
+        yield f"note: {note}"
+
+
+def _training_facts(link: Link) -> str:
+    """Precision, device, ranks and threads of a training stage: the order of its sums depends on them."""
+    result = link.manifest.get("result", {})
+    if "ranks" not in result:
+        return ""
+    runtime = link.provenance.get("runtime", {})
+    facts = [f"in {result.get('precision')} on {result.get('device')}", f"ranks {result['ranks']}"]
+    facts += [f"threads {result['threads']}"] if "threads" in result else []
+    facts += [f"{name} {runtime[name]}" for name in ("rows_per_device", "compile", "reduction") if name in runtime]
+    return ", ".join(facts)
+
+
+def _data_line(data: LineageData) -> str:
+    counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
+    amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
+    location = f" at {data.location}" if data.location else ""
+    return f"{data.part} {data.name} sha256 {short_digest(data.sha256)}" + (f" ({amounts})" if amounts else "") + location
+
+
+def _versions(link: Link) -> str:
+    """Versions of the libraries in use, including ttrain and Python."""
+    return ", ".join(f"{name} {version}" for name, version in link.libraries.items())

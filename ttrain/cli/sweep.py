@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles, command_group
+from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -40,42 +40,44 @@ EPILOG = (
 )
 Ranges = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+    argument(
+        "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
         metavar="[KEY=VALUE]...",
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="[SWEEP]", help="its name, or a part of it", show_default="the latest")]
+Name = Annotated[str, argument("its name, or a part of it", metavar="[SWEEP]", show_default="the latest")]
 
 
-@sweep_app.command("full", epilog=EPILOG)
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is tried, how, and by what the trials are compared."""
+
+    trials: Annotated[
+        int | None,
+        option("number of trials, including earlier ones", "--trials", "-n", min=1, show_default="8; of a grid: all"),
+    ] = None
+    sampler: Annotated[Literal["tpe", "random", "grid"], option("tpe: learns from the trials so far")] = "tpe"
+    metric: Annotated[
+        str, option("the metric to compare by", show_default="the validation loss of what the settings train")
+    ] = ""
+    maximize: Annotated[
+        bool | None,
+        option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
+    ] = None
+    until: Annotated[str, option("the last stage to run", metavar="STAGE", show_default="that of the metric")] = ""
+    prune: Annotated[bool, option("end a trial that is behind the median of the others", "--prune")] = False
+    parallel: Annotated[int | None, option("trials side by side", min=1, show_default="one a GPU, else 1")] = None
+    seed: Annotated[int, option("of the sampler", min=0)] = 1
+
+
+@command(sweep_app, EPILOG)
 def sweep_full(
     overrides: Ranges = None,
     config: Files = None,
     profile: Profiles = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            "--trials", "-n", min=1, help="number of trials, including earlier ones", show_default="8; of a grid: all"
-        ),
-    ] = None,
-    sampler: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="tpe: learns from the trials so far")] = "tpe",
-    metric: Annotated[
-        str, typer.Option(help="the metric to compare by", show_default="the validation loss of what the settings train")
-    ] = "",
-    maximize: Annotated[
-        bool | None,
-        typer.Option("--maximize/--minimize", help="whether more is better", show_default="by the metric's name"),
-    ] = None,
-    until: Annotated[
-        str, typer.Option(metavar="STAGE", help="the last stage to run", show_default="that of the metric")
-    ] = "",
-    prune: Annotated[bool, typer.Option("--prune", help="end a trial that is behind the median of the others")] = False,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="trials side by side", show_default="one a GPU, else 1")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the sampler")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be tried and run; run nothing")] = False,
+    *,
+    options: SweepOptions,
+    dry_run: Annotated[bool, option("show what would be tried and run; run nothing", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
@@ -90,18 +92,7 @@ def sweep_full(
     from ttrain.pipeline.artifact_commands import store_of
 
     settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
-    request = sweeps.sweep_request(
-        "full",
-        settings_layers,
-        trials=trials,
-        sampler=sampler,
-        metric=metric,
-        until=until,
-        maximize=maximize,
-        seed=seed,
-        parallel=parallel,
-        prune=prune,
-    )
+    request = sweeps.sweep_request("full", settings_layers, **asdict(options))
     if dry_run:
         _show_plan(sweeps.preview(request, store_of(home(), request.settings(request.first))), as_json)
         return
@@ -118,7 +109,7 @@ def sweep_full(
             _show(sweep, sweep.page, as_json)
 
 
-@sweep_app.command("list", epilog="Example:  ttrain sweep list --json")
+@command(sweep_app, "Example:  ttrain sweep list --json")
 def sweep_list(as_json: AsJson = False) -> None:
     """List the sweeps, the newest first."""
     from ttrain.sweep import records, summary
@@ -144,10 +135,10 @@ def sweep_list(as_json: AsJson = False) -> None:
     table(("sweep", "outcome", "varies", "trials", "best"), rows)
 
 
-@sweep_app.command("show", epilog="Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
+@command(sweep_app, "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
 def sweep_show(
     name: Name = "latest",
-    out: Annotated[Path | None, typer.Option(help="write the page with its plots here")] = None,
+    out: Annotated[Path | None, option("write the page with its plots here")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a sweep, the best first, and where its page with the plots is."""
@@ -157,7 +148,7 @@ def sweep_show(
     _show(sweep, out or sweep.page, as_json)
 
 
-@sweep_app.command("best", epilog="Example:  ttrain sweep best --json")
+@command(sweep_app, "Example:  ttrain sweep best --json")
 def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
     """Print the best trial's settings, and the command that runs the pipeline with them."""
     from ttrain.sweep import records, summary

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit
 
-from ttrain.cli.options import AsJson, command_group
+from ttrain.cli.options import AsJson, argument, command, command_group, option
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain, table
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
+from ttrain.store import references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -29,14 +30,13 @@ track_app = command_group(
 )
 
 
-@track_app.command(
-    "sync",
-    epilog="Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\n"
-    "ttrain track sync full-20261121-160222-1a2b4 --json",
+@command(
+    track_app,
+    "Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\nttrain track sync full-20261121-160222-1a2b4 --json",
 )
-def sync(
-    run: Annotated[str | None, typer.Argument(help="a run, as `ttrain pipeline status` lists it; default: all")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what is waiting")] = False,
+def track_sync(
+    run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it; default: all")] = None,
+    dry_run: Annotated[bool, option("only list what is waiting", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Deliver metrics, parameters, states, files and registered models that an unreachable server or a kill held up.
@@ -67,11 +67,11 @@ def sync(
             if incomplete_count
             else "everything was delivered"
         )
-    raise typer.Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
+    raise Exit(int(not dry_run and any(delivery.things for delivery in deliveries)))
 
 
-@track_app.command("repair", epilog="Example:  ttrain track repair")
-def repair(as_json: AsJson = False) -> None:
+@command(track_app, "Example:  ttrain track repair")
+def track_repair(as_json: AsJson = False) -> None:
     """Set a damaged MLflow database of this home aside, and log all runs of the home to a new one.
 
     Runs, stages, parameters, metrics, curves, files and registered models come from records, manifests and logs. A
@@ -98,7 +98,7 @@ def repair(as_json: AsJson = False) -> None:
             listed = ", ".join(done.by_servers)
             print_escaped(f"not logged again, because a server that may have used this database has them: {listed}")
         print(f"data that this home has no record of is lost: {track_repair.NOT_RESTORED}")
-    raise typer.Exit(int(bool(done.waiting or done.unreadable)))
+    raise Exit(int(bool(done.waiting or done.unreadable)))
 
 
 def _counts_text(things: Mapping[str, int]) -> str:
@@ -133,15 +133,19 @@ def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
 
 def open_in_browser(root: Path, url: str) -> None:
     """Open a page; says so on standard error where no browser can be opened."""
-    if not open_browser(redirect_page(root, url)):
-        print("no browser could be opened here; open the address yourself", file=sys.stderr)
+    import webbrowser
+
+    has_screen = sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    with contextlib.suppress(webbrowser.Error):
+        if has_screen and webbrowser.open(redirect_page(root, url)):  # else the browser would take over the terminal
+            return
+    print("no browser could be opened here; open the address yourself", file=sys.stderr)
 
 
 def _tracked_id(root: Path, text: str) -> str:
     """Id of the tracked run of the reference RUN, RUN:STAGE, or a registered model; for a run that was all cached, that of
     the run it equals. Raises UsageError."""
     from ttrain import tracking
-    from ttrain.store import references
 
     name, stage = references.run_and_stage(text)
     view = tracking.read_run(root, name, tracked=bool(stage))
@@ -162,7 +166,6 @@ def _addresses(root: Path, tracked: Sequence[str]) -> Addresses:
     """The pages of the runs' experiment, else of the newest run's. Raises UsageError if nothing was tracked yet."""
     from ttrain import tracking
     from ttrain.config import Tracking
-    from ttrain.store import runs
 
     experiments = (run.get("settings", {}).get("tracking", {}).get("experiment") for run in runs.newest_first(root))
     names = [name for name in (next(experiments, None), Tracking().experiment) if name]
@@ -183,15 +186,3 @@ def redirect_page(root: Path, url: str) -> str:
     page = f'<!doctype html><meta charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
     write_bytes(path, page.encode(), PRIVATE_FILE)
     return path.as_uri()
-
-
-def open_browser(url: str) -> bool:
-    """Open the address; whether that worked. A browser that would take over the terminal is not used."""
-    import webbrowser
-
-    if sys.platform == "linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
-        return False
-    try:
-        return webbrowser.open(url)
-    except webbrowser.Error:
-        return False

@@ -1,26 +1,31 @@
-"""The `ttrain train` command: train a user's task."""
+"""The `ttrain train` command, which trains a user's task, and `ttrain doctor`, which checks that training works."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit
 
-from ttrain.cli.options import Allow, AsJson, Files, check_no_artifact, task_settings
-from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
-from ttrain.core.terminal import console, outlast_output, print_json, table
+from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, argument, check_no_artifact, option, task_settings
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.store.layout import usable_home
+from ttrain.store import references
+from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config import Runtime
     from ttrain.config.loading import Override
+    from ttrain.doctor.parts import Check
     from ttrain.pipeline.processes import StageObserver
     from ttrain.pipeline.progress_display import Display
     from ttrain.stages import Stage
@@ -39,13 +44,13 @@ EPILOG = (
 
 
 def train(
-    name: Annotated[str | None, typer.Argument(help=TASK_HELP)] = None,
+    name: Annotated[str | None, argument(TASK_HELP)] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
     ] = None,
     config: Files = None,
-    out: Annotated[Path | None, typer.Option(help="where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
+    out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
     allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +70,7 @@ def train(
     _print_summary(summary, format_duration(summary["train_seconds"]))
 
 
-def _print_summary(summary: dict[str, Any], took: str) -> None:
+def _print_summary(summary: JsonDict, took: str) -> None:
     """Print the outcome of a task, and what to do next."""
     out = Path(summary["out"])
     table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
@@ -86,7 +91,7 @@ WORK, LOCK = Path("run", "work"), Path("run", "lock")
 
 def train_task(
     name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
-) -> dict[str, Any]:
+) -> JsonDict:
     """Train the task, or continue where the same command was stopped; returns a summary.
 
     The task's own settings are checked in its process, where it is imported. Raises UsageError for invalid ones.
@@ -114,8 +119,8 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
 
 
 def run_alone(
-    stage: Stage, name: str, config: Mapping[str, Any], runtime: Runtime, out: Path, why: str, display: Display
-) -> dict[str, Any]:
+    stage: Stage, name: str, config: JsonObject, runtime: Runtime, out: Path, why: str, display: Display
+) -> JsonDict:
     """Run a stage outside of a pipeline, in its own process, with `out` as its output; returns its figures.
 
     An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
@@ -137,7 +142,7 @@ def run_alone(
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
         launch.remove_earlier_results(work)
-        spec: dict[str, Any] = {
+        spec: JsonDict = {
             "stage": stage.name,
             "uses_ranks": True,
             "config": config,
@@ -173,7 +178,7 @@ def _is_runtime(override: Override) -> bool:
     return override.key == "runtime" or override.key.startswith("runtime.")
 
 
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> dict[str, Any]:
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:
     """Run the process of the task."""
     from ttrain.config import Settings
     from ttrain.pipeline import processes, stage_worker
@@ -186,3 +191,73 @@ def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: S
         if outcome and outcome.get("kind") == UsageError.__name__:
             raise UsageError(outcome["error"]) from None
         raise
+
+
+DOCTOR_EPILOG = "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
+READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
+NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
+
+
+def doctor(
+    settings_options: SettingsOptions,
+    stage: Annotated[
+        str | None, option("the training stage to check, such as sft; default: the first", metavar="STAGE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
+    from ttrain.config.training import TRAININGS
+    from ttrain.flows import api
+    from ttrain.pipeline.processes import environment_of
+
+    began = time.monotonic()
+    loaded = settings_options.load()
+    examined = stage or loaded.settings.trainings[0]
+    if examined not in TRAININGS:
+        raise references.unknown("training stage", examined, TRAININGS)
+    for name, value in environment_of(loaded.settings).items():
+        if name.startswith(READ_BY_C):
+            os.environ.setdefault(name, value)
+    planned = (
+        api.plan("full", loaded.settings).stages if (home() / "store").is_dir() else []
+    )  # no need to read all data to find nothing
+    artifacts = {
+        planned_stage.stage.name: planned_stage.artifact
+        for planned_stage in planned
+        if planned_stage.artifact and planned_stage.state == "cached"
+    }
+    from ttrain.data.inspect import lines
+    from ttrain.doctor.run import Doctor  # loads torch, which now finds the variables
+
+    examination = Doctor(examined, loaded.settings, artifacts, home())
+    checks: list[Check] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for check in examination.checks():
+            checks.append(check)
+            if not as_json:
+                _print(check)
+    failures = [check for check in checks if not check.ok]
+    if as_json:
+        print_json({"checks": checks})
+    else:
+        if examination.shown is not None:
+            row, special = examination.shown
+            print(f"\nthe first row of {examined}; tokens that count in the loss are marked:")
+            of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
+            print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
+            print()
+        verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"
+        print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
+    if failures:
+        raise Exit(1)
+
+
+def _print(check: Check) -> None:
+    from rich.text import Text
+
+    mark = ("ok  ", "green") if check.ok else ("BAD ", "bold red")
+    fix = f"; fix: {check.cure}" if check.cure else ""
+    console().print(
+        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(fix)}"), soft_wrap=True
+    )

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from ttrain.core import redact
+from ttrain.core.files import JsonObject
 
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
 RETIRED = frozenset({
@@ -29,12 +30,16 @@ RETIRED = frozenset({
 })  # fmt: skip
 
 
+T = TypeVar("T")
+S = TypeVar("S", bound="Section")
+
+
 class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
-    def replaced(self, changes: Mapping[str, Any]) -> Self:
+    def replaced(self, changes: JsonObject) -> Self:
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
         values = {}
         for name, value in changes.items():
@@ -47,6 +52,14 @@ class Section(BaseModel):
     def _without_retired(cls, values: Any) -> Any:
         return {key: values[key] for key in values if key not in RETIRED} if isinstance(values, Mapping) else values
 
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """Raise ValueError where values of several settings do not go together."""
+
     def accepts(self, **changes: Any) -> bool:
         """Whether the section's own rules allow these changes, so that what a message advises is valid."""
         try:
@@ -56,10 +69,13 @@ class Section(BaseModel):
         return True
 
 
-S = TypeVar("S", bound=Section)
+def setting(default: T, description: str, **rules: Any) -> T:
+    """A field of a section: its default, what it means, and the rules for its value as `Field` takes them."""
+    field: T = Field(default, description=description, **rules)
+    return field
 
 
-def with_fields(fields: Mapping[str, Any]) -> Callable[[type[S]], type[S]]:
+def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
     """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
 
     def extended(section: type[S]) -> type[S]:
@@ -136,6 +152,9 @@ Count = Annotated[int, BeforeValidator(as_count)]  # of tokens, rows or entries
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
 def _existing_zone(value: str) -> str:
     try:
         ZoneInfo(value)
@@ -166,7 +185,7 @@ def check_stride(section: Any, prefix: str = "") -> None:
         )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of a nested mapping with their dotted names: ("sft.optim.lr", 0.001)."""
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Count, Location, Section, as_tuple, check_stride, with_fields
+from ttrain.config.base import Count, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
 from ttrain.config.loop import Optim
 from ttrain.config.training import TRAINING_STAGES, TaskConfig
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
-@with_fields(
-    {row.model: (Names, Field((), description=f"suites of the {row.model} model")) for row in TRAINING_STAGES.values()}
-)
+@with_fields({row.model: (Names, setting((), f"suites of the {row.model} model")) for row in TRAINING_STAGES.values()})
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
@@ -38,58 +36,55 @@ class Suites(Section):
 class Evaluate(Section):
     """What the evaluation measures."""
 
-    row_length: int = Field(256, ge=8, description="tokens that the model sees at once")
-    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
-    max_bytes: int = Field(
-        1_000_000, ge=1000, description="held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it"
+    row_length: int = setting(256, "tokens that the model sees at once", ge=8)
+    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+    max_bytes: int = setting(
+        1_000_000, "held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it", ge=1000
     )
-    max_chats: int = Field(500, ge=1, description="held-out chats that are scored")
-    new_tokens: int = Field(48, ge=0, description="length of a sample; 0: no samples")
-    documents: tuple[str, ...] = Field(("Return the", "The first argument"), description="beginnings that samples continue")
-    chats: tuple[str, ...] = Field(
-        ("What does `textwrap.dedent` do?", "Hello! Who are you?"), description="questions that samples answer"
+    max_chats: int = setting(500, "held-out chats that are scored", ge=1)
+    new_tokens: int = setting(48, "length of a sample; 0: no samples", ge=0)
+    documents: tuple[str, ...] = setting(("Return the", "The first argument"), "beginnings that samples continue")
+    chats: tuple[str, ...] = setting(
+        ("What does `textwrap.dedent` do?", "Hello! Who are you?"), "questions that samples answer"
     )
-    seed: int = Field(1, ge=0, lt=2**32, description="of the resampling behind the intervals")
+    seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
-    overlapping: Literal["report", "leave_out"] = Field(
-        "report", description="suites' items that shards.decontaminate found in training documents: figures apart, or none"
+    overlapping: Literal["report", "leave_out"] = setting(
+        "report", "suites' items that shards.decontaminate found in training documents: figures apart, or none"
     )
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
-    resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: no intervals but those of accuracies")
+    confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
+    resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
 
     def longest_row(self, limit: int) -> int | None:
         """The longest `row_length` within the limit that the other settings allow; None where there is none."""
         return limit if self.accepts(row_length=limit) else None
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Evaluate:
+    def _check(self) -> None:
         check_stride(self, "evaluate.")
-        return self
 
 
 class Gate(TaskConfig):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
-    text_field: str = Field("text", description="a document's key; with the default also content, body, paragraphs")
-    limit: Count | None = Field(None, ge=2, description="records to use, any of them; empty: all")
-    rejected_fraction: float = Field(0.01, ge=0, le=1, description="more bad rows than this share end the training")
-    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="share of records held out by content hash")
-    row_length: int = Field(256, ge=8, description="tokens that an expert sees at once when it is scored")
-    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
-    characters: int = Field(1024, ge=16, description="of a text that the router reads, from its beginning")
-    ngram_characters: int = Field(4, ge=1, le=8, description="the router sees all runs of 1 to so many characters")
-    buckets: int = Field(1 << 14, ge=16, description="embeddings, over which those runs are spread by their hash")
+    text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
+    limit: Count | None = setting(None, "records to use, any of them; empty: all", ge=2)
+    rejected_fraction: float = setting(0.01, "more bad rows than this share end the training", ge=0, le=1)
+    heldout_fraction: float = setting(0.2, "share of records held out by content hash", gt=0, lt=1)
+    row_length: int = setting(256, "tokens that an expert sees at once when it is scored", ge=8)
+    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+    characters: int = setting(1024, "of a text that the router reads, from its beginning", ge=16)
+    ngram_characters: int = setting(4, "the router sees all runs of 1 to so many characters", ge=1, le=8)
+    buckets: int = setting(1 << 14, "embeddings, over which those runs are spread by their hash", ge=16)
     embedding_size: int = Field(64, ge=1)
-    hidden: int = Field(64, ge=1, description="width of the hidden layer")
-    epochs: float = Field(20.0, gt=0, description="passes over the records")
-    rows_per_step: int = Field(32, ge=1, description="records of one optimizer step")
-    validation_rows: int = Field(4096, ge=1, description="held-out records whose loss is measured while training")
+    hidden: int = setting(64, "width of the hidden layer", ge=1)
+    epochs: float = setting(20.0, "passes over the records", gt=0)
+    rows_per_step: int = setting(32, "records of one optimizer step", ge=1)
+    validation_rows: int = setting(4096, "held-out records whose loss is measured while training", ge=1)
     optim: Optim = Optim(lr=3e-3, weight_decay=0.01)
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Gate:
+    def _check(self) -> None:
+        super()._check()
         check_stride(self)
-        return self
 
 
 class Expert(Section):
@@ -121,15 +116,15 @@ for _row in TRAINING_STAGES.values():
     if _row.part and _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
-Limit = Annotated[int | None, Field(None, ge=1, description="items that are scored, drawn by the seed; empty: all")]
+Limit = Annotated[int | None, setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)]
 
 
 class TaskBase(Section):
     """What every task has."""
 
     limit: Limit
-    seed: int = Field(1, ge=0, lt=2**32, description="of the items that `limit` draws")
-    by: tuple[str, ...] = Field((), description="keys of the rows, such as source: figures of each of their values too")
+    seed: Seed = setting(1, "of the items that `limit` draws")
+    by: tuple[str, ...] = setting((), "keys of the rows, such as source: figures of each of their values too")
 
     @field_validator("by", mode="before")
     @classmethod
@@ -140,44 +135,40 @@ class TaskBase(Section):
 class Shots(TaskBase):
     """A task whose items may stand after worked examples."""
 
-    shots: int = Field(0, ge=0, le=64, description="worked examples before each item")
-    shots_file: str | None = Field(None, description="where they come from; empty: the head of the task's own file")
-    shots_separator: str = Field("\n\n", description="between examples")
+    shots: int = setting(0, "worked examples before each item", ge=0, le=64)
+    shots_file: str | None = setting(None, "where they come from; empty: the head of the task's own file")
+    shots_separator: str = setting("\n\n", "between examples")
 
-    @model_validator(mode="after")
-    def _shots_are_asked_for(self) -> Shots:
+    def _check(self) -> None:
         if self.shots_file is not None and not self.shots:
             raise ValueError(f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4")
-        return self
 
 
 class TextTask(TaskBase):
     """Bits per byte and perplexity of documents, {"text"}."""
 
     kind: Literal["text"] = "text"
-    file: str = Field(HELDOUT, description="JSON Lines with `text`; heldout: the documents held out from pretraining")
+    file: str = setting(HELDOUT, "JSON Lines with `text`; heldout: the documents held out from pretraining")
     text_field: str = Field("text", min_length=1)
-    row_length: int = Field(256, ge=8, description="tokens that the model sees at once; less where it accepts fewer")
-    stride: int = Field(128, ge=1, description="each window scores its last `stride` tokens, so that all have context")
-    max_bytes: int | None = Field(None, ge=1, description="text that is scored, in UTF-8 bytes; empty: all")
-    by: tuple[str, ...] = Field(("source", "lang"), description="keys of the rows: figures of each of their values too")
+    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
+    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+    max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
+    by: tuple[str, ...] = setting(("source", "lang"), "keys of the rows: figures of each of their values too")
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> TextTask:
+    def _check(self) -> None:
         check_stride(self)
-        return self
 
 
 class ChatsTask(TaskBase):
     """Loss on the assistant's tokens of chats, and what its own answers look like."""
 
     kind: Literal["chats"] = "chats"
-    file: str = Field("chats", description="JSON Lines with chats; chats, domain: those held out from sft, from lora")
+    file: str = setting("chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora")
     row_length: int = Field(256, ge=8)
     stride: int = Field(128, ge=1)
-    new_tokens: int = Field(64, ge=0, le=4096, description="length of an answer that is judged; 0: the loss alone")
-    answers: int = Field(
-        2, ge=0, le=64, description="of each chat that are judged: those with calls, then the last ones; 0: the loss alone"
+    new_tokens: int = setting(64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096)
+    answers: int = setting(
+        2, "of each chat that are judged: those with calls, then the last ones; 0: the loss alone", ge=0, le=64
     )
 
 
@@ -185,7 +176,7 @@ class PairsTask(TaskBase):
     """Which of two answers a model gives the higher probability, {"prompt", "chosen", "rejected"}."""
 
     kind: Literal["pairs"] = "pairs"
-    file: str = Field("pairs", description="JSON Lines with pairs of answers; pairs: those held out from dpo")
+    file: str = setting("pairs", "JSON Lines with pairs of answers; pairs: those held out from dpo")
     row_length: int = Field(256, ge=8)
     stride: int = Field(128, ge=1)
 
@@ -195,13 +186,13 @@ class ChoicesTask(Shots):
 
     kind: Literal["choices"] = "choices"
     file: str
-    normalise: Literal["none", "characters", "bytes", "tokens"] = Field(
-        "none", description="what the log-likelihood of a choice is divided by in the figure that stands for the task"
+    normalise: Literal["none", "characters", "bytes", "tokens"] = setting(
+        "none", "what the log-likelihood of a choice is divided by in the figure that stands for the task"
     )
-    template: str = Field("{question}", description="what stands before a choice")
-    delimiter: str | None = Field(
-        None, description="between question and choice; empty: a space, where neither brings one and the script has them"
-    )  # fmt: skip
+    template: str = setting("{question}", "what stands before a choice")
+    delimiter: str | None = setting(
+        None, "between question and choice; empty: a space, where neither brings one and the script has them"
+    )
 
     @field_validator("template")
     @classmethod
@@ -223,13 +214,13 @@ class GenerationTask(Shots):
 
     kind: Literal["generation"] = "generation"
     file: str
-    match: Literal["auto", "exact", "numeric"] = Field(
-        "auto", description="what is compared; auto: numbers, where every right answer of the file is one, else the text"
+    match: Literal["auto", "exact", "numeric"] = setting(
+        "auto", "what is compared; auto: numbers, where every right answer of the file is one, else the text"
     )
     new_tokens: int = Field(256, ge=1, le=32768)
-    chat: bool = Field(False, description="ask through the chat template")
-    template: str = Field("Question: {question}\nAnswer:", description="what is asked where chat is false")
-    stop: tuple[str, ...] = Field(("\n\n", "Question:"), description="texts that end an answer where chat is false")
+    chat: bool = setting(False, "ask through the chat template")
+    template: str = setting("Question: {question}\nAnswer:", "what is asked where chat is false")
+    stop: tuple[str, ...] = setting(("\n\n", "Question:"), "texts that end an answer where chat is false")
 
 
 class HarnessTask(TaskBase):
@@ -237,7 +228,7 @@ class HarnessTask(TaskBase):
 
     kind: Literal["harness"] = "harness"
     task: str = Field(min_length=1, description="a name that the harness knows, or a YAML file relative to the suite")
-    shots: int | None = Field(None, ge=0, le=64, description="worked examples; empty: as the task says")
+    shots: int | None = setting(None, "worked examples; empty: as the task says", ge=0, le=64)
 
 
 RecordsTask = TextTask | ChatsTask | PairsTask  # the tokens of records are scored, of a file or of a held-out part
@@ -253,7 +244,7 @@ class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
     tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
-    allow_code: bool = Field(False, description="run the Python that task files of lm-evaluation-harness name")
+    allow_code: bool = setting(False, "run the Python that task files of lm-evaluation-harness name")
 
     @field_validator("tasks")
     @classmethod

@@ -20,6 +20,7 @@ from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
@@ -51,7 +52,7 @@ class LoadedSettings:
 
 
 def load(
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | JsonObject = (),
     *,
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
@@ -70,8 +71,14 @@ def load(
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
     base = [*base, *_starts_from_optional_stages([*base, *overrides])]
-    _refuse_sizes_of_new_models(overrides, base)
-    layers = [*base, *_of_existing_model(overrides, base), *_with_preset(overrides)]
+    model, start = _existing_model([*base, *overrides])
+    follows: list[Override] = []
+    if model is not None:
+        _refuse_sizes_of_new_models(overrides, model, start)
+        if model != _existing_model(base)[0]:  # else the base has its own values of both
+            names = {"tokenizer.existing": model, "tokenizer.template": "auto"}
+            follows = [Override(f"{start}{IS_SET}", key, value) for key, value in names.items()]
+    layers = [*base, *follows, *_with_preset(overrides)]
     strongest = {item.key: item.value for item in layers}
     automatic = {key for key in rules.KEYS if strongest.get(key) == rules.AUTO}
     settings, sources = merge(Settings, [*_by_rule(layers), *(item for item in layers if item.key not in automatic)])
@@ -79,7 +86,7 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
 
 
 def layers(
-    overrides: Sequence[str] | Mapping[str, Any],
+    overrides: Sequence[str] | JsonObject,
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
@@ -103,7 +110,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     valid_keys, sources = settable_keys(root), dict[str, str]()
     for origin, key, value in overrides:
-        is_field = _is_field(key, root)
+        is_field = any(key.startswith(f"{name}.") for name in open_keys(root))  # whose name an architecture alone knows
         if not is_field:
             _check_key(key, origin, valid_keys)
         if value in (None, {}) and key not in valid_keys and not is_field:
@@ -131,11 +138,11 @@ def profile_names() -> list[str]:
 
 
 def _layers(
-    overrides: Sequence[str] | Mapping[str, Any],
+    overrides: Sequence[str] | JsonObject,
     files: Sequence[Path],
     profiles: Sequence[str],
     environment: Mapping[str, str],
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, JsonObject]]:
     for name in profiles:
         path = configs_directory() / "profiles" / f"{name}.yaml"
         if name not in profile_names():
@@ -159,7 +166,7 @@ def _layers(
         yield "command line", {key.strip(): _scalar(value, item)}
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> JsonObject:
     """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
     try:
         tree = yaml_text.read(path)
@@ -183,7 +190,7 @@ def _scalar(text: str, origin: str) -> Any:
         ) from None
 
 
-def _assign(tree: dict[str, Any], key: str, value: Any) -> Mapping[str, Any]:
+def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
     """Put the value into the tree; returns the section that stood in its place, {} for none."""
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -209,18 +216,6 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     return [item for item in (*overrides[:first], *sizes, *overrides[first:]) if item.key != PRESET]
 
 
-def _of_existing_model(overrides: list[Override], base: Sequence[Override]) -> list[Override]:
-    """Settings that follow from an existing model to start from, unless set: its tokenizer and its chat template.
-
-    A base whose start is not changed has its own values of both.
-    """
-    model, start = _existing_model([*base, *overrides])
-    if model is None or model == _existing_model(base)[0]:
-        return []
-    origin = f"{start} is set"
-    return [Override(origin, "tokenizer.existing", model), Override(origin, "tokenizer.template", "auto")]
-
-
 def _starts_from_optional_stages(overrides: Sequence[Override]) -> list[Override]:
     """`start_from` of the stages for which nothing sets it and before which an optional stage has data."""
     values = {item.key: item.value for item in overrides}
@@ -243,18 +238,15 @@ def _by_rule(overrides: Sequence[Override]) -> list[Override]:
 
 
 @functools.cache
-def _default_values() -> dict[str, Any]:
+def _default_values() -> JsonDict:
     return dict(flatten(defaults(Settings)))
 
 
-def _refuse_sizes_of_new_models(overrides: list[Override], base: Sequence[Override]) -> None:
+def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
     """Raise UsageError where `model.*` is set beside an existing model to start from, in the same layer or a stronger one.
 
     It describes new models only. Values of it in a weaker layer, such as a profile, are replaced by the start.
     """
-    model, start = _existing_model([*base, *overrides])
-    if model is None:
-        return
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
     first = 0 if origin is None else _first_of_layer(overrides, origin)  # the base is weaker than all of them
     is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model
@@ -286,11 +278,6 @@ def _first_of_layer(overrides: list[Override], origin: str) -> int:
 def _layer(origin: str) -> str:
     """The layer of an origin; all variables of the environment are one."""
     return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
-
-
-def _is_field(key: str, root: type[Section]) -> bool:
-    """Whether the key is below a setting that takes names which only an architecture knows, as `model.fields` does."""
-    return any(key.startswith(f"{name}.") for name in open_keys(root))
 
 
 def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:
@@ -345,14 +332,12 @@ def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, An
             yield from leaf_fields(section, f"{prefix}{name}.")
 
 
-def defaults(root: type[Section]) -> dict[str, Any]:
+def defaults(root: type[Section]) -> JsonDict:
     """The tree as it is where nothing is set; settings without a default are not in it."""
     return root.model_construct().model_dump()
 
 
-def _clear_other_budget(
-    tree: dict[str, Any], sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]
-) -> None:
+def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]) -> None:
     """Let a budget in `tokens` clear a weaker layer's in `epochs`, and the other way round."""
     stage, _, name = key.partition(".")
     other_budget = BUDGETS.get(name)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ttrain.config.base import Section
+from ttrain.config.base import Section, setting
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 
@@ -19,17 +19,17 @@ TURNING_KINDS = ("llama", "qwen3")  # whose rotary positions turn all numbers of
 class Moe(Section):
     """Mixture of experts in place of the feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
 
-    experts: int = Field(8, ge=2, description="routed experts of a layer")
-    top_k: int = Field(2, ge=1, description="routed experts that each token visits")
-    shared_experts: int = Field(0, ge=0, description="experts that every token visits besides")
-    expert_size: int | None = Field(
-        None, ge=8, description="inner width of an expert; empty: as many active parameters as the dense layer has"
+    experts: int = setting(8, "routed experts of a layer", ge=2)
+    top_k: int = setting(2, "routed experts that each token visits", ge=1)
+    shared_experts: int = setting(0, "experts that every token visits besides", ge=0)
+    expert_size: int | None = setting(
+        None, "inner width of an expert; empty: as many active parameters as the dense layer has", ge=8
     )
-    dense_layers: int = Field(0, ge=0, description="first layers that stay dense")
-    balance: float = Field(0.01, ge=0, description="weight of the balance loss of each row (arXiv:2412.19437, eq. 17)")
-    z_loss: float = Field(0.0, ge=0, description="weight of the router z-loss (arXiv:2202.08906, eq. 5)")
-    bias_rate: float = Field(
-        0.0, ge=0, description="balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)"
+    dense_layers: int = setting(0, "first layers that stay dense", ge=0)
+    balance: float = setting(0.01, "weight of the balance loss of each row (arXiv:2412.19437, eq. 17)", ge=0)
+    z_loss: float = setting(0.0, "weight of the router z-loss (arXiv:2202.08906, eq. 5)", ge=0)
+    bias_rate: float = setting(
+        0.0, "balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)", ge=0
     )
 
     # What the model's own config calls them, so that stages which start from its weights go on in the same way.
@@ -39,51 +39,45 @@ class Moe(Section):
         "router_bias_rate": "bias_rate",
     }
 
-    @model_validator(mode="after")
-    def _rules(self) -> Moe:
+    def _check(self) -> None:
         if self.top_k > self.experts:
             raise ValueError(f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}")
-        return self
 
 
 class MultiToken(Section):
     """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
 
-    weight: float = Field(0.3, gt=0, description="of the second head's loss")
-    keep_head: bool = Field(True, description="keep its weights beside the model, for speculative decoding; never inside it")
+    weight: float = setting(0.3, "of the second head's loss", gt=0)
+    keep_head: bool = setting(True, "keep its weights beside the model, for speculative decoding; never inside it")
 
 
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    preset: str | None = Field(
-        None, exclude=True, description="sizes by name, see `ttrain models size`; settings beside win"
+    preset: str | None = setting(None, "sizes by name, see `ttrain models size`; settings beside win", exclude=True)
+    kind: str = setting("qwen3", "qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
+    hidden_size: int = setting(128, "width of the hidden states", ge=8)
+    layers: int = setting(4, "transformer blocks", ge=1)
+    heads: int = setting(2, "attention heads of a layer", ge=1)
+    kv_heads: int | None = setting(None, "grouped-query attention; empty: as many as `heads`", ge=1)
+    intermediate_size: int | None = setting(None, "empty: 8/3 of hidden_size, rounded up to 32", ge=8)
+    max_length: int = setting(1024, "positions the model accepts, in tokens", ge=16)
+    tie_embeddings: bool = setting(
+        True, "output head and embedding share their weights; auto: where the head is large for the model"
     )
-    kind: str = Field("qwen3", description="qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
-    hidden_size: int = Field(128, ge=8, description="width of the hidden states")
-    layers: int = Field(4, ge=1, description="transformer blocks")
-    heads: int = Field(2, ge=1, description="attention heads of a layer")
-    kv_heads: int | None = Field(None, ge=1, description="grouped-query attention; empty: as many as `heads`")
-    intermediate_size: int | None = Field(None, ge=8, description="empty: 8/3 of hidden_size, rounded up to 32")
-    max_length: int = Field(1024, ge=16, description="positions the model accepts, in tokens")
-    tie_embeddings: bool = Field(
-        True, description="output head and embedding share their weights; auto: where the head is large for the model"
+    rope_theta: float = setting(10_000.0, "base of the rotary positions", gt=0)
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
+        "default", "how positions beyond the trained ones are scaled"
     )
-    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary positions")
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(
-        "default", description="how positions beyond the trained ones are scaled"
+    rope_factor: float = setting(1.0, "of `rope_type`: times as many positions", ge=1)
+    init_std: float = setting(0.02, "standard deviation of the first weights", gt=0)
+    scaled_residuals: bool = setting(
+        False, "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
     )
-    rope_factor: float = Field(1.0, ge=1, description="of `rope_type`: times as many positions")
-    init_std: float = Field(0.02, gt=0, description="standard deviation of the first weights")
-    scaled_residuals: bool = Field(
-        False, description="initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
-    )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="on attention weights; its masks also depend on runtime.rows_per_device"
-    )
-    fields: dict[str, Any] = Field({}, description="more fields of the architecture's config, as model.fields.NAME=value")
-    moe: Moe | None = Field(None, description="mixture of experts; empty: dense")
-    multi_token: MultiToken | None = Field(None, description="a second head for the token after the next; empty: none")
+    dropout: float = setting(0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
+    fields: dict[str, Any] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
+    moe: Moe | None = setting(None, "mixture of experts; empty: dense")
+    multi_token: MultiToken | None = setting(None, "a second head for the token after the next; empty: none")
 
     @model_validator(mode="before")
     @classmethod
@@ -93,27 +87,20 @@ class Model(Section):
             return settings
         return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
-    @model_validator(mode="after")
-    def _fields_are_json(self) -> Model:
-        """Check that `fields` fit in JSON: they enter the key and config.json, which hold neither dates nor NaN."""
-        for name, value in self.fields.items():
+    def _check(self) -> None:
+        for name, value in self.fields.items():  # they enter the key and config.json, which hold neither dates nor NaN
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
-        return self
-
-    @model_validator(mode="after")
-    def _rope_factor_has_a_type(self) -> Model:
         if self.rope_factor != 1 and self.rope_type == "default":
             raise ValueError(
                 f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
                 f"set model.rope_type, for example to yarn"
             )
-        return self
+        self._heads_divide()
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Model:
+    def _heads_divide(self) -> None:
         """Report all that is wrong with the heads at once, with sizes that are valid together."""
         problems, head = [], self.hidden_size // self.heads
         advice: dict[str, int | None] = {}
@@ -131,7 +118,6 @@ class Model(Section):
             advice["kv_heads"] = math.gcd(self.heads, self.kv_heads or 1) if self.kind in TURNING_KINDS else None
         if problems:
             raise ValueError(f"{'; '.join(problems)}; {self.with_other_sizes(advice)}")
-        return self
 
     def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
         """The advice to set the sizes that differ, as a command takes them; None is for as many `kv_heads` as `heads`."""

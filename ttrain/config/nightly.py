@@ -9,9 +9,9 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator
 
-from ttrain.config.base import Count, Section, TimeOfDay, TimeZone
+from ttrain.config.base import Count, Section, Seed, TimeOfDay, TimeZone, setting
 from ttrain.config.training import BITS_PER_BYTE
 
 Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
@@ -21,98 +21,86 @@ HIDDEN = "/***"  # stands for what follows a webhook's host
 class Nightly(Section):
     """What a night trains."""
 
-    start_from: Literal["champion", "scratch"] = Field(
-        "champion",
-        description="pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays",
+    start_from: Literal["champion", "scratch"] = setting(
+        "champion", "pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays"
     )
-    data: Literal["new", "all"] = Field("new", description="documents that the champion has not learnt, or all of them")
-    tokens: Count | None = Field(
-        None, ge=1, description="budget of a night that continues the champion's base; empty, as epochs: that of pretrain"
+    data: Literal["new", "all"] = setting("new", "documents that the champion has not learnt, or all of them")
+    tokens: Count | None = setting(
+        None, "budget of a night that continues the champion's base; empty, as epochs: that of pretrain", ge=1
     )
-    epochs: float | None = Field(None, gt=0, description="the same in passes over the night's documents, which are new ones")
-    rate: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+    epochs: float | None = setting(None, "the same in passes over the night's documents, which are new ones", gt=0)
+    rate: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         0.5,
-        description="of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
+        "of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
         "min(1, (8 / steps)^0.5), with pretrain.schedule.full_rate_steps in place of 8 where it is set",
     )
-    replay: float = Field(
+    replay: float = setting(
         0.05,
+        "share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
         ge=0,
         lt=1,
-        description="share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
     )
-    average: float | None = Field(
+    average: float | None = setting(
         None,
+        "share of the champion's weights in an average with the night's own, which is a candidate beside them; empty: none",
         gt=0,
         lt=1,
-        description="share of the champion's weights in an average with the night's own, which is a candidate beside them; "
-        "empty: none",
     )
-    again: bool = Field(
-        True, description="documents of a night that was not promoted are read once more, beside newer ones; false: never"
+    again: bool = setting(
+        True, "documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )
-    chats: Literal["all", "new"] = Field(
-        "all", description="chats that SFT learns: all, or those of new files beside `replay` of learnt ones"
+    chats: Literal["all", "new"] = setting(
+        "all", "chats that SFT learns: all, or those of new files beside `replay` of learnt ones"
     )
-    sft_base: Literal["new", "champion"] = Field(
-        "new", description="SFT starts anew from the night's base model, or continues the champion's SFT model"
+    sft_base: Literal["new", "champion"] = setting(
+        "new", "SFT starts anew from the night's base model, or continues the champion's SFT model"
     )
-    lora_base: Literal["new", "champion"] = Field(
+    lora_base: Literal["new", "champion"] = setting(
         "new",
-        description="an adapter is trained again on the night's model, or stays with the model that the champion's adapter "
+        "an adapter is trained again on the night's model, or stays with the model that the champion's adapter "
         "belongs to, and is trained again only on new chats",
     )
-    deadline: TimeOfDay | None = Field(None, description="hour:minute when a night saves its state and stops")
-    deadline_hours: float | None = Field(None, gt=0, description="the same, so long after the night began")
-    timezone: TimeZone | None = Field(None, description="of the deadline, such as Europe/Berlin; empty: the machine's own")
-    attempts: int = Field(2, ge=1, description="nights in which the same list of files may fail before it is given up")
+    deadline: TimeOfDay | None = setting(None, "hour:minute when a night saves its state and stops")
+    deadline_hours: float | None = setting(None, "the same, so long after the night began", gt=0)
+    timezone: TimeZone | None = setting(None, "of the deadline, such as Europe/Berlin; empty: the machine's own")
+    attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
 
-    @model_validator(mode="after")
-    def _averages_relatives(self) -> Nightly:
+    def _check(self) -> None:
         if self.average is not None and self.start_from == "scratch":
             raise ValueError(
                 f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
                 f"with the champion's; set nightly.start_from=champion, or nightly.average= (empty)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_budget(self) -> Nightly:
         if self.tokens is not None and self.epochs is not None:
             raise ValueError(f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _one_deadline(self) -> Nightly:
         if self.deadline is not None and self.deadline_hours is not None:
             raise ValueError(
                 f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them"
             )
-        return self
 
 
 class Promotion(Section):
     """When a challenger becomes champion."""
 
-    metric: str = Field(BITS_PER_BYTE.name, min_length=1, description="of the evaluation, on the same held-out data")
-    higher_is_better: bool = Field(False, description="where the evaluation does not know; of a suite's figures it does")
-    margin: float = Field(0.0, ge=0, description="the challenger must be better by more than this")
-    confidence: float = Field(
-        0.95, gt=0.5, lt=1, description="of the paired bootstrap interval, whose lower end must exceed the margin"
+    metric: str = setting(BITS_PER_BYTE.name, "of the evaluation, on the same held-out data", min_length=1)
+    higher_is_better: bool = setting(False, "where the evaluation does not know; of a suite's figures it does")
+    margin: float = setting(0.0, "the challenger must be better by more than this", ge=0)
+    confidence: float = setting(
+        0.95, "of the paired bootstrap interval, whose lower end must exceed the margin", gt=0.5, lt=1
     )
-    resamples: int = Field(2000, ge=0, description="of the bootstrap; 0: the figures alone decide")
-    min_samples: int = Field(20, ge=2, description="held-out records below which the figures alone decide")
-    seed: int = Field(1, ge=0, lt=2**32, description="of the paired resampling")
-    forgetting: float | None = Field(
+    resamples: int = setting(2000, "of the bootstrap; 0: the figures alone decide", ge=0)
+    min_samples: int = setting(20, "held-out records below which the figures alone decide", ge=2)
+    seed: Seed = setting(1, "of the paired resampling")
+    forgetting: float | None = setting(
         0.03,
-        ge=0,
-        description="share of the champion's figure by which the challenger may be worse on the held-out text of an earlier "
+        "share of the champion's figure by which the challenger may be worse on the held-out text of an earlier "
         "night or of a source, or in the metric of another model, and of the best figure that a champion had on the text of "
         "a night; empty: any share",
+        ge=0,
     )
-    baseline: Literal["zlib", "xz", "order0", "order3"] | float | None = Field(
+    baseline: Literal["zlib", "xz", "order0", "order3"] | float | None = setting(
         "xz",
-        description="what a first champion must beat: a baseline, in bits per byte of the base model, or a value of the "
+        "what a first champion must beat: a baseline, in bits per byte of the base model, or a value of the "
         "metric; empty: nothing",
     )
 
@@ -120,16 +108,15 @@ class Promotion(Section):
 class Notify(Section):
     """Who is notified of what happened. Nothing leaves the machine unless it is set here."""
 
-    command: tuple[str, ...] = Field((), description="program and arguments, no shell; the message is JSON on stdin")
-    webhook: str | None = Field(
-        None,
-        description="URL to which the message is posted as JSON; shown and recorded without its path, which can be secret",
+    command: tuple[str, ...] = setting((), "program and arguments, no shell; the message is JSON on stdin")
+    webhook: str | None = setting(
+        None, "URL to which the message is posted as JSON; shown and recorded without its path, which can be secret"
     )
-    webhook_file: str | None = Field(
-        None, description="file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
+    webhook_file: str | None = setting(
+        None, "file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
     )
-    on: tuple[Event, ...] = Field(("failed", "promoted", "skipped"), description="events that are told")
-    timeout_seconds: float = Field(10.0, gt=0, description="for the program, and for the URL")
+    on: tuple[Event, ...] = setting(("failed", "promoted", "skipped"), "events that are told")
+    timeout_seconds: float = setting(10.0, "for the program, and for the URL", gt=0)
 
     @field_validator("webhook")
     @classmethod
@@ -146,8 +133,6 @@ class Notify(Section):
     def _hide(self, value: str | None) -> str | None:
         return value and f"{urlsplit(value).scheme}://{urlsplit(value).hostname}{HIDDEN}"
 
-    @model_validator(mode="after")
-    def _one_webhook(self) -> Notify:
+    def _check(self) -> None:
         if self.webhook and self.webhook_file:
             raise ValueError(f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them")
-        return self

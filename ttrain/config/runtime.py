@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word
+from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
 from ttrain.config.data import LEARNT
 from ttrain.config.training import CHOSEN_BASE, TRAININGS
 
@@ -15,10 +15,10 @@ class Night(Section):
     """Hours in which training takes half of the machine: micro-batches and threads. The weights stay the same, up to the
     order of summation."""
 
-    start: TimeOfDay = Field("22:00", description="hour:minute; included")
-    end: TimeOfDay = Field("08:00", description="hour:minute; not included. The same as start: all day")
-    timezone: TimeZone | None = Field(None, description="such as Europe/Berlin; empty: the machine's own")
-    memory_limit_gb: float | None = Field(None, gt=0, description="of a rank, as runtime.memory_limit_gb")
+    start: TimeOfDay = setting("22:00", "hour:minute; included")
+    end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
+    timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
+    memory_limit_gb: float | None = setting(None, "of a rank, as runtime.memory_limit_gb", gt=0)
 
 
 # As in the table of stages (`ttrain/stages`), which imports this package.
@@ -44,98 +44,89 @@ class StageRuntime(Section):
 class Runtime(Section):
     """How fast and where it runs. Nothing here changes a key."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: cuda, then mps, then cpu")
-    devices: int = Field(1, ge=1, description="ranks of a training stage, and of the evaluation, on this machine")
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "auto: cuda, then mps, then cpu")
+    devices: int = setting(1, "ranks of a training stage, and of the evaluation, on this machine", ge=1)
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (), "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
     )
-    nodes: int = Field(1, ge=1, description="machines that train together, through torchrun; all need the same TTRAIN_HOME")
-    node_rank: int = Field(0, ge=0, description="which of them this one is; 0 publishes")
-    rendezvous: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description="host:port of node 0, where nodes meet")
-    rank_timeout_seconds: float = Field(
-        20.0, gt=0, description="ranks that do not answer, or all wait, for so long (or five of their steps) are ended"
+    nodes: int = setting(1, "machines that train together, through torchrun; all need the same TTRAIN_HOME", ge=1)
+    node_rank: int = setting(0, "which of them this one is; 0 publishes", ge=0)
+    rendezvous: str | None = setting(None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$")
+    rank_timeout_seconds: float = setting(
+        20.0, "ranks that do not answer, or all wait, for so long (or five of their steps) are ended", gt=0
     )
-    threads: int | None = Field(None, ge=1, description="threads of a rank; empty: the cores divided by the ranks")
-    rows_per_device: int = Field(16, ge=1, description="rows of one micro-batch on one rank")
-    memory_limit_gb: float | None = Field(
-        None, gt=0, description="of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage"
+    threads: int | None = setting(None, "threads of a rank; empty: the cores divided by the ranks", ge=1)
+    rows_per_device: int = setting(16, "rows of one micro-batch on one rank", ge=1)
+    memory_limit_gb: float | None = setting(
+        None, "of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage", gt=0
     )
-    night: Night | None = Field(None, description="hours in which less of the machine is taken; empty: none")
-    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="ranks hold whole models, or shards of one (FSDP2)")
-    reduction: Literal["fast", "tree"] = Field(
-        "fast", description="tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
+    night: Night | None = setting(None, "hours in which less of the machine is taken; empty: none")
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "ranks hold whole models, or shards of one (FSDP2)")
+    reduction: Literal["fast", "tree"] = setting(
+        "fast", "tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
     )
-    deterministic: bool = Field(True, description="the same run gives the same bits; false: the fastest kernels")
-    compile: bool | None = Field(
-        None, description="torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"
+    deterministic: bool = setting(True, "the same run gives the same bits; false: the fastest kernels")
+    compile: bool | None = setting(
+        None, "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"
     )
-    attention: Literal["auto", "records", "masked"] = Field(
-        "auto",
-        description="records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records",
+    attention: Literal["auto", "records", "masked"] = setting(
+        "auto", "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records"
     )
-    tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = Field(
+    tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = setting(
         "off",
-        description="auto: where deterministic is false, measure for at most a minute which rows_per_device, attention, "
+        "auto: where deterministic is false, measure for at most a minute which rows_per_device, attention, "
         "loss_chunk_tokens and compile are fastest, and remember it",
     )
-    loss_chunk_tokens: int | None = Field(
-        None, ge=0, description="tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch"
+    loss_chunk_tokens: int | None = setting(
+        None, "tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch", ge=0
     )
-    gradient_checkpointing: bool = Field(
-        False, description="keep only what goes into each layer, and compute it again for the gradient: a third slower"
+    gradient_checkpointing: bool = setting(
+        False, "keep only what goes into each layer, and compute it again for the gradient: a third slower"
     )
-    log_every_steps: int = Field(10, ge=1, description="steps between two points of the curves")
-    quick_validations: int = Field(
-        8, ge=0, description="while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none"
+    log_every_steps: int = setting(10, "steps between two points of the curves", ge=1)
+    quick_validations: int = setting(
+        8, "while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none", ge=0
     )
-    system_metrics_seconds: int = Field(
-        10, ge=0, description="between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none"
+    system_metrics_seconds: int = setting(
+        10, "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none", ge=0
     )
-    sample_every_steps: int = Field(0, ge=0, description="steps between texts that the model writes for you; 0: none")
-    sample_prompts: tuple[str, ...] = Field(
-        ("Return the", "Hello! Who are you?"), min_length=1, description="beginnings of documents, or what a user asks"
+    sample_every_steps: int = setting(0, "steps between texts that the model writes for you; 0: none", ge=0)
+    sample_prompts: tuple[str, ...] = setting(
+        ("Return the", "Hello! Who are you?"), "beginnings of documents, or what a user asks", min_length=1
     )
-    eval_every_steps: int = Field(
-        0, ge=0, description="steps between evaluations on a small suite, the last step among them; 0: none"
+    eval_every_steps: int = setting(0, "steps between evaluations on a small suite, the last step among them; 0: none", ge=0)
+    eval_suite: Location | None = setting(
+        None, "the suite: a name or a YAML file; empty: what the stage itself holds out", min_length=1
     )
-    eval_suite: Location | None = Field(
-        None, min_length=1, description="the suite: a name or a YAML file; empty: what the stage itself holds out"
+    eval_limit: int = setting(32, "items of each of its tasks, which bounds the time", ge=1)
+    checkpoint_every_steps: int = setting(100, "steps between two checkpoints", ge=1)
+    keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
+    keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
+    keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = setting(
+        (), "checkpoints of these steps are made, and stay for good"
     )
-    eval_limit: int = Field(32, ge=1, description="items of each of its tasks, which bounds the time")
-    checkpoint_every_steps: int = Field(100, ge=1, description="steps between two checkpoints")
-    keep_checkpoints: int = Field(2, ge=1, description="the newest so many, beside the best one")
-    keep_every_steps: int = Field(0, ge=0, description="checkpoints of these steps stay for good; 0: none")
-    keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="checkpoints of these steps are made, and stay for good"
+    guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = setting(
+        "warn", "look out for spikes of the loss, overfitting, a dead loader"
     )
-    guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = Field(
-        "warn", description="look out for spikes of the loss, overfitting, a dead loader"
+    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
+        (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
     )
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = Field(
-        (), description="where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
+    workers: int | None = setting(None, "processes that make shards; empty: the cores", ge=1)
+    sharding: Literal["processes", "dask"] = setting("processes", "where shards are made; dask: on its cluster")
+    dask_address: str | None = setting(None, "scheduler of the Dask cluster; empty: a local one of `workers`")
+    retries: int = setting(
+        0, "how often Prefect runs a failed stage again; a mistake of settings or data fails at once", ge=0, le=50
     )
-    workers: int | None = Field(None, ge=1, description="processes that make shards; empty: the cores")
-    sharding: Literal["processes", "dask"] = Field("processes", description="where shards are made; dask: on its cluster")
-    dask_address: str | None = Field(None, description="scheduler of the Dask cluster; empty: a local one of `workers`")
-    retries: int = Field(
-        0,
-        ge=0,
-        le=50,
-        description="how often Prefect runs a failed stage again; a mistake of settings or data fails at once",
-    )
-    retry_delay_seconds: float = Field(
-        10.0, ge=0, description="before the first retry; each further one waits twice as long"
-    )
-    timeout_seconds: float | None = Field(None, gt=0, description="of one stage; empty: none")
-    stages: dict[StageName, StageRuntime] = Field({}, description="what differs for one stage: runtime.stages.sft.retries=2")
+    retry_delay_seconds: float = setting(10.0, "before the first retry; each further one waits twice as long", ge=0)
+    timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
+    stages: dict[StageName, StageRuntime] = setting({}, "what differs for one stage: runtime.stages.sft.retries=2")
 
     def attempts_of(self, stage: str) -> StageRuntime:
         """Retries and times of a stage: its own where it has some, else those of all stages."""
         own = self.stages.get(stage, StageRuntime()).model_dump(exclude_none=True)
         return StageRuntime(**{**{name: getattr(self, name) for name in StageRuntime.model_fields}, **own})
 
-    @model_validator(mode="after")
-    def _nodes_can_meet(self) -> Runtime:
+    def _check(self) -> None:
         if self.node_rank >= self.nodes:
             raise ValueError(
                 f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
@@ -145,7 +136,6 @@ class Runtime(Section):
             raise ValueError(
                 f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes"
             )
-        return self
 
 
 class TaskRuntime(Section):
@@ -157,8 +147,8 @@ class TaskRuntime(Section):
 class Tracking(Section):
     """MLflow."""
 
-    enabled: bool = Field(True, description="false: nothing is sent to MLflow, nor looked up there")
-    experiment: str = Field("ttrain", min_length=1, description="MLflow's experiment")
+    enabled: bool = setting(True, "false: nothing is sent to MLflow, nor looked up there")
+    experiment: str = setting("ttrain", "MLflow's experiment", min_length=1)
 
 
 Auth = Literal["token", "off"]
@@ -167,8 +157,8 @@ Auth = Literal["token", "off"]
 class Servers(Section):
     """Prefect's and MLflow's servers, where ttrain starts them."""
 
-    auth: Annotated[Auth, BeforeValidator(off_as_a_word)] = Field(
-        "token", description="who may use them: who shows the token in servers/token of the home; off: every account"
+    auth: Annotated[Auth, BeforeValidator(off_as_a_word)] = setting(
+        "token", "who may use them: who shows the token in servers/token of the home; off: every account"
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ttrain.config.base import Section, with_fields
+from ttrain.config.base import Section, setting, with_fields
 from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.loop import Precision
@@ -56,7 +56,7 @@ NAMES_CODE = (
 class _UntilTrainings(Section):
     """The sections up to those of the training stages, which the table of these adds: two are spelled out for their type."""
 
-    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="prefix of registered models")
+    name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     data: Data = Data()
     python_docs: PythonDocs = PythonDocs()
     reading: Reading = Reading()
@@ -117,8 +117,13 @@ class Settings(_UntilTrainings):
         stages = TRAININGS if stage == "evaluate" else (stage,) if stage in TRAININGS else ()
         return max((getattr(self, name).positions_before for name in stages), default=0)
 
-    @model_validator(mode="after")
-    def _optional_stages_have_data(self) -> Settings:
+    def _check(self) -> None:
+        self._optional_stages_have_data()
+        self._one_root()
+        self._one_existing_model()
+        self._rows_fit_the_model()
+
+    def _optional_stages_have_data(self) -> None:
         for name in self.trainings:
             if not self.exists(name):
                 later = next(later for later, start in self.starts.items() if start == name)
@@ -127,10 +132,8 @@ class Settings(_UntilTrainings):
                     f"there is no stage {name}; set data.{TRAINING_STAGES[name].dataset}, or {later}.start_from="
                     f"{self.starts[name]}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _one_root(self) -> Settings:
+    def _one_root(self) -> None:
         first, root = root_of(TRAININGS[-1], self.starts)
         for name in filter(self.exists, OPTIONAL):
             other, start = root_of(name, self.starts)
@@ -139,10 +142,8 @@ class Settings(_UntilTrainings):
                     f"{first}.start_from is {root} and {other}.start_from is {start}: a pipeline starts from one model, as "
                     f"all its stages share one tokenizer; set {name}.start_from to a stage that {TRAININGS[-1]} goes on from"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _one_existing_model(self) -> Settings:
+    def _one_existing_model(self) -> None:
         existing_starts = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
         if len(set(existing_starts.values())) > 1:
             assignments = ", ".join(f"{name}.start_from is {start}" for name, start in existing_starts.items())
@@ -154,10 +155,8 @@ class Settings(_UntilTrainings):
                 f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
                 f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rows_fit_the_model(self) -> Settings:
+    def _rows_fit_the_model(self) -> None:
         trainings = filter(self.exists, TRAININGS)
         for name in (*trainings, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
             length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
@@ -167,7 +166,6 @@ class Settings(_UntilTrainings):
                     f"{name}.row_length is {length}{prefix} but model.max_length is {self.model.max_length}; "
                     f"set model.max_length={length + virtual}"
                 )
-        return self
 
 
 # Sections that each stage is allowed to see: what is not here cannot shape its result.

@@ -6,37 +6,33 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator
 
 from ttrain.config import rules
-from ttrain.config.base import Count, Location, Section, as_tuple
+from ttrain.config.base import Count, Location, Section, as_tuple, setting
 from ttrain.config.loop import Loop, Optim, Precision
 
 
 class Training(Loop):
     """What one training stage does to the weights."""
 
-    tokens: Count | None = Field(
-        None, ge=1, description="budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`"
-    )
-    epochs: float | None = Field(None, gt=0, description="budget in passes over the rows")
-    tokens_per_step: Count = Field(4096, ge=1, description="tokens of one optimizer step, over all ranks")
-    row_length: int = Field(256, ge=8, description="tokens of one packed row")
-    packing: Literal["best-fit", "stream", "none"] = Field(
+    tokens: Count | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`", ge=1)
+    epochs: float | None = setting(None, "budget in passes over the rows", gt=0)
+    tokens_per_step: Count = setting(4096, "tokens of one optimizer step, over all ranks", ge=1)
+    row_length: int = setting(256, "tokens of one packed row", ge=8)
+    packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
-        description="records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
+        "records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
         "batches only as wide as their longest",
     )
-    stride: int | None = Field(None, ge=1, description="places between the rows of documents; empty: row_length, no overlap")
-    order: Literal["shuffled", "length-grouped"] = Field(
-        "shuffled", description="length-grouped: rows of about the same length come in the same step"
+    stride: int | None = setting(None, "places between the rows of documents; empty: row_length, no overlap", ge=1)
+    order: Literal["shuffled", "length-grouped"] = setting(
+        "shuffled", "length-grouped: rows of about the same length come in the same step"
     )
-    mask_intervals: tuple[tuple[int | str, int | str], ...] = Field(
-        (), description="[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
+    mask_intervals: tuple[tuple[int | str, int | str], ...] = setting(
+        (), "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
     )
-    dropped_fraction: float = Field(
-        0.01, ge=0, le=1, description="a larger share of chats without a token to learn ends the stage"
-    )
+    dropped_fraction: float = setting(0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1)
 
     @property
     def has_reference(self) -> bool:
@@ -53,8 +49,8 @@ class Training(Loop):
         lengths = (length for length in range(limit, 0, -1) if self.tokens_per_step % length == 0)
         return next((length for length in lengths if self.accepts(row_length=length)), None)
 
-    @model_validator(mode="after")
-    def _rules(self) -> Training:
+    def _check(self) -> None:
+        super()._check()
         if (self.tokens is None) == (self.epochs is None):
             raise ValueError(f"set one of tokens ({self.tokens}) and epochs ({self.epochs}), and the other to null")
         if self.tokens_per_step % self.row_length:
@@ -75,7 +71,6 @@ class Training(Loop):
         for opens, closes in self.mask_intervals:
             if opens == closes:
                 raise ValueError(f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
-        return self
 
     @field_validator("start_from", check_fields=False)
     @classmethod
@@ -108,9 +103,9 @@ class Training(Loop):
 class TaskConfig(Loop):
     """What `ttrain train` does to the weights; a task derives its own settings from it, with its own defaults."""
 
-    epochs: float = Field(10.0, gt=0, description="passes over the rows")
-    rows_per_step: int = Field(64, ge=1, description="rows of one optimizer step, over all ranks")
-    precision: Precision = Field("fp32", description="as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so")
+    epochs: float = setting(10.0, "passes over the rows", gt=0)
+    rows_per_step: int = setting(64, "rows of one optimizer step, over all ranks", ge=1)
+    precision: Precision = setting("fp32", "as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so")
 
     @property
     def tokens_per_step(self) -> int:
@@ -125,12 +120,10 @@ Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of
 class Pretrain(Training):
     """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
 
-    start_from: Location = Field(
-        NONE, min_length=1, description="none, a Hugging Face directory, or owner/name[@revision] on the Hub"
-    )
-    tokens: Count | None = Field(1_800_000, ge=1, description="budget in tokens; one of `tokens` and `epochs`")
-    tokens_per_step: Count = Field(
-        rules.BATCH, ge=1, description="tokens of one optimizer step, over all ranks; auto: by the size of the model"
+    start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
+    tokens: Count | None = setting(1_800_000, "budget in tokens; one of `tokens` and `epochs`", ge=1)
+    tokens_per_step: Count = setting(
+        rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model", ge=1
     )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
 
@@ -138,10 +131,10 @@ class Pretrain(Training):
 class Sft(Training):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
-    start_from: Location = Field(
-        "pretrain", min_length=1, description="pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    start_from: Location = setting(
+        "pretrain", "pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
-    epochs: float | None = Field(1.0, gt=0, description="budget in passes over the rows")
+    epochs: float | None = setting(1.0, "budget in passes over the rows", gt=0)
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
@@ -152,44 +145,43 @@ class Dpo(Training):
     orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
-    start_from: Location = Field(
-        "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    start_from: Location = setting(
+        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
-    loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = Field(
-        "dpo", description="simpo and orpo need no reference model; kto reads single rated answers, too"
+    loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
+        "dpo", "simpo and orpo need no reference model; kto reads single rated answers, too"
     )
-    beta: float = Field(0.1, gt=0, description="how far the model may leave the reference: the smaller, the farther")
-    label_smoothing: float = Field(0.1, ge=0, lt=0.5, description="of cdpo: share of pairs that are labelled the wrong way")
-    margin: float = Field(0.5, ge=0, description="of simpo: the reward by which the chosen answer should lead (gamma)")
-    length_normalized: bool = Field(
-        False, description="divide log-probabilities by the answer's tokens; ipo, simpo and orpo always do"
+    beta: float = setting(0.1, "how far the model may leave the reference: the smaller, the farther", gt=0)
+    label_smoothing: float = setting(0.1, "of cdpo: share of pairs that are labelled the wrong way", ge=0, lt=0.5)
+    margin: float = setting(0.5, "of simpo: the reward by which the chosen answer should lead (gamma)", ge=0)
+    length_normalized: bool = setting(
+        False, "divide log-probabilities by the answer's tokens; ipo, simpo and orpo always do"
     )
-    desirable_weight: float = Field(1.0, ge=0, description="of kto: weight of the good answers")
-    undesirable_weight: float = Field(1.0, ge=0, description="of kto: weight of the bad answers")
-    sft_weight: float = Field(0.0, ge=0, description="weight of the chosen answers' own loss a token; orpo has it always")
-    epochs: float | None = Field(1.0, gt=0, description="budget in passes over the rows")
+    desirable_weight: float = setting(1.0, "of kto: weight of the good answers", ge=0)
+    undesirable_weight: float = setting(1.0, "of kto: weight of the bad answers", ge=0)
+    sft_weight: float = setting(0.0, "weight of the chosen answers' own loss a token; orpo has it always", ge=0)
+    epochs: float | None = setting(1.0, "budget in passes over the rows", gt=0)
     optim: Optim = Optim(lr=2e-4, weight_decay=0.0)
-    adapter: Literal["none", "lora", "dora"] = Field(
-        "none", description="none: train all weights; else an adapter, which is merged into the model at the end"
+    adapter: Literal["none", "lora", "dora"] = setting(
+        "none", "none: train all weights; else an adapter, which is merged into the model at the end"
     )
-    rank: int = Field(16, ge=1, description="of the adapter")
-    alpha: float = Field(32.0, gt=0, description="of the adapter; its output is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter; its masks also depend on runtime.rows_per_device")
-    targets: Targets = Field(
+    rank: int = setting(16, "of the adapter", ge=1)
+    alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
+    dropout: float = setting(0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
+    targets: Targets = setting(
         ("all-linear",),
+        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
         min_length=1,
-        description="of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
     )
 
     @property
     def has_reference(self) -> bool:
         return self.loss not in ("simpo", "orpo")
 
-    @model_validator(mode="after")
-    def _one_loss_of_the_chosen(self) -> Dpo:
+    def _check(self) -> None:
+        super()._check()
         if self.loss == "orpo" and self.sft_weight:
             raise ValueError(f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0")
-        return self
 
 
 class Lora(Training):
@@ -198,35 +190,34 @@ class Lora(Training):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: Location = Field(
-        "sft", min_length=1, description="sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]"
+    start_from: Location = setting(
+        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
-    kind: Literal["lora", "dora", "prefix"] = Field("lora", description="what is trained: see docs/adapters.md")
-    epochs: float | None = Field(2.0, gt=0, description="budget in passes over the rows")
-    tokens_per_step: Count = Field(2048, ge=1, description="tokens of one optimizer step, over all ranks")
+    kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
+    epochs: float | None = setting(2.0, "budget in passes over the rows", gt=0)
+    tokens_per_step: Count = setting(2048, "tokens of one optimizer step, over all ranks", ge=1)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
-    rank: int = Field(16, ge=1, description="of lora and dora")
-    alpha: float = Field(32.0, gt=0, description="of lora and dora; the adapter's output is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of lora and dora; its masks also depend on runtime.rows_per_device")
-    targets: Targets = Field(
+    rank: int = setting(16, "of lora and dora", ge=1)
+    alpha: float = setting(32.0, "of lora and dora; the adapter's output is scaled by alpha / rank", gt=0)
+    dropout: float = setting(0.0, "of lora and dora; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
+    targets: Targets = setting(
         ("all-linear",),
+        "of lora and dora: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
         min_length=1,
-        description="of lora and dora: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
     )
-    virtual_tokens: int = Field(8, ge=1, description="of prefix: positions that the adapter puts before every record")
-    quantize: Literal["none", "nf4", "int8"] = Field(
-        "none", description="how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
+    virtual_tokens: int = setting(8, "of prefix: positions that the adapter puts before every record", ge=1)
+    quantize: Literal["none", "nf4", "int8"] = setting(
+        "none", "how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
 
     @property
     def positions_before(self) -> int:
         return self.virtual_tokens if self.kind == "prefix" else 0
 
-    @model_validator(mode="after")
-    def _int8_goes_with_it(self) -> Lora:
+    def _check(self) -> None:
+        super()._check()
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
-        return self
 
 
 T = TypeVar("T", bound=Training)

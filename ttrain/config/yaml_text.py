@@ -6,7 +6,6 @@ What is read is YAML 1.1 as PyYAML's safe loader has it, but: a key that is give
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ MOST_BYTES = 1 << 20  # of a file; 10,000 settings in 120 KB take 0.4 s
 MOST_VALUES, MOST_CHARACTERS, MOST_DEPTH = 25_000, 1 << 20, 50
 MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
-NOT_A_FILE = "it is not a regular file; write the settings into one"
 TAG = "tag:yaml.org,2002:"
 BOOLEAN = f"{TAG}bool"
 PLAIN = frozenset({"!", *(TAG + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp"))})
@@ -37,11 +35,8 @@ class InvalidYaml(ValueError):
 def read(path: Path) -> Any:
     """The value in a regular file. Raises OSError where it cannot be read, InvalidYaml for what is in it."""
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for its writer, and /dev/zero never ends
-        raise OSError(0, NOT_A_FILE)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, NOT_A_FILE)
+        raise OSError(0, "it is not a regular file; write the settings into one")
+    with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise InvalidYaml(f"it is longer than {MOST_BYTES >> 20} MiB")

@@ -9,10 +9,12 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+JsonDict = dict[str, Any]  # a JSON object
+JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
 JsonObject = dict[str, Any]  # a JSON object, or what becomes one
 
@@ -30,7 +32,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def need_object(text: str | bytes) -> dict[str, Any]:
+def need_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text. Raises ValueError for anything else."""
     value = parse_json(text)
     if not isinstance(value, dict):
@@ -38,14 +40,14 @@ def need_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text; empty for anything else."""
     with contextlib.suppress(ValueError):
         return need_object(text)
     return {}
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonDict:
     """The JSON object of a file; empty where the file is missing, or holds anything else."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
@@ -110,8 +112,9 @@ def write_json(path: Path, value: object, mode: int = 0o666) -> None:
     write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, also after a power cut.
+def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, if `durable` also after a power cut, which takes
+    5 ms and more.
 
     `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
     file: whoever has the old one open, as others once could, does not read the new bytes.
@@ -122,14 +125,16 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    fsync(path.parent)
+    if durable:
+        fsync(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -198,7 +203,6 @@ class ProgressWriter:
         if self._path is None or (now < self._next and done != total and not start):
             return
         self._next = now + SECONDS_BETWEEN_WRITES
-        temporary = self._path.with_suffix(".tmp")
+        text = json.dumps({"done": done, "total": total, "unit": unit, "figures": figures})
         with contextlib.suppress(OSError):  # a full disk costs the bar, not the stage
-            temporary.write_text(json.dumps({"done": done, "total": total, "unit": unit, "figures": figures}))
-            temporary.replace(self._path)
+            write_bytes(self._path, text.encode(), durable=False)

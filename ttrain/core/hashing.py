@@ -10,12 +10,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import read_json
+from ttrain.core.files import PRIVATE_FILE, JsonObject, read_json, write_bytes
 
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
@@ -97,18 +97,12 @@ class DigestCache:
                 return
             oldest = self._today - self._kept_days
             recent_entries = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
-            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-            try:
+            with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                temporary.touch(0o600 if self._boot else 0o666)
-                temporary.write_bytes(canonical_json({**recent_entries, **learnt}))
-                temporary.replace(self._path)
-            except OSError:
-                with contextlib.suppress(OSError):  # half of it, on a full disk
-                    temporary.unlink(missing_ok=True)
-                return
-            for name in learnt:
-                self._learnt.pop(name)
+                data, mode = canonical_json({**recent_entries, **learnt}), PRIVATE_FILE if self._boot else 0o666
+                write_bytes(self._path, data, mode, durable=False)
+                for name in learnt:
+                    self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
         """The entries on disk, by "kind:path": size, mtime, ctime, inode, value, day on which it was asked for."""
@@ -256,7 +250,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
-Ingredients = Mapping[str, Any]  # all that determines the result of a stage
+Ingredients = JsonObject  # all that determines the result of a stage
 
 UNSET = object()
 
@@ -285,7 +279,7 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
     return lines
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _changed(old: JsonObject, new: JsonObject) -> Iterator[tuple[str, Any, Any]]:
     """(name, old value, new value) of each value that differs; UNSET stands for one that is missing."""
     for name in sorted({*old, *new}):
         values = old.get(name, UNSET), new.get(name, UNSET)
@@ -306,7 +300,7 @@ def _description(ingredients: Ingredients) -> set[str]:
     }
 
 
-def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _changed_files(old: JsonObject, new: JsonObject) -> list[str]:
     lines = []
     for role in sorted({*old, *new}):
         old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))

@@ -57,10 +57,8 @@ def versions() -> Mapping[str, str]:
 
     versions_by_name = {}
     for name in RECORDED:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions_by_name[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions_by_name
 
 

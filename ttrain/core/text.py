@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 ABSENT = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
-# The rules of pydantic, which has them in its own terms or Python's, by the kind of error.
+# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow "Input should be".
 _WHOLE, _NUMBER, _LIST, _MAPPING = "a whole number", "a number", "a list", "a group of names with values"
 RULES: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
@@ -21,14 +21,8 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _MAPPING),
     "string_type": "text",
     "path_type": "a path",
-    "finite_number": "a finite number",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
-    "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "at least {min_length} characters long",
     "too_short": "a list of {min_length} or more",
     "string_too_long": "at most {max_length} characters long",

@@ -18,13 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import JsonDict, parse_json
 from ttrain.core.signals import STOP_SIGNALS
 
 METRICS = "metrics.jsonl"
 SECONDS = 1.0
 ORPHAN_SECONDS = 10.0  # for the last rows of a training that was killed: the next attempt may begin meanwhile
-MetricRow = dict[str, Any]
+MetricRow = JsonDict
 
 
 class Logger(Protocol):

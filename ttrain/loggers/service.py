@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import parse_json, write_json
+from ttrain.core.files import JsonObject, parse_json, write_json
 
 ID_BYTES = 10  # 20 letters, which all services take
 
@@ -59,7 +59,7 @@ class ServiceRun(ABC):
     project, which counts more than the task's.
     """
 
-    def __init__(self, service: str, task: Mapping[str, Any], project_variable: str) -> None:
+    def __init__(self, service: str, task: JsonObject, project_variable: str) -> None:
         directory = Path(task["directory"])
         self._directory = directory / service
         self._directory.mkdir(parents=True, exist_ok=True)

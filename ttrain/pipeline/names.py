@@ -148,7 +148,7 @@ class _Resolver:
         model = references.registered(text)
         if text.startswith("models:/") and model:
             return self._registered(text, model)
-        names, is_path = references.run_names(self.store.root), references.is_path(text)
+        names, is_path = runs.names(self.store.root), references.is_path(text)
         run, stage = references.run_and_stage(text)
         if text in STAGES:
             return self._of_run(text, self.run, text) if self.run else self._of_artifact(text, self.store.latest(text))
@@ -269,7 +269,7 @@ class _Resolver:
 
     def _listed(self) -> str:
         """The stages and runs that could be named instead."""
-        stages, names = self._stages_with_models(), references.run_names(self.store.root)
+        stages, names = self._stages_with_models(), runs.names(self.store.root)
         damage = f"; {self.store.advice()}" if self.store.damaged() else ""
         return (
             f"stages with a model: {', '.join(stages) or 'none'}; newest runs: {references.listed(names) or 'none'}{damage}"

@@ -12,19 +12,21 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import (
     INTERRUPTED_WRITE,
+    JsonObject,
     Taken,
     exclusive,
     fsync,
     read_object,
     refuse,
     remove_tree,
+    write_bytes,
     write_json,
 )
 from ttrain.core.hashing import DigestCache, digest_of, sha256_file
@@ -38,9 +40,7 @@ from ttrain.store.layout import (
     Artifact,
     Elsewhere,
     Manifest,
-    altered_manifest,
-    is_manifest,
-    parse_manifest,
+    need_manifest,
     read_manifest,
     write_manifest,
 )
@@ -83,7 +83,7 @@ class ArtifactStore:
         entry = artifact.manifest["inputs"].get(name) if artifact else None
         return self.find(entry["stage"], entry["key"]) if entry else None
 
-    def manifest_elsewhere(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def manifest_elsewhere(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
         distrusted = read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
@@ -111,12 +111,9 @@ class ArtifactStore:
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
 
-        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). The manifest is compared with
-        its own digest. Bytes that changed under the same size and mtime are found where a stage reads them
-        (`integrity.verify_artifact`).
+        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). Bytes that changed under the
+        same size and mtime are found where a stage reads them (`integrity.verify_artifact`).
         """
-        if altered := altered_manifest(artifact.manifest):
-            return altered
         absent = artifact.absent
         for name, entry in artifact.manifest["files"].items():
             if name in absent:
@@ -144,19 +141,18 @@ class ArtifactStore:
 
     def manifest_problem(self, path: Path) -> str | None:
         """Why there is no artifact in a directory of the store; None where there is one, or no directory."""
-        if not path.is_dir() or self.at(path):
+        if not path.is_dir():
             return None
         try:
-            manifest = parse_manifest((path / MANIFEST).read_bytes())
+            manifest = need_manifest(path / MANIFEST)
         except FileNotFoundError:
             return f"{MANIFEST} is missing"
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return f"{MANIFEST} cannot be read: {error}"
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return f"{MANIFEST} is not one that this version of ttrain writes"
-        if not is_manifest(manifest):
-            return f"{MANIFEST} lacks what every artifact has"
-        return f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
+        except ValueError as error:
+            return f"{MANIFEST} {error}"
+        is_its_own = (manifest["stage"], manifest["key"]) == (path.parent.name, path.name)
+        return None if is_its_own else f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
 
     def damage_at(self, stage: str, key: str) -> str | None:
         """What is wrong with the artifact of this key, or its manifest; None where nothing is, or where it is missing."""
@@ -195,11 +191,9 @@ class ArtifactStore:
         """
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
-            holder_file = path.with_suffix(HOLDER)
-            half = holder_file.with_name(f".{holder_file.name}.{os.getpid()}.tmp")
+            holder_file, holder = path.with_suffix(HOLDER), {"pid": os.getpid(), "host": platform.node()}
             with contextlib.suppress(OSError):  # a full disk
-                half.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
-                half.replace(holder_file)
+                write_bytes(holder_file, json.dumps(holder).encode(), durable=False)
             try:
                 yield
             finally:

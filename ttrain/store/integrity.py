@@ -11,13 +11,13 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import DigestCache, sha256_file
 from ttrain.core.machine import usable_cores
 from ttrain.errors import ArtifactError, DamagedFile
@@ -45,14 +45,8 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
     Raises DamagedFile for the first that differs from the manifest.
     """
     absent, entries = artifact.absent, artifact.manifest["files"]
-    verify_entries(
-        [
-            (artifact.path / name, entries[name])
-            for name in artifact.files_of(names)
-            if name not in absent and not name.endswith(SHARD)
-        ],
-        home_of(artifact.path),
-    )
+    compared = (name for name in artifact.files_of(names) if name not in absent and not name.endswith(SHARD))
+    verify_entries([(artifact.path / name, entries[name]) for name in compared], home_of(artifact.path))
     save()
 
 
@@ -61,7 +55,7 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
     verify_entries([(path, {"sha256": digest}) for path, digest in files], home)
 
 
-def verify_entries(files: Sequence[tuple[Path, Mapping[str, Any]]], home: Path | None) -> None:
+def verify_entries(files: Sequence[tuple[Path, JsonObject]], home: Path | None) -> None:
     """Compare files with their manifest entries, on all cores. What was verified since the machine started is not read.
 
     `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
@@ -91,7 +85,7 @@ def is_intact(path: Path, digest: str, home: Path | None) -> bool:
     return True
 
 
-def difference(path: Path, entry: Mapping[str, Any], cache: DigestCache | None) -> str | None:
+def difference(path: Path, entry: JsonObject, cache: DigestCache | None) -> str | None:
     """How a file differs from its manifest entry; None where it does not. Raises OSError where it cannot be read."""
     compute = partial(verified_sha256, entry=entry)
     try:
@@ -101,7 +95,7 @@ def difference(path: Path, entry: Mapping[str, Any], cache: DigestCache | None) 
     return None if actual == entry["sha256"] else f"its sha256 is {actual}, but {entry['sha256']} was published"
 
 
-def _verify(path: Path, entry: Mapping[str, Any], home: Path | None) -> None:
+def _verify(path: Path, entry: JsonObject, home: Path | None) -> None:
     fix = DamagedFile.fix if home else "make it again, or take it from a copy"
     try:
         problem = difference(path, entry, memory(home) if home else None)
@@ -180,7 +174,7 @@ class PieceDigests(NamedTuple):
         return number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.file_bytes)
 
 
-def measure(path: Path) -> dict[str, Any]:
+def measure(path: Path) -> JsonDict:
     """{"sha256"} of a file, and "pieces" of a large one, by one reading. Raises OSError where it cannot be read."""
     if path.stat().st_size < LARGE_BYTES:
         return {"sha256": sha256_file(path)}
@@ -201,7 +195,7 @@ def measure(path: Path) -> dict[str, Any]:
     return {"sha256": whole.hexdigest(), PIECES: {"bytes": PIECE_BYTES, "blake2b": digests}}
 
 
-def verified_sha256(path: Path, entry: Mapping[str, Any]) -> str:
+def verified_sha256(path: Path, entry: JsonObject) -> str:
     """The sha256 of a file as it is now; where the entry has pieces, these are compared instead, on all cores.
 
     This alone decides how a file is compared with its manifest before something reads it. Raises DifferentBytes for a piece
@@ -214,7 +208,7 @@ def verified_sha256(path: Path, entry: Mapping[str, Any]) -> str:
     return str(entry["sha256"])
 
 
-def pieces_of(entry: Mapping[str, Any]) -> PieceDigests | None:
+def pieces_of(entry: JsonObject) -> PieceDigests | None:
     """The pieces that an entry lists; None where it has none, or where they do not cover the whole file."""
     try:
         piece_bytes, file_bytes = entry[PIECES]["bytes"], entry["bytes"]
@@ -227,42 +221,27 @@ def pieces_of(entry: Mapping[str, Any]) -> PieceDigests | None:
 
 def _compare(path: Path, pieces: PieceDigests) -> None:
     threads = min(usable_cores(), len(pieces.digests))
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(memoryview(bytearray(CHUNK_BYTES)))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        size = os.fstat(descriptor).st_size
+    with path.open("rb") as file, ThreadPoolExecutor(threads, "verify") as pool:
+        size = os.fstat(file.fileno()).st_size
         if size != pieces.file_bytes:
             raise DifferentBytes(f"it has {size:,} bytes, but {pieces.file_bytes:,} were published")
-
-        def digest(number: int) -> str:
-            buffer = buffers.get()
-            try:
-                return _digest_of_range(descriptor, buffer, *pieces.range(number))
-            finally:
-                buffers.put(buffer)
-
-        with ThreadPoolExecutor(threads, "verify") as pool:
-            digests = pool.map(digest, range(len(pieces.digests)))
-            for number, (actual, published) in enumerate(zip(digests, pieces.digests, strict=True)):
-                if actual != published:
-                    start, end = pieces.range(number)
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
-    finally:
-        os.close(descriptor)
+        ranges = [pieces.range(number) for number in range(len(pieces.digests))]
+        digests = pool.map(partial(_digest_of_range, file.fileno()), *zip(*ranges, strict=True))
+        for (start, end), actual, published in zip(ranges, digests, pieces.digests, strict=True):
+            if actual != published:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
 
 
-def _digest_of_range(descriptor: int, buffer: memoryview, start: int, end: int) -> str:
-    """Digest of the bytes in a range, read into the buffer bit by bit. Raises DifferentBytes where the file ends before."""
+def _digest_of_range(descriptor: int, start: int, end: int) -> str:
+    """Digest of the bytes in a range, read bit by bit. Raises DifferentBytes where the file ends before."""
     piece = _piece_hash()
     while start < end:
-        size = os.preadv(descriptor, [buffer[: min(end - start, len(buffer))]], start)
-        if not size:
+        chunk = os.pread(descriptor, min(end - start, CHUNK_BYTES), start)
+        if not chunk:
             raise DifferentBytes(f"it ended at byte {start:,} while it was read")
-        piece.update(buffer[:size])  # lets other threads run
-        start += size
+        piece.update(chunk)  # lets other threads run
+        start += len(chunk)
     return piece.hexdigest()
 
 

@@ -8,33 +8,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from ttrain.core.files import parse_json, write_json
+from ttrain.core.files import JsonDict, JsonObject, need_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DISK_FULL, TTrainError, UsageError
 
 FORMAT = 1
 
-Manifest = Mapping[str, Any]
+Manifest = JsonObject
 
 
 MANIFEST = "manifest.json"
 
 
-OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it; those of earlier versions have none
-
-
-OBJECTS = {  # by section of a manifest: its keys whose values, if present, are objects
-    "ingredients": ("settings", "inputs", "files", "code"),
-    "provenance": ("machine", "libraries", "runtime", "settings", "files"),
-}
-
-
-USED = ("stage", "key")  # of each input, in a manifest
-
-
-MEASURES = frozenset({"bytes", "sha256", "mtime_ns"})  # of a file, in a manifest; a large one has pieces, too
+OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it
 
 
 PRIVATE = ("run", "checkpoints")
@@ -55,15 +43,15 @@ class Artifact:
         return self.part(())
 
     @property
-    def result(self) -> Mapping[str, Any]:
+    def result(self) -> JsonObject:
         """The typed figures that the stage returned."""
-        result: Mapping[str, Any] = self.manifest["result"]
+        result: JsonObject = self.manifest["result"]
         return result
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
+    def provenance(self) -> JsonObject:
         """What is recorded of its making, and shapes no key: run, settings, versions, machine; some may be missing."""
-        provenance: Mapping[str, Any] = self.manifest.get("provenance", {})
+        provenance: JsonObject = self.manifest.get("provenance", {})
         return provenance
 
     def part(self, names: tuple[str, ...]) -> str:
@@ -123,51 +111,39 @@ def usable_home(root: Path | None = None) -> Path:
 class Elsewhere(Protocol):
     """Another place that holds artifacts by the same keys, such as the tracker."""
 
-    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
+    def manifest(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of an artifact that is there as a whole; None where there is none, or no answer."""
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
         """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be fetched."""
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest, altered or not; None where it is missing, cannot be read, or is of another version."""
+class AlteredManifest(ValueError):
+    """A manifest that is not what was written."""
+
+
+def read_manifest(path: Path) -> JsonDict | None:
+    """The manifest; None where it is missing, cannot be read, was altered, or is of another version."""
     try:
-        manifest = parse_manifest(path.read_bytes())
+        return need_manifest(path)
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT and is_manifest(manifest) else None
 
 
-def parse_manifest(data: bytes) -> Any:
-    """The JSON value of a manifest. Raises ValueError where it is not JSON, or has half a surrogate pair, such as `\\ud800`:
-    that cannot be hashed, printed or written, so that ttrain published nothing with it."""
-    manifest = parse_json(data)
-    if b"\\ud" in data.lower():
-        try:
-            json.dumps(manifest, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("it holds half a surrogate pair") from None
+def need_manifest(path: Path) -> JsonDict:
+    """The manifest, exactly as it was written. Raises OSError where it cannot be read, ValueError for anything else."""
+    try:
+        manifest = need_object(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    if manifest.get("format") != FORMAT or OWN_DIGEST not in manifest:
+        raise ValueError("is not one that this version of ttrain writes")
+    if manifest[OWN_DIGEST] != _manifest_digest(manifest):
+        raise AlteredManifest("was altered after it was written")
     return manifest
 
 
-def is_manifest(manifest: Manifest) -> bool:
-    """Whether it has what every reader of manifests asks for, in the types that they expect."""
-    files, inputs, absent = manifest.get("files"), manifest.get("inputs", {}), manifest.get("absent", [])
-    return (
-        isinstance(files, dict)
-        and all(isinstance(entry, dict) and entry.keys() >= MEASURES for entry in files.values())
-        and all(isinstance(manifest.get(name), str) for name in ("stage", "key"))
-        and isinstance(manifest.get("published"), int | float)
-        and all(isinstance(manifest.get(name, {}), dict) for name in ("result", "ingredients", "inputs", "provenance"))
-        and all(isinstance(manifest.get(part, {}).get(n), dict | None) for part, names in OBJECTS.items() for n in names)
-        and all(isinstance(used, dict) and all(isinstance(used.get(n), str) for n in USED) for used in inputs.values())
-        and isinstance(absent, list)
-        and all(isinstance(name, str) for name in absent)
-    )
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> dict[str, Any]:
+def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
     """Write an artifact's manifest with its own digest in it; returns it."""
     plain = json.loads(json.dumps(manifest))  # as a reader gets it: keys are strings
     sealed = {**plain, OWN_DIGEST: _manifest_digest(plain)}
@@ -175,15 +151,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> dict[str, Any]:
     return sealed
 
 
-def altered_manifest(manifest: Manifest) -> str | None:
-    """What is wrong with a manifest whose own digest does not match its contents; None where nothing is."""
-    digest = manifest.get(OWN_DIGEST)
-    altered = digest is not None and digest != _manifest_digest(manifest)
-    return f"{MANIFEST} was altered after it was written" if altered else None
-
-
 def _manifest_digest(manifest: Manifest) -> str:
     """The digest of all that was published, which does not include which files were fetched since."""
     published = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
     text = json.dumps(published, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of, sha256_file
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
-from ttrain.store.layout import MANIFEST, Artifact, read_manifest
+from ttrain.store.layout import MANIFEST, AlteredManifest, Artifact, need_manifest
 from ttrain.store.runs import RecordedRun
 
 MODEL = "model.safetensors"
@@ -90,10 +90,15 @@ class Reference:
         """
         for directory in dict.fromkeys((self.model, self.directory)):
             for root in directory.parents:
-                if manifest := read_manifest(root / MANIFEST):
-                    artifact = Artifact(manifest["stage"], manifest["key"], root, manifest)
-                    integrity.verify_artifact(artifact, (directory.relative_to(root).as_posix(),))
-                    break
+                try:
+                    manifest = need_manifest(root / MANIFEST)
+                except AlteredManifest as error:
+                    raise DamagedFile(f"{root / MANIFEST} {error}", root / MANIFEST) from None
+                except (OSError, ValueError):
+                    continue  # no artifact
+                artifact = Artifact(manifest["stage"], manifest["key"], root, manifest)
+                integrity.verify_artifact(artifact, (directory.relative_to(root).as_posix(),))
+                break
 
     @property
     def base_digest(self) -> str:

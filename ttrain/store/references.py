@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import runs
 
@@ -62,15 +62,6 @@ def directory(text: str) -> Path | None:
     return None
 
 
-def run_names(home: Path) -> list[str]:
-    """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
-    with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
-        records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
-        stems = [entry.name.removesuffix(".json") for entry in records if entry.stat().st_size]
-        return sorted(stems, key=runs.time_in_name, reverse=True)
-    return []
-
-
 def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     """The one of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
 
@@ -89,17 +80,17 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     return matches[0] if matches else None
 
 
-def find_run(home: Path, text: str) -> dict[str, Any] | None:
+def find_run(home: Path, text: str) -> JsonDict | None:
     """The record of a run, by its name or a part of it; None if there is none. Raises UsageError if several match."""
-    name = matching(text, run_names(home))
+    name = matching(text, runs.names(home))
     return runs.read(home, name) if name else None
 
 
-def need_run(home: Path, text: str) -> dict[str, Any]:
+def need_run(home: Path, text: str) -> JsonDict:
     """As `find_run`, but raises UsageError if there is none."""
     record = find_run(home, text)
     if record is None:
-        raise unknown("run", text, run_names(home))
+        raise unknown("run", text, runs.names(home))
     return record
 
 

@@ -21,8 +21,10 @@ import orjson
 
 from ttrain.core.files import (
     PRIVATE_FILE,
+    JsonDict,
+    JsonObject,
     exclusive,
-    parse_json,
+    parse_object,
     private_directory,
     private_opener,
     read_object,
@@ -33,7 +35,7 @@ from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
 
-RecordedRun = Mapping[str, Any]  # the record of a run
+RecordedRun = JsonObject  # the record of a run
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
 
@@ -57,9 +59,9 @@ class RunRecord:
         home: Path,
         pipeline: str,
         stages: list[str],
-        settings: Mapping[str, Any],
+        settings: JsonObject,
         *,
-        labels: Mapping[str, Any] = MappingProxyType({}),
+        labels: JsonObject = MappingProxyType({}),
     ) -> None:
         self._lock, self._warned = threading.Lock(), False
         self._began = time.monotonic()
@@ -83,7 +85,7 @@ class RunRecord:
             self._data.update(values)
             self._write()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> JsonDict:
         """A copy of the record as it is now."""
         with self._lock:
             return copy.deepcopy(self._data)
@@ -101,7 +103,7 @@ class RunRecord:
             self._warned = True
 
 
-def _new(pipeline: str, stages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _new(pipeline: str, stages: Sequence[JsonObject], settings: JsonObject) -> JsonDict:
     """The record of a run that begins."""
     now = datetime.now(UTC)
     return {
@@ -117,7 +119,7 @@ def _new(pipeline: str, stages: Sequence[Mapping[str, Any]], settings: Mapping[s
     }
 
 
-def _create(home: Path, data: dict[str, Any]) -> dict[str, Any]:
+def _create(home: Path, data: JsonDict) -> JsonDict:
     """Write a new record, under a name that no other run has, also where the clock shows an hour for the second time."""
     directory = private_directory(home / "runs")
     began = datetime.fromtimestamp(data["started_unix"], UTC)
@@ -135,17 +137,17 @@ def _create(home: Path, data: dict[str, Any]) -> dict[str, Any]:
             return data
 
 
-def history(home: Path) -> list[dict[str, Any]]:
+def history(home: Path) -> list[JsonDict]:
     """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
     return sorted(newest_first(home), key=lambda run: float(run["started_unix"]), reverse=True)
 
 
-def in_progress(home: Path) -> list[dict[str, Any]]:
+def in_progress(home: Path) -> list[JsonDict]:
     """The runs whose processes are at work, newest first."""
     return [run for run in newest_first(home, ['"running"']) if run["outcome"] == "running"]
 
 
-def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[JsonDict]:
     """The runs by the time in their names, read one by one: for those who need the newest few of many.
 
     With phrases, those whose records contain them all. Runs whose process is gone are marked as crashed.
@@ -153,26 +155,26 @@ def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[dict[str, 
     return (_as_it_is_now(home, run) for run in _records_containing(home, phrases))
 
 
-def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict]:
     """The records that contain all of the phrases, as they were written, by the time in their names, newest first.
 
     Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
     """
-    directory, wanted = home / "runs", [phrase.encode() for phrase in phrases]
-    names = (entry.name.removesuffix(".json") for entry in _entries(directory) if entry.name.endswith(".json"))
-    for name in sorted(names, key=time_in_name, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            data = (directory / f"{name}.json").read_bytes()
-            if not all(phrase in data for phrase in wanted):
-                continue
-            run = parse_json(data)
-            if isinstance(run, dict) and run.keys() >= NEEDED:  # else of another version
-                yield run
+    for name in names(home):
+        with contextlib.suppress(OSError):
+            data = (home / "runs" / f"{name}.json").read_bytes()
+            if all(phrase.encode() in data for phrase in phrases):
+                run = parse_object(data)
+                if run.keys() >= NEEDED:  # else of another version
+                    yield run
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        return list(entries)
+def names(home: Path) -> list[str]:
+    """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
+    with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
+        records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
+        stems = [entry.name.removesuffix(".json") for entry in records if entry.stat().st_size]
+        return sorted(stems, key=time_in_name, reverse=True)
     return []
 
 
@@ -181,7 +183,7 @@ def time_in_name(name: str) -> tuple[str, ...]:
     return tuple(name.rsplit("-", 3)[1:])
 
 
-def read(home: Path, name: str) -> dict[str, Any] | None:
+def read(home: Path, name: str) -> JsonDict | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_object(home / "runs" / f"{name}.json")
     return _as_it_is_now(home, run) if run.keys() >= NEEDED else None
@@ -197,7 +199,7 @@ def makers(home: Path) -> dict[str, str]:
     return run_by_key
 
 
-def _as_it_is_now(home: Path, run: dict[str, Any]) -> dict[str, Any]:
+def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
     """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
     for stage in run["stages"]:
         for name in ("path", "log"):
@@ -225,7 +227,7 @@ def keys_of(run: RecordedRun) -> dict[str, str | None]:
     return {stage["name"]: stage.get("key") for stage in run["stages"]}
 
 
-def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
+def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]:
     """The runs of exactly these artifacts, newest first."""
     phrases = [f'"{key}"' for key in keys.values() if key][-1:]  # quoted: the paths of other stages end in it, too
     return (run for run in newest_first(home, phrases) if keys_of(run) == keys)
@@ -245,11 +247,11 @@ def record_cached(
     home: Path,
     pipeline: str,
     stages: Sequence[Any],
-    settings: Mapping[str, Any],
+    settings: JsonObject,
     metrics: Mapping[str, float],
     equals: str | None,
-    labels: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
+    labels: JsonObject = MappingProxyType({}),
+) -> JsonDict:
     """Record a run that found everything cached; it is listed, but not tracked. Returns the record, which has no name if the
     home is read-only."""
     stage_entries = [
@@ -284,12 +286,12 @@ def builder(store: ArtifactStore, stage: str, key: str) -> str:
     return process_text
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> JsonDict:
     """The identity of this process, for `is_alive`."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 
-def is_alive(process: Mapping[str, Any]) -> bool:
+def is_alive(process: JsonObject) -> bool:
     """Whether this very process of this machine still runs; a recycled number does not count."""
     started = process_started(process["pid"])
     return started is not None and bool(started == process["started"])
@@ -357,7 +359,7 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
         time.sleep(LOG_POLL_SECONDS)
 
 
-MetricRow = Mapping[str, Any]
+MetricRow = JsonObject
 ROW_TYPES = {"step": int, "metrics": dict, "time": int | float | None}
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from ttrain.core.files import PRIVATE_FILE, read_object, write_bytes
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, write_bytes
 
 HOST = "127.0.0.1"
 # In the environment of a server's processes, to tell them from others: not a secret.
@@ -99,10 +99,7 @@ def folder_of(home: Path) -> Path:
 
 def make_folder(home: Path) -> Path:
     """The folder of the records, the logs and the token, which no other account can enter."""
-    folder = folder_of(home)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return folder
+    return private_directory(folder_of(home))
 
 
 def token_file(home: Path) -> Path:

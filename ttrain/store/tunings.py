@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ttrain.core.files import PRIVATE_FILE, need_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonObject, need_object, write_json
 from ttrain.core.hashing import digest_of
 
 FILE = Path("cache", "tuning.json")
@@ -54,7 +53,7 @@ class Tuning:
 
     choice: Choice
     gain: float
-    subject: Mapping[str, Any]
+    subject: JsonObject
     time: float
 
     def __str__(self) -> str:
@@ -65,12 +64,12 @@ class Tuning:
         return f"{shape}: {self.choice}, {self.gain:.2f} times the speed of the settings"
 
 
-def recall(home: Path, subject: Mapping[str, Any]) -> Tuning | None:
+def recall(home: Path, subject: JsonObject) -> Tuning | None:
     """What was chosen for a subject: machine, model, shape of the rows, versions and settings."""
     return read(home).get(digest_of(subject))
 
 
-def remember(home: Path, subject: Mapping[str, Any], choice: Choice, gain: float) -> None:
+def remember(home: Path, subject: JsonObject, choice: Choice, gain: float) -> None:
     """Add a choice to what is remembered; the caller holds `LOCK`. A home that cannot be written costs a line of the log."""
     tunings = {**read(home), digest_of(subject): Tuning(choice, gain, subject, time.time())}
     newest = sorted(tunings.items(), key=lambda item: item[1].time)[-ENTRIES:]

@@ -22,21 +22,13 @@ from ttrain.errors import TrackingError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
 from ttrain.tracking.client import ENVIRONMENT, cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
-from ttrain.tracking.database import (
-    artifacts_of,
-    database_of,
-    is_missing,
-    open_client,
-    repair_moved_home,
-    set_damaged_aside,
-)
+from ttrain.tracking.database import artifacts_of, database_of, is_missing, open_client, repair_moved_home, set_damaged_aside
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.delivery import log_result, status_of
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
 from ttrain.tracking.model_description import CARD, LoadableModel
-from ttrain.tracking.model_sets import Member, ModelSet, last_of, registered_keys
+from ttrain.tracking.model_sets import CHAMPION, Member, ModelSet, find_version, last_of, registered_keys
 from ttrain.tracking.reading import read_local, read_run, read_runs
-from ttrain.tracking.registry import CHAMPION, find_version
 from ttrain.tracking.runs import ID as IDENTITY
 from ttrain.tracking.runs import AnyRun, NullRun, NullStore, TrackedRun
 from ttrain.tracking.sync import MetricsFollower, SampleFollower, sync, undelivered_runs

@@ -6,7 +6,7 @@ import errno
 import logging
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -17,6 +17,7 @@ from ttrain.core.sqlite_files import is_damage
 log = logging.getLogger("ttrain")
 
 Result = TypeVar("Result")
+Tags = Mapping[str, str]  # of a run, or of a version of a registered model
 
 KEY_CHARACTERS = 250
 

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ttrain.core.files import exclusive, read_object, write_json
+from ttrain.core.files import JsonObject, exclusive, read_object, write_json
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_refusal
 from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
@@ -25,6 +25,7 @@ from ttrain.tracking.database import UNWRITABLE, champions_file, database_of, is
 from ttrain.tracking.model_description import add_decision
 from ttrain.tracking.model_sets import (
     CHALLENGER,
+    CHAMPION,
     DECISION,
     KIND,
     SET,
@@ -34,7 +35,6 @@ from ttrain.tracking.model_sets import (
     read_copied_sets,
     set_of,
 )
-from ttrain.tracking.registry import CHAMPION
 from ttrain.tracking.tracker import MlflowStore
 
 log = logging.getLogger("ttrain")
@@ -59,12 +59,12 @@ class Champions:
         Reading needs no lock, so that it works in a home that cannot be written.
         """
         snapshot = self._take_snapshot(None)
-        if any(self._repairs(model, snapshot) for model in {model_set.name for model_set in snapshot.sets}):
+        if any(self._repairs(name, snapshot) for name in snapshot.names):
             try:
                 with self._exclusive():
                     snapshot = self._take_snapshot(None)
-                    for model in {model_set.name for model_set in snapshot.sets}:
-                        self._repair(model, snapshot)
+                    for name in snapshot.names:
+                        self._repair(name, snapshot)
             except OSError as error:
                 if error.errno not in UNWRITABLE:
                     raise
@@ -114,7 +114,7 @@ class Champions:
         self,
         name: str,
         version: str,
-        decision: Mapping[str, Any],
+        decision: JsonObject,
         table: str,
         *,
         run_id: str | None = None,
@@ -168,11 +168,11 @@ class Champions:
 
     def _move_alias(self, model: str, alias: str, version: str | None) -> None:
         """Move or remove one member's alias; a version that somebody deleted is skipped with a warning."""
+        client = self._client
         if version is None:
-            act = partial(self._client.delete_registered_model_alias, model, alias)
+            _, error = attempt(lambda: client.delete_registered_model_alias(model, alias))
         else:
-            act = partial(self._client.set_registered_model_alias, model, alias, version)
-        _, error = attempt(act)
+            _, error = attempt(lambda: client.set_registered_model_alias(model, alias, version))
         if error is not None and not is_refusal(error):
             raise self._tracking_error(error)
         if error is not None:
@@ -182,8 +182,7 @@ class Champions:
 
     def write_history(self, name: str, versions: Sequence[str]) -> None:
         """Store the newest versions as the model's history of champions."""
-        text = " ".join(versions[-HISTORY_KEPT:])
-        self._ask("set_registered_model_tag", name, HISTORY, text)
+        self._ask("set_registered_model_tag", name, HISTORY, " ".join(versions[-HISTORY_KEPT:]))
 
     def _take_snapshot(self, name: str | None) -> _Snapshot:
         """Read all sets and aliases in two requests: one for each alias took 0.4 s of computing for a promotion."""
@@ -201,9 +200,10 @@ class Champions:
             for version in versions
         ]
         sets.sort(key=lambda version: (version.created, int(version.version)), reverse=True)
-        histories = {model.name: _numbers(model.tags.get(HISTORY, "")) for model in models}
+        written = ((model.name, model.tags.get(HISTORY, "").split()) for model in models)
+        histories = {model: list(filter(str.isdigit, versions)) for model, versions in written}
         snapshot = _Snapshot(sets, aliases, histories)
-        names = {model_set.name for model_set in sets} | ({name} if name else set())
+        names = snapshot.names | ({name} if name else set())
         self._record({model: snapshot.holder(model, CHAMPION) for model in names})
         return snapshot
 
@@ -274,7 +274,7 @@ def recorded_keys(home: Path, name: str) -> dict[str, str]:
     return dict(read_object(champions_file(home)).get(name) or {})
 
 
-def decision_metrics(decision: Mapping[str, Any]) -> dict[str, float]:
+def decision_metrics(decision: JsonObject) -> dict[str, float]:
     """The figures of a decision, as metrics of the run whose models it was about."""
     low, high = decision["interval"] or (None, None)
     figures = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
@@ -289,6 +289,11 @@ class _Snapshot:
     sets: list[ModelSet]
     aliases: dict[str, dict[str, str]]
     histories: dict[str, list[str]]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the sets."""
+        return {model_set.name for model_set in self.sets}
 
     def of(self, name: str) -> list[ModelSet]:
         """The sets of one name."""
@@ -313,10 +318,6 @@ class _Snapshot:
         while champion.version in written and written[-1] != champion.version:
             written = written[:-1]
         return written if champion.version in written else [*written, champion.version]
-
-
-def _numbers(text: str) -> list[str]:
-    return [word for word in text.split() if word.isdigit()]
 
 
 def _describe_sets(sets: Iterable[ModelSet]) -> str:

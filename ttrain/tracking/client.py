@@ -53,11 +53,6 @@ class MlflowCaller:
         self.is_silent = error is not None and (is_out_of_use(error) or (self.is_http and not is_refusal(error)))
         return result, error
 
-    def record_failure(self, label: str, error: Exception, *, is_silent: bool) -> None:
-        """Warn about a call that failed or was refused, and note whether the server is silent since."""
-        self.is_silent = is_out_of_use(error) or (self.is_http and is_silent)
-        self.warn(label, error)
-
     def warn(self, label: str, error: Exception) -> None:
         """Warn once for each label, and once about a server that does not answer."""
         cause = first_line(error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 
@@ -37,12 +38,12 @@ class DataInput:
     context: str
     counts: Mapping[str, int]  # documents and bytes
     tokens: int | None
-    files: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    files: tuple[JsonObject, ...] = field(default=(), repr=False)
     made_by: str = ""  # the stage whose artifact the files are of, where they are not the user's own
 
     def source(self) -> str:
         """The files it comes from, as JSON for MLflow; a list that is too long is cut, next to the total number."""
-        summary: dict[str, Any] = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
+        summary: JsonDict = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
         listed, bytes_left = [], SOURCE_BYTES
         for file in self.files:
             text = json.dumps(dict(file), ensure_ascii=False)
@@ -60,10 +61,13 @@ def data_of(artifact: Artifact) -> list[DataInput]:
         return of_tasks(artifact.result["suites"]["tasks"])
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
-    return [_of_tokenizer(artifact)] if artifact.stage == "tokenizer" and artifact.result.get("files") else []
+    if artifact.stage != "tokenizer" or not artifact.result.get("files"):
+        return []
+    counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
+    return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
 
 
-def of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[DataInput]:
+def of_tasks(tasks: Iterable[JsonObject]) -> list[DataInput]:
     """The data sets of an evaluation's tasks, from its results."""
     return [
         DataInput(task["task"], task["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": task["items"]}, None)
@@ -132,18 +136,13 @@ def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
             yield _data(artifact, name, context, counts, totals.get("tokens"), files)
 
 
-def _of_tokenizer(artifact: Artifact) -> DataInput:
-    counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
-    return _data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))
-
-
 def _data(
     artifact: Artifact,
     name: str,
     context: str,
     counts: Mapping[str, int],
     tokens: int | None,
-    files: list[dict[str, Any]],
+    files: list[JsonDict],
 ) -> DataInput:
     ingredients = artifact.manifest["ingredients"]
     reading = {key: value for key, value in ingredients.get("settings", {}).items() if key.startswith("reading.")}
@@ -159,7 +158,7 @@ def _data(
     return DataInput(name, digest, context, counts, tokens, tuple(files), source.get("stage", ""))
 
 
-def files_of(artifact: Artifact, role: str) -> list[dict[str, Any]]:
+def files_of(artifact: Artifact, role: str) -> list[JsonDict]:
     """Name, sha256, weight and location of the user's own files that an artifact was made from, of one role."""
     files = artifact.manifest["ingredients"].get("files", {}).get(role, [])
     locations = artifact.provenance.get("files", {}).get(role, [])

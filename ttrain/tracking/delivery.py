@@ -14,15 +14,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ttrain.config import flatten
-from ttrain.core.files import exclusive, parse_object
+from ttrain.core.files import JsonObject, exclusive, parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW
 from ttrain.tracking import datasets, model_sets, uploads
-from ttrain.tracking.calls import RefusedError, below, code_of, plain
+from ttrain.tracking.calls import RefusedError, Tags, below, code_of, plain
 from ttrain.tracking.outbox import Entry
 from ttrain.tracking.runs import PARENT, AnyRun, MetricPoint, TrackedRun, delete_duplicates, parent_id
-from ttrain.tracking.uploads import local_path, place_file, with_parent, write_text
+from ttrain.tracking.uploads import local_path, place_file, write_text
 
 log = logging.getLogger("ttrain")
 
@@ -121,7 +121,7 @@ def text(run: TrackedRun, entry: Entry) -> None:
     """Log a text as a file of the run."""
     content = plain(entry.data["text"])
     if root := _root(run):
-        write_text(with_parent(below(root, entry.data["to"])), content)
+        write_text(below(root, entry.data["to"]), content)
     else:
         with uploads.patient_uploads():
             run.store.client.log_text(run.id, content, entry.data["to"])
@@ -129,7 +129,7 @@ def text(run: TrackedRun, entry: Entry) -> None:
 
 def files(run: TrackedRun, entry: Entry) -> None:
     """Log a file of the run, or those of a finished directory."""
-    source, to = run.store.absolute(entry.data["path"]), entry.data["to"]
+    source, to = run.store.home / entry.data["path"], entry.data["to"]
     if not source.exists():
         raise RefusedError(f"{source} is gone")
     listed = uploads.list_files(source, to) if entry.kind == "directory" else [(source, to)]
@@ -151,7 +151,7 @@ STAGES = "ttrain.stages"
 LOCK = Path("mlflow", "links.lock")  # in the home: stages, also of other processes, add to the same tag
 
 
-def stages_of(tags: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def stages_of(tags: Tags) -> dict[str, dict[str, str]]:
     """Artifact key and run id of each stage, from the tags of a pipeline run."""
     links = parse_object(tags.get(STAGES, "")).items()
     return {stage: {name: str(value) for name, value in link.items()} for stage, link in links if isinstance(link, dict)}
@@ -228,7 +228,7 @@ def register_models(run: TrackedRun, entry: Entry) -> str:
             )
 
 
-def _log_extra_files(run: TrackedRun, entry: Entry, model: Mapping[str, Any]) -> None:
+def _log_extra_files(run: TrackedRun, entry: Entry, model: JsonObject) -> None:
     """Log the files that make a registered model loadable elsewhere, into its directory."""
     target = PurePosixPath(model["artifact_path"])
     for name, content in model.get("texts", {}).items():
@@ -257,7 +257,7 @@ def log_result(run: AnyRun, artifact: Artifact) -> None:
     run.log_inputs(datasets.data_of(artifact))
 
 
-def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
+def artifact_of(home: Path, tags: Tags) -> Artifact | None:
     """The whole artifact that the run with these tags published; None if another run made it, or there is none."""
     stage, key, name = (str(tags.get(tag, "")) for tag in (STAGE, KEY, RUN))
     artifact = ArtifactStore(home).find(stage, key) if stage and key else None
@@ -265,13 +265,13 @@ def artifact_of(home: Path, tags: Mapping[str, str]) -> Artifact | None:
     return artifact if name and made_by == name else None
 
 
-def group_params(result: Mapping[str, Any]) -> dict[str, object]:
+def group_params(result: JsonObject) -> dict[str, object]:
     """What each optimizer group holds, as parameters: {"optim.groups.0.weight_decay": 0.1}."""
     groups = enumerate(result.get("optimizer_groups", ()))
     return {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
 
 
-def _figures(result: Mapping[str, Any]) -> dict[str, object]:
+def _figures(result: JsonObject) -> dict[str, object]:
     """The figures of a result as parameters: {"result.rows.fill": 0.98}. As metrics each would be a chart of one point, and
     MLflow would show these charts before the curves."""
     return {

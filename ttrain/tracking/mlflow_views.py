@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.training import PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
-from ttrain.core.files import parse_json
+from ttrain.core.files import JsonDict, JsonObject, parse_json
 from ttrain.tracking.tracker import AnyStore, MlflowStore
 
 TABLE, CURVES = "ttrain-table", "ttrain-curves"
@@ -118,7 +118,7 @@ def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> N
         client.set_experiment_tag(experiment_id, NOTE, text)
 
 
-def state_of(columns: Sequence[str]) -> dict[str, Any]:
+def state_of(columns: Sequence[str]) -> JsonDict:
     """The state of MLflow's page of runs: pipelines only, the newest first, these columns.
 
     It names no charts, so that MLflow draws them as for a single run: sections by their names, the curves' section
@@ -157,14 +157,14 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     A column shows a number or a word: no lists, paths or texts.
     """
     names = {name for run in runs for name in run if not name.startswith("data.")}
-    candidates = [name for name in varying(list(names), runs) if all(_fits(run[name]) for run in runs if name in run)]
+    varied = sorted(varying(list(names), runs), key=by_weight)
+    candidates = [name for name in varied if all(_fits(run[name]) for run in runs if name in run)]
     groupings: dict[tuple[int, ...], str] = {}
-    for name in sorted(candidates, key=by_weight):
+    for name in candidates:
         values = [run.get(name) for run in runs]
         groupings.setdefault(tuple(map(values.index, values)), name)  # which of the runs have equal values
-    chosen = [*groupings.values()][:MOST_SETTINGS]
-    extra = [name for name in sorted(candidates, key=by_weight) if name not in chosen]
-    return sorted([*chosen, *extra[: MOST_SETTINGS - len(chosen)]], key=by_weight)
+    chosen = dict.fromkeys([*groupings.values()][:MOST_SETTINGS] + candidates)
+    return sorted([*chosen][:MOST_SETTINGS], key=by_weight)
 
 
 def _fits(value: str) -> bool:
@@ -181,7 +181,7 @@ def by_weight(name: str) -> tuple[int, str]:
     return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
 
 
-def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: Mapping[str, Any]) -> None:
+def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: JsonObject) -> None:
     """Save a view unless it is unchanged. It keeps its creation time, by which MLflow sorts views."""
     now = int(1000 * time.time())
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact
 from ttrain.tracking.calls import plain
@@ -140,7 +140,7 @@ def shares_disk(run: AnyRun, base: Path) -> bool:
         return False
 
 
-def _flavor(model: Path, *, is_adapter: bool) -> dict[str, Any]:
+def _flavor(model: Path, *, is_adapter: bool) -> JsonDict:
     """What MLflow's flavor `transformers` reads (mlflow/transformers/flavor_config.py).
 
     An architecture of ttrain's own is named by its class, which MLflow then loads from the files in the directory.
@@ -159,7 +159,7 @@ def _flavor(model: Path, *, is_adapter: bool) -> dict[str, Any]:
     }
 
 
-def _description(artifact: Artifact, flavor: Mapping[str, Any]) -> dict[str, Any]:
+def _description(artifact: Artifact, flavor: JsonObject) -> JsonDict:
     created = datetime.fromtimestamp(artifact.manifest["published"], UTC)
     return {
         "flavors": {

@@ -1,5 +1,5 @@
 """Registered models: a version for each artifact, and a set of them for each run, a version of the registered model that is
-named after the pipeline; the keys behind them, which garbage collection must keep."""
+named after the pipeline; the keys behind them, which garbage collection must keep; the version that a name means."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from ttrain.config.data import LEARNT
 from ttrain.config.training import MODEL_STAGES
-from ttrain.core.files import PRIVATE_FILE, parse_object, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, parse_object, read_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.tracking.calls import all_pages, create_if_missing
-from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
+from ttrain.core.redact import without_user
+from ttrain.errors import UsageError
+from ttrain.store.references import BEGIN, Registered, unknown
+from ttrain.tracking.calls import Tags, all_pages, attempt, create_if_missing, first_line, is_refusal
+from ttrain.tracking.client import cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import is_missing, open_client
 from ttrain.tracking.model_description import LOADS, marked, set_description
 from ttrain.tracking.outbox import undelivered_keys
-from ttrain.tracking.registry import CHAMPION, MEMBER, ModelVersion
 from ttrain.tracking.runs import TrackedRun
+from ttrain.tracking.uploads import local_path
 
+CHAMPION = "champion"  # alias of the set of models that is in use
+MEMBER = "ttrain.member."  # tag of a set, followed by the stage's name: NAME/VERSION of its member
 CHALLENGER = "challenger"
 KIND = "ttrain.kind"
 SET = "set"
@@ -36,6 +41,17 @@ KEY = "ttrain.key."  # followed by the stage's name
 METRICS = "ttrain.metrics"
 DECISION = "ttrain.decision"
 LAST_FIRST = MODEL_STAGES[::-1]  # which of a set's models to chat with, the first that exists
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a registered model; `source` is None if its files are not on a disk of this machine."""
+
+    name: str
+    version: str
+    source: Path | None
+    tags: Tags
+    run_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +76,11 @@ class ModelSet:
     run_id: str | None  # MLflow's, of the same run
     created: float  # seconds since 1970
     metrics: Mapping[str, float]  # of its evaluation
-    decision: Mapping[str, Any] | None  # the last decision about it, as `promotion.Decision.to_json` gives it
+    decision: JsonObject | None  # the last decision about it, as `promotion.Decision.to_json` gives it
     aliases: tuple[str, ...] = ()
-    tags: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tags: Tags = field(default_factory=dict, repr=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
         """What `models list --json` prints."""
         return {
             "name": self.name,
@@ -122,12 +138,12 @@ def _state_of(database: Path) -> list[int]:
     return [*(database.stat().st_size, database.stat().st_mtime_ns), int(journal.exists())]
 
 
-def keys_of(tags: Mapping[str, str]) -> dict[str, str]:
+def keys_of(tags: Tags) -> dict[str, str]:
     """Artifact keys of the run that made a set, by stage, from the set's tags."""
     return {tag.removeprefix(KEY): value for tag, value in tags.items() if tag.startswith(KEY)}
 
 
-def members_of(tags: Mapping[str, str]) -> dict[str, Member]:
+def members_of(tags: Tags) -> dict[str, Member]:
     """The members in the tags of a set, by stage."""
     members = {}
     for tag, value in tags.items():
@@ -159,7 +175,7 @@ def tags_of(
 
 
 def register_set(
-    client: Any, name: str, run: TrackedRun, tags: Mapping[str, str], description: str = "", model_description: str = ""
+    client: Any, name: str, run: TrackedRun, tags: Tags, description: str = "", model_description: str = ""
 ) -> str:
     """Register a set and return its version; a version with the same models is reused, with the newest evaluation.
 
@@ -184,7 +200,7 @@ def register_set(
     return number
 
 
-def _source(client: Any, tags: Mapping[str, str]) -> tuple[str, str | None] | None:
+def _source(client: Any, tags: Tags) -> tuple[str, str | None] | None:
     """The set's last model that MLflow can load (the adapter with its base, or else the full model): it is loaded for the
     whole set. It is referenced, not copied, with its own run: a server accepts no other run. None if there is none."""
     members = members_of(tags)
@@ -201,7 +217,7 @@ def lock_of(home: Path) -> Path:
     return home / "mlflow" / "sets.lock"
 
 
-def first_version(client: Any, name: str, tags: Mapping[str, str], identity: Sequence[str]) -> Any:
+def first_version(client: Any, name: str, tags: Tags, identity: Sequence[str]) -> Any:
     """The first version of a registered model with these values of the tags `identity`; None if there is none."""
     versions = all_pages(partial(client.search_model_versions, f"name = '{name}'"))
     same = [version for version in versions if all(tag in tags and version.tags.get(tag) == tags[tag] for tag in identity)]
@@ -211,7 +227,7 @@ def first_version(client: Any, name: str, tags: Mapping[str, str], identity: Seq
 def register_version(
     client: Any,
     name: str,
-    tags: Mapping[str, str],
+    tags: Tags,
     identity: Sequence[str],
     source: Callable[[], tuple[str | None, str | None]],
     about: str,
@@ -256,19 +272,17 @@ def registered_keys(home: Path) -> frozenset[str]:
     except Exception as error:
         raise cannot_be_queried(uri, "which models are registered", error) from None
     champions = {model.name: str(model.aliases.get(CHAMPION)) for model in models}
-    return waiting.union(
-        key for version in versions for key in _keys_of(version.tags, champions.get(version.name) == str(version.version))
-    )
+    keys = set(waiting)
+    for version in versions:
+        names = ["ttrain.key", *(f"ttrain.input.{name}" for name in INPUTS), *(f"{KEY}{stage}" for stage in WITH_A_SET)]
+        if champions.get(version.name) == str(version.version):
+            names += [f"{KEY}{stage}" for stage in WITH_A_CHAMPION]
+        names += [f"{KEY}{tag.removeprefix(MEMBER)}" for tag in version.tags if tag.startswith(MEMBER)]
+        keys.update(version.tags[name] for name in names if version.tags.get(name))
+    return frozenset(keys)
 
 
-def _keys_of(tags: Mapping[str, str], is_champion: bool) -> Iterator[str]:
-    names = ["ttrain.key", *(f"ttrain.input.{name}" for name in INPUTS), *(f"{KEY}{stage}" for stage in WITH_A_SET)]
-    names += [f"{KEY}{stage}" for stage in WITH_A_CHAMPION if is_champion]
-    names += [f"{KEY}{tag.removeprefix(MEMBER)}" for tag in tags if tag.startswith(MEMBER)]
-    yield from (tags[name] for name in names if tags.get(name))
-
-
-def register_model(run: TrackedRun, model: Mapping[str, Any]) -> str:
+def register_model(run: TrackedRun, model: JsonObject) -> str:
     """Register the files under `artifact_path` of the run; a version of the same artifact is reused, and described anew."""
     assert run.artifact_uri is not None, "the run is created in MLflow first"
     client, path = run.store.client, model["artifact_path"]
@@ -280,3 +294,66 @@ def register_model(run: TrackedRun, model: Mapping[str, Any]) -> str:
     )
     set_description(client, version, model.get("description", ""))
     return str(version.version)
+
+
+LISTED_MODELS = 50
+
+
+def find_version(home: Path, model: Registered) -> ModelVersion:
+    """The version of this name. Raises UsageError that lists what is registered."""
+    if not is_installed():
+        raise UsageError(
+            f"'{model}' is looked up in MLflow, which is not installed; pip install mlflow, or name a run or stage"
+        )
+    silence()
+    home = home.resolve()
+    uri = tracking_uri(home)
+    if is_missing(uri, home):
+        raise unknown("registered model", str(model), (), begin=f"nothing is registered in {home}: {BEGIN}")
+
+    def ask() -> tuple[Any, list[Any]]:
+        client = open_client(uri, home)
+        try:
+            if model.alias:
+                return _version_by_alias(client, model.name, model.alias), []
+            return client.get_model_version(model.name, model.version), []
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            return None, client.search_registered_models(max_results=LISTED_MODELS)
+
+    answer, error = attempt(ask)
+    if answer is None:
+        raise UsageError(f"MLflow at {without_user(uri)} cannot be queried for '{model}': {error and first_line(error)}")
+    entity, models = answer
+    if entity is None:
+        is_set = model.alias == CHAMPION
+        also = (
+            "; no set of models is champion before `ttrain models promote` or a nightly run promotes one" if is_set else ""
+        )
+        raise unknown("registered model", str(model), _names(models), shown=LISTED_MODELS, also=also)
+    return ModelVersion(model.name, str(entity.version), local_path(entity.source), dict(entity.tags), entity.run_id or None)
+
+
+def _version_by_alias(client: Any, name: str, alias: str) -> Any:
+    """The version with this alias; if NAME-STAGE has no such alias, the member of the set NAME@ALIAS."""
+    try:
+        return client.get_model_version_by_alias(name, alias)
+    except Exception as error:
+        set_name = name.rpartition("-")[0]
+        if not set_name or not is_refusal(error):
+            raise
+        tags = client.get_model_version_by_alias(set_name, alias).tags
+        members = [value.rpartition("/") for tag, value in tags.items() if tag.startswith(MEMBER)]
+        version = next((version for model, _, version in members if model == name), None)
+        if version is None:
+            raise
+    return client.get_model_version(name, version)
+
+
+def _names(models: Iterable[Any]) -> Iterator[str]:
+    """NAME/VERSION of the newest version of each model, and NAME@ALIAS of each alias."""
+    for model in models:
+        newest = max((int(version.version) for version in model.latest_versions or ()), default=0)
+        yield f"{model.name}/{newest}"
+        yield from (f"{model.name}@{alias}" for alias in sorted(model.aliases))

@@ -20,12 +20,20 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import PRIVATE_DIRECTORY, parse_json, private_directory, read_object
+from ttrain.core.files import (
+    PRIVATE_DIRECTORY,
+    JsonDict,
+    JsonObject,
+    parse_json,
+    private_directory,
+    read_object,
+    write_bytes,
+)
 
 log = logging.getLogger("ttrain")
 
@@ -48,9 +56,9 @@ class Entry:
 
     number: int
     kind: str
-    data: Mapping[str, Any]
+    data: JsonObject
     parts: set[str] = field(default_factory=set)
-    answer: Any = None
+    answer: str | None = None
 
     def lines(self) -> str:
         """The entry as the journal has it."""
@@ -62,7 +70,7 @@ class Entry:
 class Outbox:
     """The outbox of one run, held by this process; safe to use from several threads."""
 
-    def __init__(self, directory: Path | None, run_info: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path | None, run_info: JsonObject) -> None:
         """`directory`: None for an outbox in memory. Use `create` and `take`."""
         self.directory, self.run_info = directory, dict(run_info)
         self.entries: list[Entry] = []  # not delivered yet
@@ -129,12 +137,10 @@ class Outbox:
         return True
 
     def _write(self, name: str, text: str) -> None:
-        """Write a file atomically; without a flush, which takes 5 ms and more."""
+        """Write a file atomically."""
         if self.directory is not None:
-            temporary = self.directory / f".{name}.part"
             try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(self.directory / name)
+                write_bytes(self.directory / name, text.encode(), durable=False)
             except OSError as error:
                 self._warn(error)
 
@@ -222,7 +228,7 @@ def read_journal(directory: Path) -> dict[int, Entry]:
     return entries
 
 
-def _lines(journal: Path) -> Iterator[dict[str, Any]]:
+def _lines(journal: Path) -> Iterator[JsonDict]:
     with contextlib.suppress(OSError):
         for line in journal.read_bytes().splitlines():
             with contextlib.suppress(ValueError):

@@ -8,31 +8,32 @@ other homes, and stages without files, or whose artifact another run built anew.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, flatten
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking import delivery
-from ttrain.tracking.calls import first_line
+from ttrain.tracking.artifact_source import LocalCopies, MlflowSource, StoredRun
+from ttrain.tracking.calls import Result, attempt, first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import is_missing
-from ttrain.tracking.mlflow_source import LocalCopies, MlflowSource, StoredRun
-from ttrain.tracking.model_sets import KIND, SET
-from ttrain.tracking.registry import find_version
+from ttrain.tracking.model_sets import KIND, SET, find_version
 from ttrain.tracking.runs import PARENT
-from ttrain.tracking.views import RunView, StageFiles, StageView
+from ttrain.tracking.views import RunView, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
+NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str))  # in place of one that MLflow has no more
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -59,7 +60,7 @@ def read_local(home: Path, name: str) -> RunView:
 class _Match:
     """A run that a name led to: its record in the home, MLflow's id of it, or both; then what MLflow says of it."""
 
-    record: dict[str, Any] | None
+    record: JsonDict | None
     run_id: str | None
     parent: StoredRun | None = None
     children: Mapping[str, StoredRun] = field(default_factory=dict)  # runs of the stages that it built itself
@@ -72,9 +73,8 @@ class _RunReader:
 
     def __init__(self, home: Path, *, asks: bool = True) -> None:
         self._home, self._store, self._asks = home, ArtifactStore(home), asks
-        self._names = references.run_names(home)
+        self._names = runs.names(home)
         self._notes: list[str] = []
-        self._files = StageFiles(self._store)
         self._copies = LocalCopies(home)
 
     def read(self, texts: Sequence[str], *, tracked: bool = False) -> list[RunView]:
@@ -90,8 +90,7 @@ class _RunReader:
             self._notes.append("nothing is in MLflow yet: taken from the home's records and artifacts")
         elif self._asks:
             try:
-                self._files.source = source = MlflowSource(self._home)
-                return source
+                return MlflowSource(self._home)
             except Exception as error:  # MLflow may raise anything
                 self._note_silent(error)
         return None
@@ -103,9 +102,14 @@ class _RunReader:
         try:
             return getattr(self._source, method)(*arguments)
         except Exception as error:
-            self._source = self._files.source = None
+            self._source = None
             self._note_silent(error)
             return None
+
+    def _ask_source(self, question: Callable[..., Result], *arguments: str) -> Result | None:
+        """What MLflow answers, if it was opened to find the runs; None also if it fails."""
+        source = self.__dict__.get("_source")
+        return attempt(lambda: question(source, *arguments))[0] if source else None
 
     def _note_silent(self, error: Exception) -> None:
         self._notes.append(
@@ -137,9 +141,9 @@ class _RunReader:
 
     def _tracked(self, run: StoredRun) -> _Match:
         """The run of the pipeline that MLflow's run is, or is a stage of."""
-        name = run.tags.get("ttrain.run") or run.name
+        name = run.tags["ttrain.run"] or run.name
         record = runs.read(self._home, name) if name in self._names else None
-        return _Match(record, run.tags.get(PARENT) or run.run_id)
+        return _Match(record, run.tags[PARENT] or run.run_id)
 
     def _with_model(self, model: references.Registered) -> _Match:
         """The run that made a registered model, or a set of them."""
@@ -147,7 +151,7 @@ class _RunReader:
         if version.tags.get(KIND) == SET:
             return self._find(version.tags["ttrain.run"])
         for child in self._ask("with_tags", "ttrain.key", [version.tags.get("ttrain.key", "")]) or ():
-            if child.tags.get("ttrain.stage") == version.tags.get("ttrain.stage") and child.tags.get("ttrain.run"):
+            if child.tags["ttrain.stage"] == version.tags.get("ttrain.stage") and child.tags["ttrain.run"]:
                 return self._find(child.tags["ttrain.run"])
         raise UsageError(f"'{model}' is registered, but the run that made it is neither in MLflow nor in {self._home}")
 
@@ -155,14 +159,14 @@ class _RunReader:
         """Whether all stages that began are here."""
         return record is not None and all(self._is_here(record, entry) for entry in record["stages"] if entry.get("key"))
 
-    def _is_here(self, record: runs.RecordedRun, entry: Mapping[str, Any]) -> bool:
+    def _is_here(self, record: runs.RecordedRun, entry: JsonObject) -> bool:
         """Whether the files of a stage are on this disk, and are those of the run itself."""
         if manifest := self._manifest(entry):
             return entry["outcome"] not in runs.BUILT or _maker_in(manifest) in (None, record["run"])
         has_ended = entry["outcome"] in (*runs.BUILT, "cached")
         return not has_ended and self._store.work(entry["name"], entry["key"]).exists()
 
-    def _manifest(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _manifest(self, entry: JsonObject) -> JsonObject:
         """The manifest of a stage's artifact, from the store, else from MLflow's copy on this disk; else empty."""
         stage, key = entry["name"], entry.get("key")
         if not key:
@@ -181,38 +185,38 @@ class _RunReader:
         children += self._ask("with_tags", PARENT, unlinked) or []
         keys = {link["key"] for stages in links.values() for link in stages if "key" in link}
         keys |= {entry["key"] for match in matches if match.record for entry in match.record["stages"] if entry.get("key")}
-        keys -= {child.tags.get("ttrain.key", "") for child in children}
+        keys -= {child.tags["ttrain.key"] for child in children}
         children += self._ask("with_tags", "ttrain.key", sorted(keys)) or []
         children.sort(key=lambda run: (run.status == "FINISHED", run.started))  # of several, the last one is taken
-        by_key = {(child.tags.get("ttrain.stage", ""), child.tags.get("ttrain.key", "")): child for child in children}
+        by_key = {(child.tags["ttrain.stage"], child.tags["ttrain.key"]): child for child in children}
         for match in matches:
             match.parent, match.by_key = parents.get(match.run_id or ""), by_key
-            own = (child for child in reversed(children) if match.run_id and child.tags.get(PARENT) == match.run_id)
-            match.children = {child.tags.get("ttrain.stage", ""): child for child in own}
+            own = (child for child in reversed(children) if match.run_id and child.tags[PARENT] == match.run_id)
+            match.children = {child.tags["ttrain.stage"]: child for child in own}
             if match.record and match.run_id and self._source and not match.parent:
                 match.notes = (f"MLflow has no run {match.run_id}: taken from the home's records and artifacts",)
 
     def _view(self, match: _Match) -> RunView:
-        record, parent = match.record, match.parent
-        entries = record["stages"] if record else _stages_from_tags(parent, match.children)
-        settings = dict(flatten(record["settings"])) if record else _settings_of(parent) if parent else {}
-        metrics = {**(record.get("metrics") or {}), **self._decisions.get(record["run"], {})} if record else {}
+        parent = match.parent or NO_RUN
+        record = match.record or _record_of(parent, match.children)
+        settings = masked(dict(flatten(record["settings"])))
         return RunView(
-            name=record["run"] if record else parent.name if parent else "",
+            name=record["run"],
             run_id=match.run_id,
-            pipeline=record["pipeline"] if record else parent.tags.get("ttrain.pipeline", "") if parent else "",
-            status=record["outcome"] if record else _outcome(parent),
-            started=record["started_unix"] if record else parent.started if parent else 0.0,
-            seconds=record["seconds"] if record else _seconds(parent),
-            params={name: str(value) for name, value in masked(settings).items()},  # in the form that MLflow stores
-            metrics={**metrics, **(parent.metrics if parent else {})},
-            stages={entry["name"]: self._stage(entry, match) for entry in entries},
+            pipeline=record["pipeline"],
+            status=record["outcome"],
+            started=record["started_unix"],
+            seconds=record["seconds"],
+            params={name: str(value) for name, value in settings.items()},  # in the form that MLflow stores
+            metrics={**(record.get("metrics") or {}), **self._decisions.get(record["run"], {}), **parent.metrics},
+            stages={entry["name"]: self._stage(entry, match) for entry in record["stages"]},
             notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
-            record=record or {},
-            reader=self._files,
+            record=match.record or {},
+            store=self._store,
+            ask=self._ask_source,
         )
 
-    def _stage(self, entry: Mapping[str, Any], match: _Match) -> StageView:
+    def _stage(self, entry: JsonObject, match: _Match) -> StageView:
         name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
         own_run = match.children.get(name)
         stage_run = own_run or match.by_key.get((name, key or ""))
@@ -234,11 +238,11 @@ class _RunReader:
             manifest=manifest,
         )
 
-    def _maker(self, entry: Mapping[str, Any], match: _Match, stage_run: StoredRun | None, manifest: Manifest) -> str | None:
+    def _maker(self, entry: JsonObject, match: _Match, stage_run: StoredRun | None, manifest: Manifest) -> str | None:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
-        made_by = stage_run.tags.get("ttrain.run") if stage_run else _maker_in(manifest)
+        made_by = stage_run.tags["ttrain.run"] if stage_run else _maker_in(manifest)
         return made_by or self._makers.get(entry.get("key") or "")
 
     @cached_property
@@ -253,16 +257,26 @@ class _RunReader:
         return {night["run"]: decision_metrics(night["decision"]) for night in decided}
 
 
-def _stages_from_tags(parent: StoredRun | None, children: Mapping[str, StoredRun]) -> list[dict[str, Any]]:
-    """The stages of a run without a record here: those that it built, and those in its tags."""
-    stages: dict[str, dict[str, Any]] = {}
+def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict:
+    """What a run without a record here would have in one: its stages are those that it built, and those in its tags."""
+    stages: dict[str, JsonDict] = {}
     for name, child in children.items():
-        key, seconds = child.tags.get("ttrain.key"), _seconds(child)
+        key, seconds = child.tags["ttrain.key"] or None, _seconds(child)
         stages[name] = {"name": name, "outcome": _outcome(child), "key": key, "seconds": seconds}
-    for name, link in delivery.stages_of(parent.tags).items() if parent else ():
+    for name, link in delivery.stages_of(parent.tags).items():
         if name not in stages and "key" in link:
             stages[name] = {"name": name, "outcome": "cached", "key": link["key"]}
-    return sorted(stages.values(), key=lambda stage: children[stage["name"]].started if stage["name"] in children else 0.0)
+    # MLflow has the settings that are not the default; of a sweep's run its own alone.
+    defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
+    return {
+        "run": parent.name,
+        "pipeline": parent.tags["ttrain.pipeline"],
+        "outcome": _outcome(parent),
+        "started_unix": parent.started,
+        "seconds": _seconds(parent),
+        "settings": {**defaults, **parent.params},
+        "stages": sorted(stages.values(), key=lambda stage: children.get(stage["name"], NO_RUN).started),
+    }
 
 
 def _tracked_id(record: runs.RecordedRun) -> Any:
@@ -274,15 +288,9 @@ def _maker_in(manifest: Manifest) -> str | None:
     return maker
 
 
-def _outcome(run: StoredRun | None) -> str:
-    return run.tags.get("ttrain.outcome") or OUTCOMES.get(run.status, run.status.lower()) if run else ""
+def _outcome(run: StoredRun) -> str:
+    return run.tags["ttrain.outcome"] or OUTCOMES.get(run.status, run.status.lower())
 
 
 def _seconds(run: StoredRun | None) -> float | None:
     return run.ended - run.started if run and run.ended else None
-
-
-def _settings_of(parent: StoredRun) -> dict[str, Any]:
-    """All settings of a pipeline's run, of which MLflow has those that are not the default; of a sweep's run its own."""
-    defaults = dict(flatten(Settings().model_dump(mode="json"))) if "pretrain.tokens" in parent.params else {}
-    return {**defaults, **parent.params}

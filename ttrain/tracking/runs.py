@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import read_json
 from ttrain.core.redact import masked, without_user
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow
 from ttrain.tracking import outbox
-from ttrain.tracking.calls import RefusedError, clean, code_of, is_refusal, plain
+from ttrain.tracking.calls import RefusedError, Tags, clean, code_of, create_if_missing, is_refusal, plain
 from ttrain.tracking.calls import artifact_path as checked
+from ttrain.tracking.client import MlflowCaller
+from ttrain.tracking.database import artifacts_of, database_of, open_client
 from ttrain.tracking.outbox import Entry, Outbox
 
 if TYPE_CHECKING:
-    from ttrain.tracking.client import MlflowCaller
     from ttrain.tracking.datasets import DataInput
 
 
@@ -37,30 +39,60 @@ POINTS_PER_ENTRY = 10_000  # of the outbox
 VALUE_CHARACTERS = 6000  # of a parameter, by MLflow's rule
 
 
-class TrackingStore(Protocol):
-    """What a run needs of the store that created it: access to MLflow, and the order of deliveries."""
+class TrackingStore(ABC):
+    """One experiment of one MLflow, as its runs need it: access to MLflow, and the order of deliveries."""
 
-    uri: str
-    home: Path
-    is_http: bool
-    caller: MlflowCaller
-    lock: contextlib.AbstractContextManager[object]
     progress: Any  # `uploads.UploadProgress`, which imports this module
 
+    def __init__(self, uri: str, home: Path, experiment: str) -> None:
+        self.uri, self.home = uri, home
+        self.caller = MlflowCaller(uri, is_own=self.tracker == "")
+        self.is_http, self.lock = self.caller.is_http, self.caller.lock
+        self._experiment, self._experiment_ids = experiment, dict[str, str]()
+        # A server chooses the artifact root itself; everything else would write below the working directory
+        self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
+
+    @cached_property
+    def client(self) -> Any:
+        """MLflow's client, opened when it is first used. Raises MLflow's errors."""
+        return open_client(self.uri, self.home)
+
+    @abstractmethod
+    def deliver(self, run: TrackedRun) -> bool:
+        """Deliver the run's outbox, but for what goes over the network; False if something is left."""
+
+    @abstractmethod
+    def deliver_soon(self, run: TrackedRun, entry: Entry) -> None:
+        """Deliver the entry now if that is quick, else in the background."""
+
+    def experiment_id(self, name: str | None = None) -> str:
+        """Id of the experiment, which is created or restored if needed. Raises MLflow's errors."""
+        name = name or self._experiment
+        if name not in self._experiment_ids:
+            experiment = self.client.get_experiment_by_name(name)
+            if experiment is None:
+                create_if_missing(partial(self.client.create_experiment, name, self._place))
+                experiment = self.client.get_experiment_by_name(name)
+            if experiment.lifecycle_stage == "deleted":
+                self.client.restore_experiment(experiment.experiment_id)  # MLflow lets no other experiment have its name
+            # MLflow's pages open on training runs, not on its pages for agents and traces.
+            self.client.set_experiment_tag(experiment.experiment_id, "mlflow.experimentKind", "custom_model_development")
+            self._experiment_ids[name] = str(experiment.experiment_id)
+        return self._experiment_ids[name]
+
+    def forget_experiments(self) -> None:
+        """Clear the cached experiment ids: the experiment of a new run is gone, or the database was replaced."""
+        self._experiment_ids.clear()
+
+    def relative(self, path: Path) -> str:
+        """A path for an outbox, to be joined to the home: relative to it, as it may be moved meanwhile, or absolute."""
+        path = path.absolute()
+        return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
+
     @property
-    def client(self) -> Any: ...
-
-    def deliver(self, run: TrackedRun, *, uploads: bool = False, again: bool = False) -> bool: ...
-
-    def deliver_soon(self, run: TrackedRun, entry: Entry) -> None: ...
-
-    def relative(self, path: Path) -> str: ...
-
-    def absolute(self, path: str) -> Path: ...
-
-    def experiment_id(self, name: str | None = None) -> str: ...
-
-    def forget_experiments(self) -> None: ...
+    def tracker(self) -> str:
+        """This MLflow's name in outboxes: "" for the home's own, which moves with the home; without a password."""
+        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
 
 
 class TrackedRun:
@@ -140,7 +172,7 @@ class TrackedRun:
         if fresh := {key: value for key, value in values.items() if key not in waiting}:
             self.enqueue("params", values=fresh)
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
+    def set_tags(self, tags: Tags) -> None:
         """Set tags, replacing old values."""
         self.enqueue("tags", values=clean_tags(tags))
 
@@ -248,7 +280,7 @@ class NullStore:
 AnyRun = TrackedRun | NullRun
 
 
-def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
+def clean_tags(tags: Tags) -> dict[str, str]:
     """Tags as MLflow accepts them, without secrets."""
     return {clean(key): plain(value) for key, value in masked(tags).items()}
 

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.core.redact import without_user
-from ttrain.store import references
+from ttrain.store import references, runs
 from ttrain.store.runs import parse_row
 from ttrain.store.server_records import with_token
 from ttrain.tracking import outbox
@@ -41,7 +40,7 @@ class UndeliveredRun:
     delivered: Mapping[str, int] = field(default_factory=dict)  # delivered by this sync: metrics, params, file, ...
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
         """The run as `track sync --json` prints it."""
         row = {"run": self.run, "name": self.name, "tracker": self.tracker or "the home's own"}
         return row | {"waiting": dict(self.things), "told": dict(self.delivered), "why": self.why}
@@ -55,7 +54,7 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
     chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
     chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
     if not chosen and references.find_run(home, run) is None:
-        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *references.run_names(home)])
+        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *runs.names(home)])
     return chosen
 
 

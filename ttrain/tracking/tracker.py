@@ -8,22 +8,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonDict, JsonObject, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
 from ttrain.tracking import client as tracking_client
 from ttrain.tracking import outbox, runs
-from ttrain.tracking.calls import RefusedError, attempt, create_if_missing, is_refusal, run_name
-from ttrain.tracking.client import MlflowCaller, silence, tracking_uri
-from ttrain.tracking.database import REPAIR, artifacts_of, database_of, open_client
+from ttrain.tracking.calls import RefusedError, Tags, attempt, is_out_of_use, is_refusal, run_name
+from ttrain.tracking.client import silence, tracking_uri
+from ttrain.tracking.database import REPAIR
 from ttrain.tracking.delivery import DELIVERY_TYPES, FINISHED, artifact_of, log_result
 from ttrain.tracking.outbox import Entry
-from ttrain.tracking.runs import BEGUN, AnyRun, NullRun, NullStore, TrackedRun, clean_tags
+from ttrain.tracking.runs import BEGUN, AnyRun, NullRun, NullStore, TrackedRun, TrackingStore, clean_tags
 from ttrain.tracking.uploads import UploadProgress, local_path
 
 log = logging.getLogger("ttrain")
@@ -33,32 +33,21 @@ TAKE_SECONDS = 20.0  # to wait for another process that delivers what an earlier
 UPLOADS_STALL_SECONDS = 60.0  # without a byte: after this the end of a run waits no longer for uploads
 
 
-class MlflowStore:
+class MlflowStore(TrackingStore):
     """One experiment of one MLflow, shared by threads; opened by `open_store`, to be closed."""
 
     def __init__(self, uri: str, home: Path, experiment: str = "") -> None:
         """`experiment`: of new runs; none to read, or to deliver what others left."""
-        self.uri, self.home = uri, home
-        self.caller = MlflowCaller(uri, is_own=self.tracker == "")
-        self.is_http = self.caller.is_http
+        super().__init__(uri, home, experiment)
         self.progress = UploadProgress()
         self.counts = Counter[str]()  # delivered entries by kind; "lost": what can never be delivered
-        self._experiment, self._experiment_ids = experiment, dict[str, str]()
-        # A server chooses the artifact root itself; everything else would write below the working directory
-        self._place = None if self.is_http or uri.startswith(("databricks", "uc")) else artifacts_of(home)
         self._open: dict[str, TrackedRun] = {}  # by outbox id
         self._continued = set[str]()  # ids of outboxes that runs of this process continue: threads let go of them
         self._opening = threading.RLock()
         self._delivers_orphans = self._upload_failed = self._closed = False
-        self.lock = self.caller.lock
         pause = RETRY_PAUSE_SECONDS if self.is_http else 0.2
         self._retry_thread = RetryThread("tracking", partial(self._deliver_all, uploads=False), pause)
         self._upload_thread = RetryThread("tracking-uploads", partial(self._deliver_all, uploads=True), pause)
-
-    @cached_property
-    def client(self) -> Any:
-        """MLflow's client, opened when it is first used. Raises MLflow's errors."""
-        return open_client(self.uri, self.home)
 
     def start_run(
         self,
@@ -68,7 +57,7 @@ class MlflowStore:
         identity: str | None = None,
         parent: AnyRun | None = None,
         parent_run_id: str | None = None,
-        tags: Mapping[str, str],
+        tags: Tags,
         params: Mapping[str, object],
         started: float | None = None,
         keeps_files: bool = False,
@@ -80,12 +69,12 @@ class MlflowStore:
         With a silent server, the run is created later, and its `id` is None until then.
         """
         run_tags = clean_tags({**tags, **({runs.PARENT: parent_run_id} if parent_run_id else {})})
-        run_info: dict[str, Any] = {"name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id}
-        run_info |= {"parent": parent.identity if parent else None, "keeps_files": keeps_files}
-        if started is not None:
-            run_info["started"] = started
+        run_info: JsonDict = {
+            "name": run_name(name), "tags": run_tags, "parent_run_id": parent_run_id, "keeps_files": keeps_files,
+            "parent": parent.identity if parent else None, **({"started": started} if started is not None else {}),
+        }  # fmt: skip
         run = self._open_run(identity, run_id, run_info, parent if isinstance(parent, TrackedRun) else None)
-        self.call_for_run(f"starting the run {name}", lambda: None, run)
+        self.call_for_run(run, f"starting the run {name}")
         if run.is_again:
             run.enqueue("continued", values=run_tags)
         run.log_params(params)
@@ -97,12 +86,10 @@ class MlflowStore:
         run = self._open_run(None, run_id, run_info, None)
         if self.caller.is_silent:
             self.caller.probe()
-        self.call_for_run(f"opening the run {run_id}", lambda: None, run)
+        self.call_for_run(run, f"opening the run {run_id}")
         return run
 
-    def register_model(
-        self, name: str, *, run: AnyRun, artifact_path: str, tags: Mapping[str, str], **descriptions: str
-    ) -> str | None:
+    def register_model(self, name: str, *, run: AnyRun, artifact_path: str, tags: Tags, **descriptions: str) -> str | None:
         """Register the files under the run's `artifact_path` as a model; return the version, None as long as it waits.
 
         A version with the same tags `ttrain.key` and `ttrain.content` is returned instead of a new one. `descriptions`:
@@ -110,10 +97,9 @@ class MlflowStore:
         """
         if isinstance(run, NullRun):
             return None
-        answer: str | None = run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
-        return answer
+        return run.enqueue("register", name=name, path=artifact_path, tags=dict(tags), **descriptions).answer
 
-    def register_models(self, name: str, *, run: AnyRun, models: Sequence[Mapping[str, Any]], **data: Any) -> str | None:
+    def register_models(self, name: str, *, run: AnyRun, models: Sequence[JsonObject], **data: Any) -> str | None:
         """Register this set of models as a version of `name` (`model_sets.tags_of`); None as long as it waits.
 
         Models that are not registered yet are registered from this run.
@@ -126,8 +112,7 @@ class MlflowStore:
         models = [{**model, "path": model["path"] and self.relative(Path(model["path"]))} for model in models]
         entry = run.enqueue("register_models", name=name, models=models, **data)
         self.finish_uploads()
-        answer: str | None = entry.answer
-        return answer
+        return entry.answer
 
     def deliver_soon(self, run: TrackedRun, entry: Entry) -> None:
         """Deliver the entry now if that is quick; files that go over the network are uploaded in the background."""
@@ -151,7 +136,7 @@ class MlflowStore:
             if again:
                 run.failed -= {entry.number for entry in run.waiting() if DELIVERY_TYPES[entry.kind].uploads == uploads}
             while entry := self._next(run, uploads):
-                if self.call_for_run(DELIVERY_TYPES[entry.kind].label, partial(self._deliver_entry, run, entry), run):
+                if self.call_for_run(run, DELIVERY_TYPES[entry.kind].label, partial(self._deliver_entry, run, entry)):
                     run.outbox.mark_delivered(entry)
                 else:
                     self._upload_failed |= uploads
@@ -162,23 +147,21 @@ class MlflowStore:
         finally:
             lock.release()
 
-    def call_for_run(self, label: str, action: Callable[[], object], run: TrackedRun) -> bool:
+    def call_for_run(self, run: TrackedRun, label: str, action: Callable[[], object] = lambda: None) -> bool:
         """Make one call about a run, after creating the run in MLflow if needed; False if it has to be retried.
 
         A call that MLflow refuses is dropped with a warning.
         """
         if self.caller.is_silent:
             return self._retry_later(False)
-        _, error = attempt(partial(runs.ensure_run, run))
-        unmade = error is not None
-        if not unmade:
-            _, error = attempt(action)
+        _, failure = attempt(partial(runs.ensure_run, run))
+        _, error = (None, failure) if failure else attempt(action)
         if error is None:
             return True
-        refused = isinstance(error, RefusedError) or (not unmade and (is_refusal(error) or type(error) is ValueError))
-        self.caller.record_failure(
-            label, error, is_silent=not refused and not isinstance(error, OSError)
-        )  # a disk is not a server
+        refused = isinstance(error, RefusedError) or (not failure and (is_refusal(error) or type(error) is ValueError))
+        is_silent = not refused and not isinstance(error, OSError)  # a disk is not a server
+        self.caller.is_silent = is_out_of_use(error) or (self.is_http and is_silent)
+        self.caller.warn(label, error)
         if refused:
             self.counts["lost"] += 1
         else:
@@ -230,7 +213,7 @@ class MlflowStore:
                         run.log_directory(artifact.path, artifact.stage)
                 box.update_run_info(ended=True)
                 box.add("end", status=FINISHED if artifact else "KILLED", time=int(1000 * changed))
-            if self.call_for_run(f"opening the run {box.run_info.get('name')}", lambda: None, run):
+            if self.call_for_run(run, f"opening the run {box.run_info.get('name')}"):
                 self._add_followed_rows(run)
             done = self.deliver(run, again=True)
             return done and (not uploads or self.deliver(run, uploads=True, again=True))
@@ -244,7 +227,7 @@ class MlflowStore:
         Many stages write none, and the first sample of the machine comes after ten seconds.
         """
         for entry in [entry for entry in run.outbox.entries if entry.kind == "follow"]:
-            places = [self.absolute(location) for location in entry.data["places"]]
+            places = [self.home / location for location in entry.data["places"]]
             path = next((path for path in places if path.is_file()), None)
             if path is not None:
                 run.add_rows(read_rows(path))
@@ -282,41 +265,8 @@ class MlflowStore:
             )
         return len(undelivered)
 
-    def experiment_id(self, name: str | None = None) -> str:
-        """Id of the experiment, which is created or restored if needed. Raises MLflow's errors."""
-        name = name or self._experiment
-        if name not in self._experiment_ids:
-            experiment = self.client.get_experiment_by_name(name)
-            if experiment is None:
-                create_if_missing(partial(self.client.create_experiment, name, self._place))
-                experiment = self.client.get_experiment_by_name(name)
-            if experiment.lifecycle_stage == "deleted":
-                self.client.restore_experiment(experiment.experiment_id)  # MLflow lets no other experiment have its name
-            # MLflow's pages open on training runs, not on its pages for agents and traces.
-            self.client.set_experiment_tag(experiment.experiment_id, "mlflow.experimentKind", "custom_model_development")
-            self._experiment_ids[name] = str(experiment.experiment_id)
-        return self._experiment_ids[name]
-
-    def forget_experiments(self) -> None:
-        """Clear the cached experiment ids: the experiment of a new run is gone, or the database was replaced."""
-        self._experiment_ids.clear()
-
-    def relative(self, path: Path) -> str:
-        """A path for an outbox: relative to the home, which may be moved meanwhile, or absolute."""
-        path = path.absolute()
-        return str(path.relative_to(self.home)) if path.is_relative_to(self.home) else str(path)
-
-    def absolute(self, path: str) -> Path:
-        """The path that `relative` shortened."""
-        return self.home / path
-
-    @property
-    def tracker(self) -> str:
-        """This MLflow's name in outboxes: "" for the home's own, which moves with the home; without a password."""
-        return "" if self.uri == f"sqlite:///{database_of(self.home)}" else without_user(self.uri)
-
     def _open_run(
-        self, identity: str | None, run_id: str | None, run_info: dict[str, Any], parent: TrackedRun | None
+        self, identity: str | None, run_id: str | None, run_info: JsonDict, parent: TrackedRun | None
     ) -> TrackedRun:
         """The run with its outbox: the one that is open, the one that an earlier process left, or a new one."""
         identity = identity if identity and outbox.ID.fullmatch(identity) else ""

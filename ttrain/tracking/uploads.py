@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+from tqdm.utils import CallbackIOWrapper  # type: ignore[import-untyped]
 
 from ttrain.tracking.calls import artifact_path
 from ttrain.tracking.outbox import Entry
@@ -82,20 +84,16 @@ def send(run: TrackedRun, entry: Entry, files: list[File]) -> None:
 @contextlib.contextmanager
 def patient_uploads(progress: UploadProgress | None = None) -> Iterator[None]:
     """Within this context, the thread's uploads may take longer than other requests, and their bytes are counted."""
-    _patch_time_limit()
+    # MLflow has one time limit for all requests (ours: 10 s), so its uploads get a request function of their own.
+    module: Any = import_module("mlflow.store.artifact.http_artifact_repo")
+    with _changed:
+        if not isinstance(module.http_request, _PatientRequest):
+            module.http_request = _PatientRequest(module.http_request)
     _patience.progress = progress or UploadProgress()
     try:
         yield
     finally:
         _patience.progress = None
-
-
-def _patch_time_limit() -> None:
-    """Replace the request function of MLflow's uploads: MLflow has one time limit for all requests (ours: 10 s)."""
-    module: Any = import_module("mlflow.store.artifact.http_artifact_repo")
-    with _changed:
-        if not isinstance(module.http_request, _PatientRequest):
-            module.http_request = _PatientRequest(module.http_request)
 
 
 class _PatientRequest:
@@ -108,36 +106,12 @@ class _PatientRequest:
         progress = getattr(_patience, "progress", None)
         if progress is None:
             return self._original(*arguments, **keywords)
-        if hasattr(keywords.get("data"), "fileno"):
-            keywords["data"] = _CountedFile(keywords["data"], progress)
+        file: Any = keywords.get("data")
+        done_before = progress.done
+        if hasattr(file, "fileno"):
+            # The position is asked for, not the bytes summed up: a request that is sent again reads from the start.
+            keywords["data"] = CallbackIOWrapper(lambda _: progress.at(done_before + file.tell()), file)
         return partial(self._original, timeout=(10.0, ANSWER_SECONDS))(*arguments, **keywords)
-
-
-class _CountedFile:
-    """A file that reports how far it was read; has the methods that `requests` needs to stream a body."""
-
-    def __init__(self, file: IO[bytes], progress: UploadProgress) -> None:
-        self._file, self._progress, self._before = file, progress, progress.done
-
-    def __len__(self) -> int:
-        return Path(self._file.name).stat().st_size
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(partial(self.read, 1 << 20), b"")
-
-    def read(self, size: int = -1) -> bytes:
-        """Read bytes and report them as sent."""
-        data = self._file.read(size)
-        self._progress.at(self._before + self._file.tell())
-        return data
-
-    def tell(self) -> int:
-        """The position in the file."""
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Change the position: to the start, if a request is sent again."""
-        return self._file.seek(offset, whence)
 
 
 LINK_FROM_BYTES = 1 << 20  # linking a smaller file saves nothing, and a copy cannot change under MLflow
@@ -164,12 +138,7 @@ def place_file(source: Path, target: Path) -> None:
                 return
         shutil.copy2(source, temporary)
 
-    _replace(with_parent(target), link_or_copy)
-
-
-def with_parent(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
+    _replace(target, link_or_copy)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -178,6 +147,7 @@ def write_text(target: Path, text: str) -> None:
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
     """Write a temporary file beside the target and rename it; MLflow's listings leave out its name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".artifact.uploading.{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         write(temporary)

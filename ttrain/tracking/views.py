@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ttrain.core.files import parse_object
+from ttrain.core.files import JsonObject, parse_object
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.runs import MetricRow, read_rows
-from ttrain.tracking.calls import attempt, clean
-from ttrain.tracking.mlflow_source import MlflowSource
+from ttrain.tracking.artifact_source import MlflowSource
+from ttrain.tracking.calls import Result, clean
 from ttrain.tracking.uploads import local_path
-
-Result = TypeVar("Result")
 
 CURVES = ("metrics.jsonl", "system*.jsonl")  # under run/
 TOKENS = "tokens"
@@ -47,7 +45,7 @@ class StageView:
     seconds: float | None  # of building it
     ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
     artifact_uri: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
+    record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
 
 
@@ -65,120 +63,85 @@ class RunView:
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
     notes: tuple[str, ...]  # what could not be read, and what was read instead
-    record: Mapping[str, Any] = field(repr=False)  # the whole record in the home; empty if there is none
-    reader: StageFiles = field(repr=False, compare=False)
+    record: JsonObject = field(repr=False)  # the whole record in the home; empty if there is none
+    store: ArtifactStore = field(repr=False, compare=False)
+    ask: Callable[..., Any] = field(repr=False, compare=False)  # a method of MlflowSource: its answer, None if it has none
+    cache: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def curve(self, stage: str, metric: str) -> list[Point]:
-        """A metric of a stage over its steps, each step once; empty if it was not measured."""
-        return self.reader.points(self.stages[stage], metric) if stage in self.stages else []
-
-    def curves(self, stage: str) -> list[str]:
-        """Names of the metrics of a stage that are curves."""
-        return self.reader.metrics(self.stages[stage]) if stage in self.stages else []
-
-    def text(self, stage: str, path: str) -> str | None:
-        """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
-        return self.reader.text(self.stages[stage], path) if stage in self.stages else None
-
-    def manifest(self, stage: str) -> Mapping[str, Any]:
-        """The manifest of a stage's artifact, from the store, else from MLflow; empty if neither has it."""
-        return self.reader.manifest(self.stages[stage]) if stage in self.stages else {}
-
-    def files(self, stage: str, under: str = "") -> Sequence[str]:
-        """Paths of the files of a stage below a directory, for `text`."""
-        return self.reader.files(self.stages[stage], under) if stage in self.stages else []
-
-
-class StageFiles:
-    """The reader behind a view: of the stages whose files are here, from them; else from MLflow, if it was asked."""
-
-    def __init__(self, store: ArtifactStore) -> None:
-        self._store = store
-        self.source: MlflowSource | None = None  # the MLflow that has the stages with a `run_id`, as long as it answers
-        self._histories: dict[tuple[str, str], list[tuple[int, int, float]]] = {}  # by MLflow's run and metric
-        self._local_curves: dict[tuple[str, str], dict[str, list[Point]]] = {}  # by stage and key, then by metric
-        self._manifests: dict[str, Mapping[str, Any]] = {}  # by MLflow's run
-
-    def points(self, stage: StageView, metric: str) -> list[Point]:
-        """The curve in the order of its steps; of a step that was logged twice, the last value."""
+        """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
         name = clean(metric)
-        history = self._history(stage.run_id, name)
+        history = self._history(stage, name)
         if not history:
             return list(self._on_disk(stage).get(name, ()))
-        counted = [] if metric.startswith(MACHINE_PREFIX) else self._history(stage.run_id, TOKENS)
+        counted = [] if metric.startswith(MACHINE_PREFIX) else self._history(stage, TOKENS)
         tokens_at = {step: value for step, _, value in counted}
         latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
         return list(latest.values())  # the history is sorted by step, and a dict key keeps its first position
 
-    def metrics(self, stage: StageView) -> list[str]:
-        """Names of the metrics that were measured at a step."""
+    def curves(self, stage: str) -> list[str]:
+        """Names of the metrics of a stage that are curves."""
         names = self._ask(stage, MlflowSource.curves)
         return [name for name in names or sorted(self._on_disk(stage)) if name != TOKENS]
 
-    def text(self, stage: StageView, path: str) -> str | None:
-        """A text file of the stage, from this machine's disks, else from MLflow."""
+    def text(self, stage: str, path: str) -> str | None:
+        """A text among the files of a stage, such as "run/samples/step-00000100.txt", from this machine's disks, else from
+        MLflow; None if there is none."""
         if not _is_inside(path):
             return None
         for directory in self._directories(stage):
             with contextlib.suppress(OSError), (directory / path).open("rb") as file:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
-        return self._ask(stage, MlflowSource.text, f"{stage.stage}/{path}")
+        text: str | None = self._ask(stage, MlflowSource.text, f"{stage}/{path}")
+        return text
 
-    def manifest(self, stage: StageView) -> Mapping[str, Any]:
-        """The manifest of the stage's artifact; MLflow is asked for it once."""
-        if stage.manifest or not stage.run_id:
-            return stage.manifest
-        if stage.run_id not in self._manifests:  # a page reads it a dozen times
-            self._manifests[stage.run_id] = parse_object(self.text(stage, MANIFEST) or "")
-        return self._manifests[stage.run_id]
+    def manifest(self, stage: str) -> JsonObject:
+        """The manifest of a stage's artifact, from the store, else from MLflow; empty if neither has it."""
+        view = self.stages.get(stage)
+        if view is None or view.manifest or not view.run_id:
+            return view.manifest if view else {}
+        return self._cached("manifest", stage, compute=lambda: parse_object(self.text(stage, MANIFEST) or ""))
 
-    def files(self, stage: StageView, under: str) -> list[str]:
-        """Paths of the stage's files below a directory."""
+    def files(self, stage: str, under: str = "") -> Sequence[str]:
+        """Paths of the files of a stage below a directory, for `text`."""
         if under and not _is_inside(under):
             return []
         for directory in self._directories(stage):
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
                 return sorted(path.relative_to(directory).as_posix() for path in paths)
-        listed = self._ask(stage, MlflowSource.files, f"{stage.stage}/{under}".rstrip("/"))
-        return sorted(path.removeprefix(f"{stage.stage}/") for path in listed or ())
+        listed = self._ask(stage, MlflowSource.files, f"{stage}/{under}".rstrip("/"))
+        return sorted(path.removeprefix(f"{stage}/") for path in listed or ())
 
-    def _ask(self, stage: StageView, question: Callable[..., Result], *arguments: str) -> Result | None:
+    def _cached(self, *key: str, compute: Callable[[], Result]) -> Result:
+        """What was computed for this key before, else now: a page asks for the same a dozen times."""
+        if key not in self.cache:
+            self.cache[key] = compute()
+        value: Result = self.cache[key]
+        return value
+
+    def _ask(self, stage: str, question: Callable[..., Any], *arguments: str) -> Any:
         """What MLflow answers about the stage's run; None if it is not to be asked, or fails."""
-        source, run_id = self.source, stage.run_id
-        return attempt(lambda: question(source, run_id, *arguments))[0] if source is not None and run_id else None
+        run_id = self.stages[stage].run_id if stage in self.stages else None
+        return self.ask(question, run_id, *arguments) if run_id else None
 
-    def _history(self, run_id: str | None, metric: str) -> list[tuple[int, int, float]]:
-        source = self.source
-        if source is None or run_id is None:
-            return []
-        if (run_id, metric) not in self._histories:
-            self._histories[run_id, metric] = attempt(lambda: source.history(run_id, metric))[0] or []
-        return self._histories[run_id, metric]
+    def _history(self, stage: str, metric: str) -> list[tuple[int, int, float]]:
+        return self._cached("history", stage, metric, compute=lambda: self._ask(stage, MlflowSource.history, metric)) or []
 
-    def _directories(self, stage: StageView) -> Iterator[Path]:
+    def _directories(self, stage: str) -> Iterator[Path]:
         """Local directories of a stage's files: in the store, in its work directory, in MLflow's artifacts."""
-        if stage.key:
-            yield self._store.path(stage.stage, stage.key)
-            yield self._store.work(stage.stage, stage.key) / "output"
-        if stage.artifact_uri and (root := local_path(stage.artifact_uri)):
-            yield root / stage.stage
+        view = self.stages.get(stage)
+        if view and view.key:
+            yield self.store.path(stage, view.key)
+            yield self.store.work(stage, view.key) / "output"
+        if view and view.artifact_uri and (root := local_path(view.artifact_uri)):
+            yield root / stage
 
-    def _on_disk(self, stage: StageView) -> dict[str, list[Point]]:
+    def _on_disk(self, stage: str) -> Mapping[str, list[Point]]:
         """All curves of the stage's own files; read once, as a long training has a hundred thousand lines."""
-        stage_key = (stage.stage, stage.key or "")
-        if stage_key not in self._local_curves:
-            latest: dict[str, dict[int, Point]] = {}
-            for row in self._rows(stage):
-                tokens, when = row.get(TOKENS), float(row.get("time") or 0.0)
-                tokens = None if tokens is None else float(tokens)
-                for name, value in row["metrics"].items():
-                    number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
-                    latest.setdefault(clean(name), {})[row["step"]] = Point(row["step"], tokens, when, number)
-            self._local_curves[stage_key] = {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
-        return self._local_curves[stage_key]
+        return self._cached("curves", stage, compute=lambda: _curves_of(self._rows(stage)))
 
-    def _rows(self, stage: StageView) -> Iterator[MetricRow]:
+    def _rows(self, stage: str) -> Iterator[MetricRow]:
         """The rows of a stage's own curves, without torn lines."""
         for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
@@ -187,6 +150,17 @@ class StageFiles:
                     yield from read_rows(path)
             if paths:
                 return
+
+
+def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
+    latest: dict[str, dict[int, Point]] = {}
+    for row in rows:
+        tokens, when = row.get(TOKENS), float(row.get("time") or 0.0)
+        tokens = None if tokens is None else float(tokens)
+        for name, value in row["metrics"].items():
+            number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
+            latest.setdefault(clean(name), {})[row["step"]] = Point(row["step"], tokens, when, number)
+    return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
 
 
 def _is_inside(path: str) -> bool:
