@@ -88,25 +88,6 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
 
 
 @pytest.mark.soak
-def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_date(copy_of: Any) -> None:
-    cli = copy_of()
-    before = cli("models", "list", "--json", settings=False)
-    for name, place in (("prefect", 65_536), ("mlflow", 0)):
-        with (cli.home / name / f"{name}.db").open("r+b") as file:
-            file.seek(place)
-            file.write(random.randbytes(65_536))
-    said = " ".join(cli("pipeline", "run", "full", "lora.rank=2").split())
-    assert "it is kept as prefect-damaged-" in said and "`ttrain track repair`" in said
-    assert cli.rows("prefect", "select state_name from flow_run") == [("Completed",)]
-    assert "logged again: 2 runs" in cli("track", "repair", settings=False)
-    newest, old = json.loads(cli("models", "list", "--json", settings=False))
-    [known] = json.loads(before)
-    assert (old["keys"], old["metrics"], old["run"]) == (known["keys"], known["metrics"], known["run"])
-    assert newest["run"] == cli.runs()[0]["run"]
-    assert "has every run" in cli("track", "repair", settings=False)
-
-
-@pytest.mark.soak
 def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
     fresh = copy_of()
     said = fresh("up", settings=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -162,16 +161,3 @@ def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finis
     [made] = (tmp_path / "new" / "store" / "sft").glob(f"*/{weights}")
     [before] = finished.home.glob(f"store/sft/*/{weights}")
     assert made.read_bytes() == before.read_bytes()
-
-
-@pytest.mark.soak
-def test_two_ranks_and_their_micro_batches_are_restored(copy_of: Callable[..., Cli]) -> None:
-    """The other run's settings differ: only what the manifests say can give the same bytes."""
-    cli = copy_of()
-    changes = ("runtime.devices=2", "runtime.rows_per_device=2", "runtime.deterministic=true", "pretrain.seed=9")
-    cli.here("pipeline", "run", "full", "--only", "pretrain", "--engine", "none", *changes)
-    key = cli.manifest("pretrain", *changes)["key"]
-    query = "SELECT run_uuid FROM tags WHERE key = 'ttrain.key' AND value = ?"
-    assert len(cli.rows("mlflow", query, key)) == 1, "two ranks are one run"
-    said = cli.here("reproduce", "pretrain", settings=False)
-    assert "the same: all 3 stages of pretrain/" in said and "not as it was" not in said

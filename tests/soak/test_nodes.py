@@ -1,4 +1,4 @@
-"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other.
+"""Two nodes on this machine, through torchrun: the artifacts of one node; a lost node ends the other.
 
 From the flow they have addresses of their own: two of the loopback device, or each a network namespace (which takes root).
 """
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.comparing import curve
 from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
@@ -76,24 +75,6 @@ class Nodes:
         codes = [process.wait(timeout=seconds) for process in self.processes]
         wait_until(lambda: not processes_of(self.root), 10, lambda: str(processes_of(self.root)))
         return codes
-
-
-def test_two_nodes_give_the_losses_of_one_rank_and_one_artifact(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 20)
-    assert nodes.end() == [0, 0], nodes.said(0) + nodes.said(1)
-    home, settings = nodes.home, nodes.settings
-    home.pretrain(settings, tmp_path / "alone")
-    [artifact] = home.store.artifacts("pretrain")
-    assert artifact.result["ranks"] == 2
-    ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for first, second in zip(ours, theirs, strict=True):
-        for name in {"loss", "validation_loss"} & {*second["metrics"]}:
-            assert first["metrics"][name] == pytest.approx(second["metrics"][name], rel=1e-5)
-    for rank in (0, 1):
-        assert f"outcome completed {artifact.path}" in nodes.said(rank)
-    assert "step 20/20" in nodes.said(0) and "step 20/20" not in nodes.said(1), "rank 0 alone logs"
-    assert not [path for path in (home.store.root / "work" / "pretrain").iterdir() if path.suffix != ".lock"]
 
 
 def test_a_signal_to_one_node_stops_both_after_one_save(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ RUN = (
     *("runtime.log_every_steps=1", "runtime.checkpoint_every_steps=4", "runtime.reduction=tree"),
 )
 STEPS = 90
-STEPPED, VALIDATING, SAVING = r" step \d+/\d+  loss", r" step (?:6|12|18)/\d+  loss", "checkpoint of step"  # lines of the log
+STEPPED, VALIDATING, SAVING = (
+    r" step \d+/\d+  loss",
+    r" step (?:6|12|18)/\d+  loss",
+    "checkpoint of step",
+)  # lines of the log
 
 
 @dataclass

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from support.pipeline_home import ENGLISH, Cli
-from support.served import processes_of
-from support.waiting import wait_until
 
 from ttrain import tracking
 
@@ -51,19 +46,6 @@ def assert_registered_once(home: Path, versions: int) -> None:
             "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
         )
         assert [row for row in keys if row[2] > 1] == []
-
-
-def kill_once_reached(cli: Cli, reached: Callable[[Cli], bool], *words: str) -> None:
-    """Run the command, and kill all its processes once it has come so far."""
-    process = cli.start(*words)
-    try:
-        wait_until(lambda: reached(cli) or process.poll() is not None, 600)
-        assert process.poll() is None, process.communicate()[0]
-    finally:
-        for victim in [*psutil.Process(process.pid).children(recursive=True), *processes_of(cli.home)]:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-        process.wait()
 
 
 # Kills this process before or after the n-th call of a function, of those whose last argument is a path of such a name.
