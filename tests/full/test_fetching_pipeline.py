@@ -13,14 +13,8 @@ from support.pipeline_home import Cli
 
 from ttrain.stages import EVALUATE
 
-READ = {
-    "base": "pretrain",
-    "sft": "sft",
-    "lora": "lora",
-    "documents": "shards-pretrain",
-    "chats": "shards-sft",
-    "domain": "shards-lora",
-}
+SHARDS = {"documents": "shards-pretrain", "chats": "shards-sft", "domain": "shards-lora"}
+READ = {"base": "pretrain", "sft": "sft", "lora": "lora", **SHARDS}
 
 
 def here(home: Path) -> dict[str, set[str]]:

@@ -204,18 +204,12 @@ def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path)
 
 
 @contextlib.contextmanager
-def run_with_its_own_server(home: Path, environment: dict[str, str] | None = None, nice: int = 0) -> Iterator[str]:
+def run_with_its_own_server(home: Path, nice: int = 0) -> Iterator[str]:
     """A process that starts a server where it needs one and runs a flow through it; yields the address that it used, and
     its token."""
     command = [*(("nice", "-n", str(nice)) if nice else ()), sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        start_new_session=True,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as run:
+    options: dict[str, Any] = {"cwd": ROOT, "start_new_session": True, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as run:
         try:
             assert run.stdout is not None
             yield run.stdout.readline().decode().strip()
