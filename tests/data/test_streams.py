@@ -156,6 +156,12 @@ def test_a_disk_that_fails_is_not_taken_for_a_damaged_archive(pack: Pack) -> Non
         list(pieces)
 
 
+def test_a_wrong_checksum_at_the_end_is_an_error_although_all_bytes_are_there(tmp_path: Path) -> None:
+    for data in (gzip.compress(SMALL)[:-8] + bytes(4) + gzip.compress(SMALL)[-4:], ZSTD_SMALL[:-4] + bytes(4)):
+        with pytest.raises(DataError, match="corrupt"):
+            read(written(tmp_path, data))
+
+
 def test_a_damaged_beginning_is_not_taken_for_text_where_the_name_says_archive(tmp_path: Path) -> None:
     for ending, pack in PACKS.items():
         with pytest.raises(DataError, match="corrupt"):
