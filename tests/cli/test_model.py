@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
-from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from ttrain.cli import model
@@ -24,7 +23,6 @@ from ttrain.model import multi_token
 from ttrain.train import optim
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.monitor import flops_per_token
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "layers": 3, "heads": 4, "max_length": 64}
 MODELS: tuple[dict[str, Any], ...] = (
@@ -98,20 +96,6 @@ def test_a_second_head_is_counted_beside_the_model() -> None:
 )  # fmt: skip
 def test_embeddings_are_counted_once_where_they_are_tied(options: dict[str, Any], embeddings: int) -> None:
     assert cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16).embedding_parameters == embeddings
-
-
-@pytest.mark.parametrize("options", MODELS, ids=str)
-def test_flops_of_a_token_are_those_that_torch_counts(options: dict[str, Any]) -> None:
-    """Of eager attention and experts one by one, which torch counts. Here biases and norms are 3 % of the formula."""
-    T = 32
-    model = tiny_model(**SIZES, **options)
-    model.set_attn_implementation("eager")
-    if "moe" in options:
-        model.set_experts_implementation("eager")
-    ids = torch.arange(9, 9 + T)[None]
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
-    assert flops_per_token(model, T) == pytest.approx(counter.get_total_flops() / T, rel=0.05)
 
 
 def test_what_is_given_beside_a_preset_wins_and_its_vocabulary_is_the_presets_unless_given() -> None:

@@ -279,25 +279,6 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_a_killed_flow_process_is_crashed_leaves_nothing_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
-    cli, served = deployed
-    settings = (LONG, "pretrain.seed=3")
-    id_ = start(cli, *settings)
-    wait_until(cli.checkpoints, 200, lambda: served.said)
-    os.kill(run_of(cli, id_)["labels"][flow_runs.LABEL_PID], signal.SIGKILL)
-    run = ended(cli, id_, served)
-    assert run["state"]["name"] == "Crashed"
-    wait_until(lambda: not [p for p in processes_of(cli.home) if p.name() == PROCESS_NAME], 20)
-    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
-    run = ended(cli, id_, served, run_count=2)
-    assert run["state"]["name"] == "Completed"
-    assert cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]["resumed_from_step"] > 0
-    left = call(cli.home, "task_runs/filter", {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}})
-    assert not left, "the second try's start ended what the first one left"
-
-
-@pytest.mark.long
-@pytest.mark.soak
 def test_the_server_itself_finds_a_run_crashed_within_two_minutes_where_nothing_else_is_left(
     deployed: tuple[Cli, Served],
 ) -> None:

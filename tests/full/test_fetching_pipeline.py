@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pipeline_home import Cli, write_corpus
+from support.pipeline_home import Cli
 
 from ttrain.stages import EVALUATE
 
-READ = {
-    "base": "pretrain",
-    "sft": "sft",
-    "lora": "lora",
-    "documents": "shards-pretrain",
-    "chats": "shards-sft",
-    "domain": "shards-lora",
-}
+SHARDS = {"documents": "shards-pretrain", "chats": "shards-sft", "domain": "shards-lora"}
+READ = {"base": "pretrain", "sft": "sft", "lora": "lora", **SHARDS}
 
 
 def here(home: Path) -> dict[str, set[str]]:
@@ -73,24 +67,3 @@ def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_i
     assert run["metrics"]["eval/bits_per_byte"] > 0 and run["metrics"]["sft/validation_loss"] > 0
     said = cli.here("stage", "run", "shards-sft")  # asked for by name: the whole of it
     assert here(cli.home)["shards-sft"] == {name for name in files["shards-sft"] if name.split("/")[0] != "run"}, said
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_another_machine_takes_all_from_the_server(tmp_path: Path, server: str) -> None:
-    write_corpus(tmp_path / "data")
-    first, second = (Cli(tmp_path / name, tmp_path / "data") for name in ("first", "second"))
-    for cli in (first, second):
-        cli.environment["MLFLOW_TRACKING_URI"] = server
-    first.here("pipeline", "run", "full", "--engine", "none")
-    assert {stage["state"] for stage in second.plan().values()} == {"cached"}
-    second.here("pipeline", "rerun", "evaluate", "--engine", "none")
-    fetched = here(second.home)
-    fetched.pop("evaluate")
-    assert fetched == read_by_evaluation(here(first.home))
-    assert evaluated(second.home) == evaluated(first.home)
-    assert not (second.home / "mlflow" / "mlflow.db").exists()
-    second.here("pipeline", "run", "full", "--engine", "none", "lora.rank=2")
-    outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
-    assert [name for name, outcome in outcomes.items() if outcome != "cached"] == ["lora", "evaluate"]
-    assert not [name for name in here(second.home)["shards-pretrain"] if name.startswith("train/")], "no stage reads it"

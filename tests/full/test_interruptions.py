@@ -1,4 +1,4 @@
-"""Whole pipelines that are killed or stopped, and continue."""
+"""Whole pipelines whose server is killed, that are stopped early, and processes that do not listen."""
 
 from __future__ import annotations
 
@@ -15,59 +15,7 @@ import pytest
 from support.served import processes_of
 from support.waiting import wait_until
 
-from ttrain.pipeline.stage_worker import PROCESS_NAME
-
 PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
-
-
-def weights(cli: Any, *overrides: str) -> str:
-    files = cli.manifest("pretrain", *overrides)["files"]
-    return str(files["model/model.safetensors"]["sha256"])
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_run_killed_in_pretraining_continues_to_the_same_weights(fresh: Any, copy_of: Any) -> None:
-    process = fresh.start(*PRETRAIN_ONLY, "runtime.retries=1", "runtime.retry_delay_seconds=0")
-    wait_until(lambda: len(fresh.checkpoints()) > 0, 600)
-    [worker] = [found for found in processes_of(fresh.home) if found.name() == PROCESS_NAME]
-    worker.kill()  # the first time the stage's process alone, which Prefect starts again
-    tried = wait_until(
-        lambda: [p for p in processes_of(fresh.home) if p.name() == PROCESS_NAME and p.pid != worker.pid], 600
-    )
-    newest = max(fresh.checkpoints())
-    wait_until(lambda: max(fresh.checkpoints()) > newest or not tried[0].is_running(), 600)
-    process.kill()
-    said, _ = process.communicate()
-    assert "was killed by SIGKILL" in said
-    wait_until(lambda: not processes_of(fresh.home), 20)  # neither the stage's process nor a server outlives its parent
-    assert fresh.runs()[0]["outcome"] == "crashed"
-
-    said = fresh(*PRETRAIN_ONLY)
-    result = fresh.manifest("pretrain", *PRETRAIN_ONLY[3:])["result"]
-    assert result["resumed_from_step"] > 0 and result["steps"] == 480
-    assert "continues its unfinished work at step" in said
-    assert f"continued at step {result['resumed_from_step']} of 480" in said
-    stages = {stage["name"]: stage for stage in fresh.runs()[0]["stages"]}
-    assert stages["pretrain"]["resumed_from_step"] == result["resumed_from_step"]
-    assert stages["tokenizer"]["outcome"] == "cached"
-
-    never_killed = copy_of("never-killed")
-    never_killed("stage", "run", "pretrain", *PRETRAIN_ONLY[3:], "runtime.checkpoint_every_steps=7")
-    assert weights(fresh, *PRETRAIN_ONLY[3:]) == weights(never_killed, *PRETRAIN_ONLY[3:])
-    check_tracking(fresh)
-
-
-def check_tracking(cli: Any) -> None:
-    """The killed run is marked, and the continued stage's curve has each step once."""
-    states = [state for (state,) in cli.rows("prefect", "select state_name from flow_run order by created")]
-    assert states == ["Crashed", "Completed"]
-    [(run, status)] = cli.rows("mlflow", "select run_uuid, status from runs where name like 'pretrain %'")
-    query = f"select step from metrics where run_uuid = '{run}' and key = 'grad_norm' order by step"
-    steps = [step for (step,) in cli.rows("mlflow", query)]
-    parents = cli.rows("mlflow", "select status from runs where name like 'full-%' order by start_time")
-    assert status == "FINISHED" and steps == list(range(5, 481, 5))
-    assert parents == [("KILLED",), ("FINISHED",)]
 
 
 @pytest.mark.soak
@@ -85,25 +33,6 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
     assert fresh.rows("prefect", "SELECT state_type FROM flow_run") == [("COMPLETED",)]
     assert set(fresh.rows("prefect", "SELECT state_type FROM task_run")) == {("COMPLETED",)}
     assert not processes_of(fresh.home)
-
-
-@pytest.mark.soak
-def test_a_run_with_damaged_databases_goes_on_and_a_repair_brings_mlflow_up_to_date(copy_of: Any) -> None:
-    cli = copy_of()
-    before = cli("models", "list", "--json", settings=False)
-    for name, place in (("prefect", 65_536), ("mlflow", 0)):
-        with (cli.home / name / f"{name}.db").open("r+b") as file:
-            file.seek(place)
-            file.write(random.randbytes(65_536))
-    said = " ".join(cli("pipeline", "run", "full", "lora.rank=2").split())
-    assert "it is kept as prefect-damaged-" in said and "`ttrain track repair`" in said
-    assert cli.rows("prefect", "select state_name from flow_run") == [("Completed",)]
-    assert "logged again: 2 runs" in cli("track", "repair", settings=False)
-    newest, old = json.loads(cli("models", "list", "--json", settings=False))
-    [known] = json.loads(before)
-    assert (old["keys"], old["metrics"], old["run"]) == (known["keys"], known["metrics"], known["run"])
-    assert newest["run"] == cli.runs()[0]["run"]
-    assert "has every run" in cli("track", "repair", settings=False)
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ import sys
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.pipeline_home import Cli
@@ -47,16 +48,6 @@ def newest_run(cli: Cli) -> tuple[Any, ...]:
     return found
 
 
-def tries(cli: Cli, stage: str) -> tuple[str, int, list[str]]:
-    """(state, number of tries, what the log says of waiting) of a stage in the newest flow run."""
-    flow_run = newest_run(cli)[0]
-    [(id_, state, count)] = cli.rows(
-        "prefect", f"select id, state_name, run_count from task_run where flow_run_id = '{flow_run}' and name = '{stage}'"
-    )
-    query = f"select message from log where task_run_id = '{id_}' and message like 'waiting %' order by timestamp"
-    return state, count, [message for (message,) in cli.rows("prefect", query)]
-
-
 def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(finished: Cli) -> None:
     run = finished.runs()[-1]
     stages = [stage["name"] for stage in run["stages"]]
@@ -77,23 +68,6 @@ def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(f
     assert f"ttrain report {name}" in texts["report"]
     record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_failed_stage_is_tried_again_after_longer_and_longer_and_a_mistake_is_not(copy_of: Any) -> None:
-    cli = copy_of()
-    overrides = ("runtime.stages.pretrain.timeout_seconds=0.05", "runtime.stages.pretrain.retries=2")
-    hours = "pretrain.tokens=500000000"
-    said = cli("pipeline", "run", "full", *overrides, "runtime.retry_delay_seconds=0.3", hours, code=1)
-    assert "runtime.stages.pretrain.timeout_seconds=0.05" in said and "Traceback" not in said
-    waits = ["waiting 0.3 s before retry 1 of 2", "waiting 0.6 s before retry 2 of 2"]
-    assert tries(cli, "pretrain") == ("Failed", 3, waits)
-    assert newest_run(cli)[2] == "Failed"
-
-    (cli.data / "chats.jsonl").write_text("not JSON\n" * 20)
-    cli("pipeline", "run", "full", "runtime.retries=2", "runtime.retry_delay_seconds=60", code=1)
-    assert tries(cli, "shards-sft") == ("Failed", 1, [])
 
 
 @pytest.mark.soak
@@ -121,16 +95,27 @@ def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     assert done.returncode == 2 and "--engine none" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_stage_s_task_has_its_attempts_and_no_cache_of_prefect_s() -> None:
+def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cache_of_prefect_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Failed
 
     from ttrain.config.loading import load
-    from ttrain.tasks.stage import stage_task
+    from ttrain.tasks import stage
 
-    settings = load([f"runtime.stages.{EVALUATE.name}.retries=3"], environment={}).settings
-    run: Any = SimpleNamespace(settings=settings, signum=0)
-    task = stage_task(EVALUATE, run)
+    settings = load([f"runtime.stages.{EVALUATE.name}.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
+    waits: list[float] = []
+    fails = Mock(side_effect=StageFailed("its process was killed"))
+    run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)
+    run.page_of.return_value = None
+    task = stage.stage_task(EVALUATE, run)
+    monkeypatch.setattr(stage, "get_run_logger", Mock())
+    for count in (1, 2, 3):
+        monkeypatch.setattr(stage, "task_run", SimpleNamespace(run_count=count))
+        state = task.fn({})
+        assert state.is_failed() and state.message == "its process was killed"
+    assert waits == [5.0, 10.0]
     assert (task.name, task.retries, task.cache_policy, task.persist_result) == (EVALUATE.name, 3, NO_CACHE, False)
     tries_again = task.retry_condition_fn
     assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))

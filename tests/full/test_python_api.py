@@ -84,17 +84,9 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
 ) -> None:
     remember_modules(tmp_path / "home")
     before, events = state_of_process(), list[tuple[str, str]]()
-    run = in_thread(
-        lambda: ttrain.run(
-            "full",
-            settings_of(finished),
-            home=tmp_path / "home",
-            until="shards-lora",
-            note="from Python",
-            tags={"purpose": "test"},
-            progress=lambda stage, event, data: events.append((stage, event)),
-        )
-    )
+    labels: dict[str, Any] = {"note": "from Python", "tags": {"purpose": "test"}}
+    options = {"until": "shards-lora", "progress": lambda stage, event, data: events.append((stage, event)), **labels}
+    run = in_thread(lambda: ttrain.run("full", settings_of(finished), home=tmp_path / "home", **options))
     assert state_of_process() == before and capfd.readouterr() == ("", "")
     told = run.to_json()
     assert (run.outcome, told["note"], told["tags"]) == ("completed", "from Python", {"purpose": "test"})

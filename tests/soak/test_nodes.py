@@ -1,6 +1,6 @@
-"""Two nodes on this machine, through torchrun: the losses of one rank, one artifact; a lost node ends the other.
+"""Two nodes on this machine, through torchrun: the artifacts of one node; a lost node ends the other.
 
-From the flow they have addresses of their own: two of the loopback device, or each a network namespace (which takes root).
+Those of a pipeline meet at an address of their own of the loopback device.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.comparing import curve
 from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
@@ -78,24 +76,6 @@ class Nodes:
         return codes
 
 
-def test_two_nodes_give_the_losses_of_one_rank_and_one_artifact(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 20)
-    assert nodes.end() == [0, 0], nodes.said(0) + nodes.said(1)
-    home, settings = nodes.home, nodes.settings
-    home.pretrain(settings, tmp_path / "alone")
-    [artifact] = home.store.artifacts("pretrain")
-    assert artifact.result["ranks"] == 2
-    ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for first, second in zip(ours, theirs, strict=True):
-        for name in {"loss", "validation_loss"} & {*second["metrics"]}:
-            assert first["metrics"][name] == pytest.approx(second["metrics"][name], rel=1e-5)
-    for rank in (0, 1):
-        assert f"outcome completed {artifact.path}" in nodes.said(rank)
-    assert "step 20/20" in nodes.said(0) and "step 20/20" not in nodes.said(1), "rank 0 alone logs"
-    assert not [path for path in (home.store.root / "work" / "pretrain").iterdir() if path.suffix != ".lock"]
-
-
 def test_a_signal_to_one_node_stops_both_after_one_save(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2000)
     nodes.wait("checkpoint of step")
@@ -115,63 +95,28 @@ def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
     assert "another rank ended" in nodes.said(0) or "Connection" in nodes.said(0)
 
 
-@contextlib.contextmanager
-def network(kind: str) -> Iterator[tuple[list[list[str]], str]]:
-    """(what each node's command begins with, the address of node 0)."""
-    if kind == "loopback":
-        yield [[], []], f"127.0.0.2:{free_port('127.0.0.2')}"
-        return
-    names = [f"ttrain{os.getpid()}n{node}" for node in (0, 1)]
-    ends = [f"tt{os.getpid() % 100_000}n{node}" for node in (0, 1)]
-    if subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, check=False).returncode:
-        pytest.skip("network namespaces cannot be made here: that takes root, and the program ip")
-    try:
-        commands = [["netns", "add", names[1]], ["link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
-        for node in (0, 1):
-            inside = ["-n", names[node]]
-            commands += [
-                ["link", "set", ends[node], "netns", names[node]],
-                [*inside, "address", "add", f"10.213.0.{node + 1}/24", "dev", ends[node]],
-                [*inside, "link", "set", ends[node], "up"],
-                [*inside, "link", "set", "lo", "up"],
-            ]
-        for command in commands:
-            done = subprocess.run(["ip", *command], capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"two network namespaces cannot be joined here: {done.stderr.strip()}")
-        prefixes = [
-            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"] for name, end in zip(names, ends, strict=True)
-        ]
-        yield prefixes, "10.213.0.1:29500"
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "last"), [("loopback", "sft"), ("namespaces", "pretrain")])
-def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path, kind: str, last: str) -> None:
+def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path) -> None:
     write_corpus(tmp_path / "data")
     both, alone = (Cli(tmp_path / name, tmp_path / "data") for name in ("both", "alone"))
-    arguments = ["pipeline", "run", "full", "--until", last, "runtime.reduction=tree", "runtime.rows_per_device=2"]
-    with network(kind) as (prefixes, rendezvous):
-        nodes = []
-        for node, prefix in enumerate(prefixes):
-            place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}"]
-            with (tmp_path / f"said{node}").open("w") as said:
-                options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
-                nodes.append(subprocess.Popen([*prefix, *both.command(*arguments, *place)], **options))
-        try:
-            codes = [node.wait(timeout=600) for node in nodes]
-        finally:
-            for one in nodes:
-                one.kill()
+    arguments = ["pipeline", "run", "full", "--until", "sft", "runtime.reduction=tree", "runtime.rows_per_device=2"]
+    rendezvous, nodes = f"127.0.0.2:{free_port('127.0.0.2')}", []
+    for node in (0, 1):
+        place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}"]
+        with (tmp_path / f"said{node}").open("w") as said:
+            options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
+            nodes.append(subprocess.Popen(both.command(*arguments, *place), **options))
+    try:
+        codes = [node.wait(timeout=600) for node in nodes]
+    finally:
+        for one in nodes:
+            one.kill()
     assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
     alone(*arguments, "--engine", "none")
     ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()} for cli in (both, alone))
     assert ours == theirs, "with sums in one order, nothing tells how many nodes there were"
     built = {stage for stage, _ in ours}
-    assert len(built) == len(ours) and {"pretrain", last} <= built, "each stage once"
+    assert len(built) == len(ours) and {"pretrain", "sft"} <= built, "each stage once"
     assert {ArtifactStore(both.home).latest(stage).result["ranks"] for stage in built & {"pretrain", "sft"}} == {2}
     first, second = sorted(both.runs(), key=lambda run: (run["tracking"] or {}).get("run_id") is None)
     assert {stage["outcome"] for stage in first["stages"] if stage["name"] in built} == {"completed"}, (

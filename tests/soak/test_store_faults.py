@@ -1,9 +1,8 @@
-"""The store under attack, from the command line: two runs at once, a full disk, a disk that cannot be written, damage."""
+"""The store under attack, from the command line: a full disk, a disk that cannot be written, a run that was killed."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -12,9 +11,6 @@ from pathlib import Path
 import pytest
 from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
-from support.waiting import wait_until
-
-from ttrain.store.runs import history
 
 # A stage of a second; the others are made in the same way.
 TOKENIZER = ("pipeline", "run", "full", "--engine", "none", "--until", "tokenizer", "tracking.enabled=false")
@@ -54,30 +50,6 @@ def own_mounts() -> list[str]:
         if tried.returncode == 0:
             return command
     return []
-
-
-def test_of_two_identical_runs_one_builds_and_the_other_says_for_whom_it_waits(cli: Cli) -> None:
-    first = cli.start(*TOKENIZER)
-    wait_until(lambda: list(cli.home.glob("work/tokenizer/*.holder")), 60)
-    first.send_signal(signal.SIGSTOP)  # so that it holds the key for as long as the test wants
-    try:
-        second = cli.start(*TOKENIZER)
-        assert second.stdout is not None
-        said: list[str] = []
-        while not said or "waiting for it to finish" not in said[-1]:
-            said.append(second.stdout.readline())
-            assert said[-1], f"it ended without waiting: {said}"
-    finally:
-        first.send_signal(signal.SIGCONT)
-    (builder,) = [run for run in history(cli.home) if run["process"]["pid"] == first.pid]
-    assert f"tokenizer: the run {builder['run']} (process {first.pid}) is building it" in said[-1]
-    for process in (first, second):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-    outcomes = {run["process"]["pid"]: run["stages"][0]["outcome"] for run in history(cli.home)}
-    assert outcomes == {first.pid: "completed", second.pid: "cached"}
-    assert len(list(cli.home.glob("store/tokenizer/*/manifest.json"))) == 1
-    assert not list(cli.home.glob("replaced/*/*"))
 
 
 @pytest.mark.parametrize("kilobytes", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (24, 48, 64))])

@@ -1,22 +1,15 @@
-"""SIGINT and SIGTERM at random moments of `ttrain stage run pretrain`, on one rank and on two.
-
-`make soak` runs it; TTRAIN_SOAK_KILLS says how many signals: half as many, four at least.
-"""
+"""SIGINT and SIGTERM to `ttrain stage run pretrain` while it steps, validates and saves; signals to a pipeline."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import random
 import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +34,12 @@ RUN = (
     *("pretrain.validation_rows=200", "pretrain.validate_every_steps=6", "reading.heldout_fraction=0.5"),
     *("runtime.log_every_steps=1", "runtime.checkpoint_every_steps=4", "runtime.reduction=tree"),
 )
-STEPS, VALIDATE = 90, 6
-MOMENTS = ("start", "step", "validation", "save")
+STEPS = 90
+STEPPED, VALIDATING, SAVING = (
+    r" step \d+/\d+  loss",
+    r" step (?:6|12|18)/\d+  loss",
+    "checkpoint of step",
+)  # lines of the log
 
 
 @dataclass
@@ -59,6 +56,11 @@ class Home:
             command, env=self.cli.environment, cwd=self.cli.data, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+    def finish(self) -> None:
+        process = self.start()
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
 
     @property
     def output(self) -> Path | None:
@@ -90,11 +92,10 @@ class Home:
 
 @dataclass
 class Undisturbed:
-    """A home before the pretraining, what that leaves, and after how many seconds it makes its first step."""
+    """A home before the pretraining, and what that leaves."""
 
     cli: Cli
     left: dict[str, Any]
-    seconds: float
 
     def copy(self, root: Path, ranks: int) -> Home:
         shutil.copytree(self.cli.home, root / "home", copy_function=shutil.copy2)
@@ -108,172 +109,63 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     cli = Cli(root / "home", root / "data")
     for stage in ("tokenizer", "shards-pretrain"):
         cli("stage", "run", stage, *RUN[3:])
-    alone = Undisturbed(cli, {}, 0.0)
-    home, began = alone.copy(root / "alone", 1), time.monotonic()
-    process = home.start()
-    wait_for_lines(home, process, 0, r" step 1/", 1)
-    alone.seconds = time.monotonic() - began
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    alone = Undisturbed(cli, {})
+    home = alone.copy(root / "alone", 1)
+    home.finish()
     alone.left = home.left()
     return alone
 
 
-def lines(home: Home, position: int, pattern: str) -> list[str]:
-    """The lines that the stage's log has after this position."""
-    if home.log is None or not home.log.exists():
-        return []
-    return re.findall(rf"^.*{pattern}.*$", home.log.read_text()[position:], re.MULTILINE)
-
-
-def wait_for_lines(home: Home, process: subprocess.Popen[str], position: int, pattern: str, count: int) -> list[str]:
-    """Wait for so many such lines; all that came, fewer where the process ended before."""
-    while True:
-        ended = process.poll() is not None
-        there = lines(home, position, pattern)
-        if ended or len(there) >= count:
-            return there
+def wait_for_lines(home: Home, process: subprocess.Popen[str], pattern: str, count: int) -> None:
+    """Wait until the stage's log has so many such lines."""
+    while process.poll() is None:
+        if home.log is not None and home.log.exists() and len(re.findall(pattern, home.log.read_text())) >= count:
+            return
         time.sleep(0.001)
+    raise AssertionError(f"it ended before: {process.communicate()[0]}")
 
 
-def step_of(line: str) -> int:
-    """The step of a line in the log."""
-    match = re.search(r"(?: step |from step |checkpoint of step )(\d+)", line)
-    assert match, line
-    return int(match[1])
+def send(home: Home, process: subprocess.Popen[str], signum: int, to: str) -> None:
+    """To the command, as `kill` does, to its process group, as a terminal does, or to all processes, as systemd does."""
+    if to == "the group":
+        os.killpg(process.pid, signum)
+    for one in {"all": processes_of(home.cli.home), "the command": [psutil.Process(process.pid)]}.get(to, []):
+        with contextlib.suppress(psutil.Error):
+            one.send_signal(signum)
 
 
-@dataclass
-class Sent:
-    """A signal, and what the run was at when it came."""
-
-    moment: str
-    signum: int
-    to: str
-    twice: bool
-    begun: bool = False  # the trainer
-    step: int = 0  # the last one that was logged
-    met: bool = True  # whether it came at that moment
-
-    def send(self, home: Home, process: subprocess.Popen[str]) -> None:
-        """To the command, as `kill` does, to its process group, as a terminal does, or to all processes, as systemd does."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.to == "the group":
-                os.killpg(process.pid, self.signum)
-            elif self.to == "the command":
-                os.kill(process.pid, self.signum)
-        if self.to == "all":
-            for one in processes_of(home.cli.home):
-                with contextlib.suppress(psutil.Error):
-                    one.send_signal(self.signum)
-
-
-def wait_for_moment(home: Home, process: subprocess.Popen[str], sent: Sent, chance: random.Random, seconds: float) -> None:
-    """Return at the moment, or when the run has ended."""
-    position = len(home.log.read_text()) if home.log is not None and home.log.exists() else 0
-    step = r" step \d+/\d+  loss"
-    if sent.moment == "start":
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(chance.uniform(0, seconds))
-    elif sent.moment == "step":
-        wait_for_lines(home, process, position, step, chance.randint(1, 8))
-        time.sleep(chance.uniform(0, 0.1))
-    elif sent.moment == "validation":
-        for count in itertools.count(1):
-            some = wait_for_lines(home, process, position, step, count)
-            if len(some) < count or step_of(some[-1]) % VALIDATE == 0:
-                break
-    else:
-        wait_for_lines(home, process, position, "checkpoint of step", chance.randint(1, 2))
-        while process.poll() is None and not any((home.output or Path("/nowhere")).glob("checkpoints/.writing-*")):
-            time.sleep(0.0002)
-    new = lines(home, position, r"from step \d+ to") + lines(home, position, step)
-    sent.begun, sent.step = bool(new), step_of(new[-1]) if new else 0
-
-
-def interrupt(home: Home, sent: Sent, chance: random.Random, seconds: float) -> bool:
-    """Start the run, send the signal at its moment and look at everything; False where the run had come to its end."""
-    before, history = home.newest(), runs.history(home.cli.home)
-    process = home.start()
-    wait_for_moment(home, process, sent, chance, seconds)
-    sent.send(home, process)
-    if sent.twice:
-        time.sleep(chance.uniform(0.02, 0.5))
-        sent.send(home, process)
-    began = time.monotonic()
-    said, _ = process.communicate(timeout=60)
-    took = time.monotonic() - began
-    if process.returncode == 0:
-        return False
-    early = not sent.begun and runs.history(home.cli.home) == history  # before Python had our code, which says something
-    codes = {128 + sent.signum} | ({-sent.signum} if early or sent.twice else set())  # a shell tells both as the same
-    assert process.returncode in codes, f"{sent}\n{said}"
-    assert early or "Traceback" not in said, f"{sent}\n{said}"
-    wait_until(lambda: not processes_of(home.cli.home), 5, lambda: f"{sent}\n{said}")
-    if not early and not sent.twice:  # what is in the middle of being told at a second signal is settled by the next run
-        check_what_is_told(home, sent, said)
-    newest = home.newest()
-    assert newest >= before, "what was durable is gone"
-    if sent.twice:
-        assert took < 10, f"{sent}: ended only after {took:.1f} s"
-    elif sent.begun:
-        assert sent.step <= newest <= sent.step + 2, f"{sent}: step {newest} is saved\n{said}"
-        assert home.output is not None
-        written = [line["step"] for line in curve(home.output / "run" / "metrics.jsonl")]
-        assert [0, *written][-1] == newest, "no step was made beyond the one that is saved"
-        assert f"stopped after step {newest} of {STEPS}; the state is saved" in said
-        sent.met = sent.moment != "validation" or newest == sent.step
-    return True
-
-
-def check_what_is_told(home: Home, sent: Sent, said: str) -> None:
-    """The record of the run and MLflow know that it was interrupted."""
-    run = runs.history(home.cli.home)[0]
-    stage, tracked = run["stages"][0]["outcome"], dict(home.tracked())
-    assert run["outcome"] == "interrupted", f"{sent}: {run}\n{said}"
-    assert stage == "interrupted" or (stage == "pending" and not sent.begun), f"{sent}: {run}\n{said}"
-    assert tracked[run["run"]] == "KILLED", f"{sent}: {tracked}\n{said}"
-    assert not sent.begun or tracked["pretrain"] == "KILLED", f"{sent}: {tracked}\n{said}"
-
-
-def plan(count: int, ranks: int, chance: random.Random) -> Iterator[Sent]:
-    """All moments equally often, every fifth time with a second signal."""
-    for number in range(2 * ranks - 2, 2 * ranks - 2 + count):
-        signum, to = chance.choice([signal.SIGINT, signal.SIGTERM]), chance.choice(["the command", "the group", "all"])
-        yield Sent(MOMENTS[number % len(MOMENTS)], signum, to, twice=number % 5 == 4)
-
-
-def sweep(undisturbed: Undisturbed, root: Path, ranks: int, count: int) -> tuple[int, Counter[tuple[str, str]]]:
-    """How many runs came to their end, and how many signals at a moment were met or missed."""
-    chance, ended, tally = random.Random(100 + ranks), 0, Counter[tuple[str, str]]()
-    home: Home | None = None
-
-    def finish(home: Home) -> None:
-        process = home.start()
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        assert home.left() == undisturbed.left
-        assert "RUNNING" not in dict(home.tracked()).values()
-
-    for sent in plan(count, ranks, chance):
-        home = home or undisturbed.copy(root / f"run-{ended}", ranks)
-        if not interrupt(home, sent, chance, undisturbed.seconds) or home.newest() > STEPS - 30:
-            finish(home)
-            home, ended = None, ended + 1
-            continue
-        tally[sent.moment, "met" if sent.met else "missed"] += 1
-    if home is not None:
-        finish(home)
-    return ended + (home is not None), tally
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_signals_at_any_moment_save_one_common_step_and_the_run_goes_on_to_the_same_bits(
-    undisturbed: Undisturbed, tmp_path: Path, ranks: int
+@pytest.mark.parametrize(
+    ("ranks", "signum", "to", "moment"),
+    [
+        (1, signal.SIGINT, "the group", VALIDATING),
+        (1, signal.SIGTERM, "all", SAVING),
+        (2, signal.SIGTERM, "the command", STEPPED),
+        (2, signal.SIGINT, "all", SAVING),
+    ],
+)
+def test_a_signal_saves_one_common_step_and_the_run_goes_on_to_the_same_bits(
+    undisturbed: Undisturbed, tmp_path: Path, ranks: int, signum: int, to: str, moment: str
 ) -> None:
-    count = max(2, int(os.environ.get("TTRAIN_SOAK_KILLS", "5")) // 4)
-    ended, tally = sweep(undisturbed, tmp_path, ranks, count)
-    print(f"signals to {ranks} rank(s) in {ended} runs: {dict(tally)}")
+    home = undisturbed.copy(tmp_path, ranks)
+    process = home.start()
+    wait_for_lines(home, process, moment, 2)
+    send(home, process, signum, to)
+    assert home.log is not None and home.output is not None
+    stepped = len(re.findall(STEPPED, home.log.read_text()))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum and "Traceback" not in said, said
+    wait_until(lambda: not processes_of(home.cli.home), 5, lambda: said)
+    newest = home.newest()
+    assert stepped <= newest <= stepped + 2, said
+    assert f"stopped after step {newest} of {STEPS}; the state is saved" in said
+    written = curve(home.output / "run" / "metrics.jsonl")
+    assert written[-1]["step"] == newest, "no step was made beyond the one that is saved"
+    run, tracked = runs.history(home.cli.home)[0], dict(home.tracked())
+    assert run["outcome"] == run["stages"][0]["outcome"] == "interrupted"
+    assert tracked[run["run"]] == tracked["pretrain"] == "KILLED"
+    home.finish()
+    assert home.left() == undisturbed.left
+    assert "RUNNING" not in dict(home.tracked()).values()
 
 
 @pytest.mark.parametrize("how", ["hang-up", "to all", "twice to one that hangs"])
@@ -282,7 +174,7 @@ def test_prefect_and_mlflow_are_told_of_a_signal_and_of_a_second_one_to_a_stage_
 ) -> None:
     home, hangs = undisturbed.copy(tmp_path, 1), how.startswith("twice")
     process = home.start("pipeline", "run", "full")
-    wait_for_lines(home, process, 0, r" step \d+/", 7)
+    wait_for_lines(home, process, STEPPED, 7)
     began = time.monotonic()
     if hangs:
         [worker] = [one for one in processes_of(home.cli.home) if one.name() == "ttrain-worker"]
@@ -293,7 +185,7 @@ def test_prefect_and_mlflow_are_told_of_a_signal_and_of_a_second_one_to_a_stage_
     elif how == "hang-up":
         process.send_signal(signal.SIGHUP)
     else:
-        Sent("step", signal.SIGTERM, "all", twice=False).send(home, process)
+        send(home, process, signal.SIGTERM, "all")
     said, _ = process.communicate(timeout=120)
     assert process.returncode == {"hang-up": 129, "to all": 143}.get(how, 130), said
     assert time.monotonic() - began < 20, "the time for a stage to stop by itself is 60 s"

@@ -136,13 +136,17 @@ def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypa
 
 def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
-    assert runs.builder(store, "sft", "k") == "another run"
-    with store.lock("sft", "k"):
-        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+    assert runs.builder(store, "pretrain", "f00d") == "another run"
+    with store.lock("pretrain", "f00d"):
+        assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()}"
         made = record(tmp_path)
-        assert runs.builder(store, "sft", "k") == f"the run {made.run} (process {os.getpid()})"
-        made.finish("completed", {})
-        assert runs.builder(store, "sft", "k") == f"process {os.getpid()}"
+        assert runs.builder(store, "pretrain", "f00d") == f"the run {made.run} (process {os.getpid()})"
+        waits = record(tmp_path)
+        made.stage("pretrain", outcome="running", key="f00d")
+        assert runs.builder(store, "pretrain", "f00d").startswith(f"the run {made.run} "), "of two in one process"
+        for one in (waits, made):
+            one.finish("completed", {})
+        assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()}"
 
 
 def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -185,12 +185,3 @@ def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:
     whole = runs.RunRecord(tmp_path, "full", ["pretrain"], settings)
     runs.RunRecord(tmp_path, "full", ["pretrain"], settings).note(sweep={"name": "sweep-1", "trial": 1})
     assert names.newest_with(tmp_path, "pretrain")["run"] == whole.run
-
-
-def test_who_waits_for_a_stage_is_told_which_run_of_a_process_with_several_builds_it(tmp_path: Path) -> None:
-    store, key = ArtifactStore(tmp_path), "a" * 64
-    builds, waits = (runs.RunRecord(tmp_path, "full", ["pretrain"], {}) for _ in range(2))
-    builds.stage("pretrain", outcome="running", key=key)
-    with store.lock("pretrain", key):
-        assert runs.builder(store, "pretrain", key).startswith(f"the run {builds.run} (process ")
-    assert waits.run != builds.run

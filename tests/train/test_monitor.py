@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -130,16 +131,27 @@ def test_the_peak_memory_of_a_gpu_is_that_of_tensors() -> None:
 def counted(model: torch.nn.Module, T: int) -> float:
     """FLOPs a token of a forward and a backward pass, as torch counts its matrix products."""
     model.set_attn_implementation("eager")  # type: ignore[operator]  # torch counts no fused attention on a CPU
+    model.set_experts_implementation("eager")  # type: ignore[operator]  # nor grouped experts
     ids = torch.arange(2 * T).reshape(2, T) % 50
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     return counter.get_total_flops() / (2 * T)
 
 
-@pytest.mark.parametrize(("tie_embeddings", "T"), [(True, 16), (False, 96)])
-def test_flops_per_token_are_those_that_torch_counts(tie_embeddings: bool, T: int) -> None:
-    model = tiny_model(hidden_size=64, heads=4, kv_heads=2, tie_embeddings=tie_embeddings)
-    assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=0.02)
+SPARSE = {"experts": 6, "top_k": 3, "expert_size": 16, "shared_experts": 1, "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "T", "error"),
+    [
+        ({"kv_heads": 2}, 16, 0.02), ({"kv_heads": 2, "tie_embeddings": False}, 96, 0.02),
+        # of these biases and norms are some percent
+        ({"kind": "gpt2"}, 32, 0.05), ({"kind": "moyun"}, 32, 0.05), ({"kind": "qwen3", "moe": SPARSE}, 32, 0.05),
+    ],
+)  # fmt: skip
+def test_flops_per_token_are_those_that_torch_counts(options: dict[str, Any], T: int, error: float) -> None:
+    model = tiny_model(**{"hidden_size": 64, "heads": 4, **options})
+    assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=error)
 
 
 def test_flops_per_token_of_an_adapter_are_those_that_torch_counts() -> None:

@@ -177,15 +177,8 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
 
     def ours() -> dict[str, Tensor]:
         query, key, value = states
-        arguments = (
-            weights[0],
-            1e-6,
-            weights[1],
-            1e-6,
-            angles,
-            Records(segments, branches if shape == "branches" else None).places,
-            scale,
-        )
+        places = Records(segments, branches if shape == "branches" else None).places
+        arguments = (weights[0], 1e-6, weights[1], 1e-6, angles, places, scale)
         out = native.Attention.apply(query, key, value, *arguments)  # type: ignore[no-untyped-call]
         out.backward(grad)
         found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.comparing import curve, digest, distance, logged_steps
+from support.comparing import digest, distance
 from support.tiny_data import NumberedRows
-from support.tiny_stages import Home, Watcher, stage_settings
 from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Training
 from ttrain.errors import RankLost
 from ttrain.model import factory
-from ttrain.pipeline import launch
-from ttrain.stages import PRETRAIN
 from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.distributed import Ranks
 from ttrain.train.trainer import Cadence
@@ -147,28 +144,3 @@ def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path, local: bool) 
     with pytest.raises(AssertionError):
         in_ranks(2, tmp_path / "ranks", work, local=local)
     assert (tmp_path / "told").read_text().startswith("another rank ended while rank 0 was")
-
-
-def test_a_stage_with_two_devices_equals_the_stage_with_one(tmp_path: Path) -> None:
-    """Three micro-batches a step: one rank takes two of them, the other one and an empty one."""
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(5, {"optim": {"kind": "adamw"}}, devices=2, rows_per_device=3)
-    watcher = Watcher()
-    artifact = launch.build(PRETRAIN, settings, home.store, home.pretrain_inputs(), watcher).artifact
-    alone = home.pretrain(settings, tmp_path / "alone")
-    assert (artifact.result["ranks"], alone["ranks"]) == (2, 1)
-    ours, theirs = curve(artifact.path / "run" / "metrics.jsonl"), curve(tmp_path / "alone" / "run" / "metrics.jsonl")
-    assert logged_steps(ours, "loss") == [*range(1, 6)] and logged_steps(ours, "validation_loss") == [5]
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for first, second in zip(ours, theirs, strict=True):
-        for figure, value in second["metrics"].items():
-            tolerance = 1e-4 if figure == "grad_norm" else 1e-5
-            assert first["metrics"][figure] == pytest.approx(value, rel=tolerance), figure
-    places = (artifact.path, tmp_path / "alone")
-    assert distance(*(load_file(place / "model" / "model.safetensors") for place in places)) < 1e-4
-    for place in places:
-        checkpoints = sorted(path.name for path in (place / "checkpoints").glob("step-*"))
-        assert checkpoints == ["step-00000004", "step-00000005"], "one set, of the ranks together"
-    last = [line for line in watcher.lines if "step 5/5" in line]
-    assert len(last) == 3, "one line of the loss, one of the last quick validation and one of the validation"
-    assert artifact.result["target_tokens"] == alone["target_tokens"]
