@@ -29,7 +29,7 @@ from ttrain.pipeline.plan import section_of
 from ttrain.stages import REFERENCE, dpo, new_model, reference, shards
 from ttrain.stages.job import StageContext
 from ttrain.store.model_files import weights_digest
-from ttrain.train import preference_tuning
+from ttrain.train import attention, preference_tuning
 
 KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "nothing"]
@@ -130,6 +130,16 @@ def test_simpo_and_orpo_need_no_reference(inputs: dict[str, Path], tmp_path: Pat
     without = {name: path for name, path in inputs.items() if name != "reference"}
     for loss in ("simpo", "orpo"):
         assert tune(tmp_path / loss, without, loss=loss, epochs=0.2)["steps"] > 0
+
+
+def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(epochs=0.2)
+    runtime = settings.runtime.replaced({"attention": "masked"})
+    monkeypatch.setattr(attention, "record_arguments", lambda *batch: pytest.fail("record by record"))
+    run_here(reference, of_reference(settings), tmp_path / "reference", inputs, runtime)
+    run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), tmp_path / "dpo", inputs, runtime)
 
 
 def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_on_cuda_it_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch, li
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("could not create a primitive"),
         RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
     ],
 )

@@ -6,6 +6,7 @@ Letters in names: B rows, T positions, V entries of the vocabulary.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tempfile
@@ -369,7 +370,8 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
 def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: InMemoryRows) -> None:
     """One of the processes; it leaves its gradients and its loss in the directory."""
     end_with_parent(parent)
-    warnings.simplefilter("ignore")  # what is wrong with a rank is in its error
+    warnings.simplefilter("ignore")  # what is wrong with a rank is in its error, and the doctor gave the others
+    logging.getLogger("ttrain").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     ranks = Ranks(rank, RANKS, CPU, local=LocalGroup(rank, RANKS))

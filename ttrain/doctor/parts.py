@@ -29,7 +29,7 @@ from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, TrainerOptions
 
-POSITIONS = 192  # of a row, in the checks that need no more: more than one block of the attention on CPUs, which has 128
+POSITIONS = 192  # of a row, in the checks that need no more: several blocks of the attention on CPUs, which have 32 and 64
 
 NEVER = 1 << 30  # steps between events that must not happen
 

@@ -54,6 +54,7 @@ def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning
         config,
         model,
         chunk_tokens=runtime.loss_chunk_tokens,
+        attention=runtime.attention,
         gradient_checkpointing=runtime.gradient_checkpointing,
     )
 

@@ -52,7 +52,8 @@ def run(config: ReferenceConfig, job: StageContext) -> Figures:
     ranks, settings = start(job.runtime), Dpo().replaced(dict(config.dpo))
     base = job.inputs["base"] / new_model.DIRECTORY
     encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
-    model = NextTokenLoss(new_model.load(base), token_loss_sum, job.runtime.loss_chunk_tokens)
+    options = job.runtime.loss_chunk_tokens, job.runtime.attention
+    model = NextTokenLoss(new_model.load(base), token_loss_sum, *options)
     leakage_check.check(model, settings, branches=True)
     computed_in = precision.resolve_precision(settings.precision, ranks.device)
     scorer = _Scorer(model.to(ranks.device).eval(), computed_in, job, ranks)

@@ -22,7 +22,8 @@ GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
 CAP_SHARE = 0.8  # of the memory that is free
 
-PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+# The last is oneDNN's, where it has no memory to compile a product in.
+PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "could not create a primitive")
 
 log = logging.getLogger("ttrain")
 
