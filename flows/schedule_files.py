@@ -18,7 +18,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 from ttrain.config import NAMES_CODE, Settings
 from ttrain.config.loading import load
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, JsonObject, exclusive, private_directory, read_json, write_bytes, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, private_directory, read_json, write_bytes, write_json
 
 KINDS = ("nightly", "full")
 
@@ -77,9 +77,9 @@ def record_paused(home: Path, paused: Mapping[str, bool]) -> None:
             write(home, replace(schedule, paused=paused.get(name, schedule.paused)))
 
 
-def parameters(schedule: Schedule) -> JsonObject:
+def parameters(schedule: Schedule) -> JsonDict:
     """The settings of a schedule for a server, which shows them to all: no secrets, and none that name code."""
-    tree: JsonObject = copy.deepcopy(redact.masked(schedule.settings))
+    tree: JsonDict = copy.deepcopy(redact.masked(schedule.settings))
     for key in NAMES_CODE:
         *sections, name = key.split(".")
         section = tree

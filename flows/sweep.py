@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
 from ttrain.config.loading import Override, settings_of
-from ttrain.core.files import JsonObject
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
 from ttrain.flows import recipe
@@ -55,7 +55,7 @@ class SweepRequest:
         return settings_of(overrides).settings if share else settings
 
     @property
-    def first(self) -> JsonObject:
+    def first(self) -> JsonDict:
         """The first value of each setting."""
         return next(self.space.probes())
 
@@ -80,7 +80,7 @@ class SweepRequest:
         per_trial = measure.affected_by(measure.directly_affected(self.space.dimensions, graph), graph)
         return [name for name in graph if name not in per_trial], [name for name in graph if name in per_trial]
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """What identifies the sweep when it is requested again; the number of trials may grow."""
         tree = with_absolute_paths(self.settings(self.first)).model_dump(mode="json")
         return {
@@ -169,12 +169,12 @@ def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records
     return (None, f"{sweep.name} was of other {', '.join(changed)}") if changed else (sweep, "")
 
 
-def preview(request: SweepRequest, store: ArtifactStore) -> JsonObject:
+def preview(request: SweepRequest, store: ArtifactStore) -> JsonDict:
     """The plan of a sweep, from what it has done so far and from its seed, as `--dry-run --json` prints it."""
     from ttrain.sweep.study import Study, upcoming
 
     sweep, _ = find_resumable(request, store)
-    options: JsonObject = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
+    options: JsonDict = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
     earlier = Study.of(sweep).trials() if sweep else []
     planned_trials = [*earlier, *upcoming(request.space, earlier, request.trials - len(earlier), **options)]
     trials = [
@@ -254,7 +254,7 @@ def parallel_trials(runtime: Runtime, gpu_numbers: Sequence[int]) -> int:
     return max(1, len(gpu_numbers) // runtime.devices)
 
 
-def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> JsonObject:
+def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> JsonDict:
     """Settings of `runtime` for the trial in one of `slots` slots: its GPUs, or its part of the cores.
 
     Where there are more slots than groups of GPUs, trials share them.

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
-JsonObject = dict[str, Any]  # a JSON object, or what becomes one
 
 
 def private_opener(name: str, flags: int) -> int:

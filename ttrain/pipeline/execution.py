@@ -15,7 +15,7 @@ from ttrain import tracking
 from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
-from ttrain.core.files import JsonObject, read_object, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.errors import Interrupted, NothingNew, TTrainError
 from ttrain.pipeline import launch, processes, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
@@ -73,7 +73,7 @@ class PipelineRun(StopRequest):
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.planned = stages
         self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
-        self._champion: dict[str, JsonObject] | None = None  # as a baseline; looked for once there is an evaluation
+        self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import JsonObject, Taken, exclusive, read_object, refuse
+from ttrain.core.files import JsonDict, Taken, exclusive, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
@@ -41,7 +41,7 @@ class UnneededPath:
     bytes: int
     why: str
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """The form that `clean --json` prints."""
         fields = asdict(self)
         return {"what": fields.pop("kind"), **fields}

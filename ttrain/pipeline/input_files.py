@@ -10,7 +10,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
-from ttrain.core.files import JsonObject, user_path
+from ttrain.core.files import JsonDict, user_path
 from ttrain.data import existing, locations, python_docs
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
@@ -164,12 +164,12 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
     return list(files_by_location.values())
 
 
-def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[JsonObject]]:
+def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[JsonDict]]:
     """Name, digest and any weight of the data files that the stage reads, by role.
 
     The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
     """
-    digests: dict[str, list[JsonObject]] = {}
+    digests: dict[str, list[JsonDict]] = {}
     for role, files in data_files(stage, settings).items():
         try:
             digests[role] = [

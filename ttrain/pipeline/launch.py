@@ -12,7 +12,7 @@ from typing import Any
 
 from ttrain.config import Settings, Training
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, JsonObject, read_object, remove_tree, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, write_json
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
 from ttrain.pipeline.input_files import data_files, file_digests
@@ -256,7 +256,7 @@ def _manifest(
     work: Path,
     result: Mapping[str, Any],
     seconds: float,
-) -> JsonObject:
+) -> JsonDict:
     return {
         "result": result,
         "ingredients": planned.ingredients,

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ttrain.config.training import TRAINING_STAGES, VALIDATION_LOSS
-from ttrain.core.files import JsonObject, need_object
+from ttrain.core.files import JsonDict, need_object
 from ttrain.core.text import counted, format_value
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
@@ -179,9 +179,9 @@ def _training(history: History) -> list[Block]:
     return [*table, *([Text(MORE_IN_LOSS)] if has_parts else []), *curves]
 
 
-def _points(file: Path) -> list[tuple[int, JsonObject]]:
+def _points(file: Path) -> list[tuple[int, JsonDict]]:
     """(step, logged values) of the steps that have a loss; [] if there is no file."""
-    steps: dict[int, JsonObject] = {}  # a validation has a line of its own
+    steps: dict[int, JsonDict] = {}  # a validation has a line of its own
     with contextlib.suppress(OSError):
         for row in read_rows(file):
             steps.setdefault(row["step"], {}).update(row["metrics"], tokens=row.get("tokens"))
@@ -280,7 +280,7 @@ def _lineage(history: History) -> list[Block]:
 
 def _settings(history: History) -> list[Block]:
     """What differs from the defaults, then everything."""
-    settings: JsonObject = {}
+    settings: JsonDict = {}
     for artifact in history.artifacts:
         settings |= artifact.manifest["ingredients"].get("settings", {})
     if not settings:
@@ -297,13 +297,13 @@ def _cell(text: str) -> str:
     return "`" + " ".join(text.replace("`", "'").split()) + "`" if text.strip() else ""
 
 
-def describe(directory: Path) -> JsonObject:
+def describe(directory: Path) -> JsonDict:
     """An adapter's kind, the settings of its kind, its size and its base. Raises ArtifactError if a file is missing or
     damaged."""
     config = _read(directory / ADAPTER_CONFIG)
     base = _read(directory / BASE) if (directory / BASE).is_file() else {}
     kind = "dora" if config.get("use_dora") else str(config.get("peft_type", "unknown")).lower()
-    settings: JsonObject = {}
+    settings: JsonDict = {}
     try:
         if kind in ("lora", "dora"):
             settings = {"rank": config["r"], "alpha": config["lora_alpha"], "dropout": config.get("lora_dropout", 0.0)}
@@ -337,7 +337,7 @@ def numbers_in(path: Path) -> int:
         raise ArtifactError(f"cannot read {path}: {error}") from None
 
 
-def _read(path: Path) -> JsonObject:
+def _read(path: Path) -> JsonDict:
     try:
         return need_object(path.read_bytes())
     except (OSError, ValueError) as error:

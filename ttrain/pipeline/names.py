@@ -21,7 +21,7 @@ from ttrain.config import flatten
 from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
-from ttrain.core.files import JsonObject, read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
@@ -285,7 +285,7 @@ def base_digest_of(adapter: Path) -> str | None:
     return digest and str(digest)
 
 
-def _artifact_of(home: ArtifactStore, stage: JsonObject) -> Artifact | None:
+def _artifact_of(home: ArtifactStore, stage: JsonDict) -> Artifact | None:
     """The artifact of a recorded stage, if it still exists."""
     return home.find(stage["name"], stage["key"]) if stage.get("key") else None
 
@@ -312,7 +312,7 @@ def _stored_digest(artifact: Artifact) -> str | None:
 NIGHTLY = "nightly"
 
 
-def newest_with(home: Path, stage: str) -> JsonObject:
+def newest_with(home: Path, stage: str) -> JsonDict:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
     Nights are skipped: their settings start from the champion of that night, and name the few files that were new. Trials of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.config import DATASETS, Settings
-from ttrain.core.files import JsonObject, read_json
+from ttrain.core.files import JsonDict, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
@@ -127,7 +127,7 @@ class ProcessGroup:
         return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonObject:
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -318,7 +318,7 @@ def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *,
 
 def _result(
     group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log_path: Path, sent_signal: int, timed_out: bool
-) -> JsonObject:
+) -> JsonDict:
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
     outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":

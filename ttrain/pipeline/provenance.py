@@ -13,14 +13,14 @@ from typing import Any
 from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
-from ttrain.core.files import JsonObject, parse_json, read_object, user_path
+from ttrain.core.files import JsonDict, parse_json, read_object, user_path
 from ttrain.core.machine import VERSION, processor_model
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
 from ttrain.pipeline.stage_worker import JOB, TRACKED
 
 
-def of(settings: Settings, work: Path) -> JsonObject:
+def of(settings: Settings, work: Path) -> JsonDict:
     """Collect versions, machine, settings, run and locations of the files read; without secrets.
 
     `work` is the work directory of the stage, whose job has run. The settings are kept whole, since `ttrain reproduce` may
@@ -54,7 +54,7 @@ def machine() -> Mapping[str, Any]:
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """Return the same settings with the local paths, globs and folders made absolute."""
-    changes: dict[str, JsonObject] = {
+    changes: dict[str, JsonDict] = {
         "data": {name: _absolute_sources(getattr(settings.data, name)) for name in DATASETS},
         "tokenizer": {"existing": _folder(settings.tokenizer.existing)},
         "shards": {"decontaminate": _files(settings.shards.decontaminate)},

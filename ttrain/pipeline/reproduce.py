@@ -20,7 +20,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import JsonObject, read_json, user_path, write_json
+from ttrain.core.files import JsonDict, read_json, user_path, write_json
 from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
@@ -55,7 +55,7 @@ class Rebuilt:
         """Whether the rebuilt bytes are the same."""
         return self.content == self.rebuilt_content
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """The form that `reproduce --json` prints."""
         return {**asdict(self), "equal": self.is_equal}
 
@@ -74,7 +74,7 @@ class Reproduction:
         """Whether every stage was rebuilt with the same bytes."""
         return not self.not_rebuilt and all(stage.is_equal for stage in self.stages)
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """What `reproduce --json` prints."""
         return {
             "asked": self.lineage.target.text,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, Training
-from ttrain.core.files import JsonObject, fsync, read_json, remove_tree, write_json
+from ttrain.core.files import JsonDict, fsync, read_json, remove_tree, write_json
 from ttrain.core.hashing import Ingredients, differences
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
@@ -69,7 +69,7 @@ def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: froze
     the stage that are `free`."""
     left_out = {f"{work.stage}.{name}" for name in free}
 
-    def compared(ingredients: Ingredients) -> JsonObject:
+    def compared(ingredients: Ingredients) -> JsonDict:
         settings = {name: value for name, value in ingredients["settings"].items() if name not in left_out}
         return {**ingredients, "settings": settings, "code": {}}
 
@@ -159,9 +159,9 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
         fsync(destination.parent)
 
 
-def history(work: Path, key: str) -> list[JsonObject]:
+def history(work: Path, key: str) -> list[JsonDict]:
     """The earlier keys of this work, oldest first: key, step and differences of each change."""
-    entries: list[JsonObject] = []
+    entries: list[JsonDict] = []
     for entry in reversed(read_json(work / CONTINUED) or []):
         if entry["to"] == key:
             entries.insert(0, {name: entry[name] for name in ("key", "step", "differences")})

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ttrain import tracking
 from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
-from ttrain.core.files import JsonObject, read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History, seed_of
@@ -209,7 +209,7 @@ class RunModels:
         self._note(self._pipeline, version)
         return version
 
-    def _registration(self, model: Registered, run: tracking.AnyRun) -> JsonObject:
+    def _registration(self, model: Registered, run: tracking.AnyRun) -> JsonDict:
         """The model as `register_models` takes it, with its extra files if this run registers it from the store."""
         stage, extra_files = model.artifact.stage, tracking.LoadableModel()
         opens = stage in self._opened_by_mlflow

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ttrain import tracking
 from ttrain.config import Settings, flatten
 from ttrain.config.training import BITS_PER_BYTE
-from ttrain.core.files import JsonObject, read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, sums_in
@@ -47,7 +47,7 @@ POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them 
 SHOWN_SETTINGS = 6
 
 
-def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonObject]:
+def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: its losses by the number of tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
@@ -107,7 +107,7 @@ def start_stage_run(
     return child
 
 
-def deviations(settings: Settings) -> JsonObject:
+def deviations(settings: Settings) -> JsonDict:
     """The settings that differ from the defaults, by dotted name."""
     changed = facts.changed_settings(dict(flatten(settings.model_dump(mode="json"))))
     return {name: value for name, (value, _) in changed.items()}
@@ -123,7 +123,7 @@ def as_yaml(changed: Mapping[str, Any], everything: Mapping[str, Any]) -> str:
 def _yaml(values: Mapping[str, Any]) -> str:
     import yaml
 
-    tree: JsonObject = {}
+    tree: JsonDict = {}
     for name, value in values.items():
         if value == HIDDEN:
             continue
@@ -190,7 +190,7 @@ def _cell(text: str) -> str:
 STAGE = "evaluate-champion"  # the stage of a night whose results these stand for
 
 
-def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, JsonObject]:
+def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, JsonDict]:
     """Return {STAGE: recorded scores of the champion of this name} on the same records and in suites; nothing is computed.
 
     A night scores its champion on its own held-out data instead. Returns {} if the champion is the evaluated model,
@@ -201,7 +201,7 @@ def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, JsonO
     return {} if champion is None else {STAGE: _comparable_results(evaluation, champion)}
 
 
-def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonObject:
+def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonDict:
     """Select the champion's figures that are comparable: of the same records and counted alike. A loss per
     token of another tokenizer is not comparable."""
     scores = [read_object(artifact.path / FILE) for artifact in (evaluation, champion)]
@@ -215,7 +215,7 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonObject:
 
     result = champion.result
     names = [metric for metric in result.get("metrics", {}) if all(same(metric))]
-    comparable: JsonObject = {
+    comparable: JsonDict = {
         group: {name: result[group][name] for name in names if name in result.get(group, {})}
         for group in ("metrics", "intervals")
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core import redact
-from ttrain.core.files import JsonObject, ProgressWriter, exclusive, read_json, read_object, write_json
+from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
@@ -149,7 +149,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
     return stage.config.model_validate(spec["config"]), job
 
 
-def _run(work: Path, spec: JsonObject, stop: StopFlag, rank: int) -> JsonObject:
+def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:
     try:
         stop.listen()
         from ttrain.stages import RUNNABLE
@@ -175,7 +175,7 @@ def _run(work: Path, spec: JsonObject, stop: StopFlag, rank: int) -> JsonObject:
 
 
 @contextlib.contextmanager
-def sample_system_metrics(work: Path, spec: JsonObject) -> Iterator[None]:
+def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
     """Sample system metrics meanwhile, in the first process of each node."""
     seconds = spec["runtime"]["system_metrics_seconds"]
     if not seconds or int(os.environ.get("LOCAL_RANK", "0")):
@@ -218,10 +218,10 @@ def clear(work: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read(work: Path) -> JsonObject | None:
+def read(work: Path) -> JsonDict | None:
     """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
     contents = [read_json(path) for path in (work / RESULT, *sorted(work.glob("result.rank*.json")))]
-    outcomes: list[JsonObject] = [outcome for outcome in contents if outcome]
+    outcomes: list[JsonDict] = [outcome for outcome in contents if outcome]
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first
