@@ -21,13 +21,3 @@ def started(store: MlflowStore, name: str = "stage") -> TrackedRun:
 def row(step: int) -> dict[str, Any]:
     """A line of a curve."""
     return {"step": step, "tokens": step, "time": 1.7e9 + step, "metrics": {"loss": 1.0 / step}}
-
-
-def steps(client: Any, run_id: str, key: str = "loss") -> list[int]:
-    return sorted(metric.step for metric in client.get_metric_history(run_id, key))
-
-
-def runs_of(client: Any, identity: str) -> list[Any]:
-    experiment = client.get_experiment_by_name("outages").experiment_id
-    found: list[Any] = client.search_runs([experiment], f"tags.`ttrain.id` = '{identity}'")
-    return found

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import tracked_stores
 from support.outage_proxy import FOREIGN, Proxy, mlflow_server
-from support.tracked_stores import runs_of, steps
+from support.tracked_writer import runs_of, steps
 from support.waiting import stopwatch, wait_until
 from typer.testing import CliRunner
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ttrain.core import machine
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import precision
 from ttrain.train.precision import LossScale
@@ -58,12 +59,13 @@ def test_cuda_has_bf16_from_ampere_on(monkeypatch: pytest.MonkeyPatch, capabilit
 def test_a_cpu_has_bf16_where_its_flags_can_be_read_and_say_so(
     monkeypatch: pytest.MonkeyPatch, flags: str | None, expected: bool
 ) -> None:
-    def read(self: Path) -> str:
+    def read(self: Path, **how: str) -> str:
         if flags is None:
             raise FileNotFoundError
         return flags
 
     monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(precision, "cpu_flags", machine.cpu_flags.__wrapped__)
     assert precision.has_bf16(CPU) is expected
 
 
