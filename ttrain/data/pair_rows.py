@@ -103,7 +103,7 @@ class PairRows(PieceRows):
     ) -> None:
         """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
         self._end_id, self._header_length = end_id, header_length
-        self._cut = self._too_long = self._all_masked = self._targets = self._used = self._pairs = 0
+        self._too_long = self._pairs = 0
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def finished(self, batch: Batch) -> Batch:
@@ -141,19 +141,8 @@ class PairRows(PieceRows):
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""
-        return {
-            "rows": len(self),
-            "row_length": self.row_length,
-            "records": len(self.shards),
-            "pairs": self._pairs,
-            "rated_answers": len(self.records) - self._pairs,
-            "target_tokens": self._targets,
-            "dropped_tokens": self.shards.tokens - self._used,
-            "cut_records": self._cut,
-            "too_long_dropped": self._too_long,
-            "all_masked_dropped": self._all_masked,
-            "fill": self.filled,
-        }
+        pieces: Counts = {"pairs": self._pairs, "rated_answers": len(self.records) - self._pairs}
+        return self.counted(pieces, {"too_long_dropped": self._too_long})
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one."""

@@ -222,6 +222,8 @@ class PieceRows(Rows):
     def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
         """Plan and pack; what `plan` reads is set before."""
         self.shards, self.row_length, self.pad_id, self.trimmed = shards, row_length, pad_id, not packed
+        self._cut = self._targets = self._all_masked = 0
+        self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
         plans, first = [(NONE, NONE, NONE)], 0
         for column in shards.columns():
             plans.append(self.plan(column, first))
@@ -254,10 +256,20 @@ class PieceRows(Rows):
                 self.fill_piece(piece, batch, line, position, segment)
                 position += int(self.sizes[piece])
 
-    @property
-    def filled(self) -> float:
-        """The share of the rows that holds tokens."""
-        return int(self._lengths.sum()) / max(1, len(self) * self.row_length)
+    def counted(self, pieces: Counts, dropped: Counts | None = None) -> Counts:
+        """The counts that all rows of pieces have, with those of the `pieces` and of records `dropped` for other reasons."""
+        return {
+            "rows": len(self),
+            "row_length": self.row_length,
+            "records": len(self.shards),
+            **pieces,
+            "target_tokens": self._targets,
+            "dropped_tokens": self.shards.tokens - self._used,
+            "cut_records": self._cut,
+            **(dropped or {}),
+            "all_masked_dropped": self._all_masked,
+            "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
+        }
 
 
 @final
@@ -279,8 +291,6 @@ class ChatRows(PieceRows):
         masks: Intervals = NO_MASKS,
     ) -> None:
         self.masks, self._end_id = masks, end_id
-        self._cut = self._targets = self._all_masked = 0
-        self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
@@ -299,17 +309,7 @@ class ChatRows(PieceRows):
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of conversations left out, and context that no piece of a long one holds."""
-        return {
-            "rows": len(self),
-            "row_length": self.row_length,
-            "records": len(self.shards),
-            "pieces": len(self.records),
-            "target_tokens": self._targets,
-            "dropped_tokens": self.shards.tokens - self._used,
-            "cut_records": self._cut,
-            "all_masked_dropped": self._all_masked,
-            "fill": self.filled,
-        }
+        return self.counted({"pieces": len(self.records)})
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one, so 200,000 chats take a second."""

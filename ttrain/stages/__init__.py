@@ -79,7 +79,8 @@ TOKENIZER = Stage(
     dataset="tokenizer",
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
-SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in config.TRAINING_STAGES.values()}
+ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
+SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in ROWS}
 SHARDS_PRETRAIN = SHARDS["pretrain"]
 EXISTING_MODEL = Stage(
     "base-model",
@@ -127,7 +128,7 @@ def _training(row: config.TrainingStage) -> Stage:
 
 
 # The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read it, too.
-TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in config.TRAINING_STAGES.values()}
+TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in ROWS}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
 BASE_OF = (
     "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
@@ -137,9 +138,9 @@ EVALUATE = Stage(
     "ttrain.stages.evaluate",
     config.EvaluateConfig,
     inputs={
-        **{row.model: () for row in config.TRAINING_STAGES.values()},
-        **{row.part: ("heldout",) for row in config.TRAINING_STAGES.values() if row.part},
-        **{f"{BASE_OF}{row.model}": ("model",) for row in config.TRAINING_STAGES.values() if row.role == "adapter"},
+        **{row.model: () for row in ROWS},
+        **{row.part: ("heldout",) for row in ROWS if row.part},
+        **{f"{BASE_OF}{row.model}": ("model",) for row in ROWS if row.role == "adapter"},
     },
     uses_model=True,
     reads_suites=True,

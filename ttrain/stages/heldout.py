@@ -76,6 +76,10 @@ def read_nights(directory: Path) -> list[list[str]]:
     Raises ArtifactError if the file is damaged.
     """
     nights: list[list[str]] = _read(directory / NIGHTS)
+    if not all(isinstance(night, list) for night in nights):
+        raise ArtifactError(
+            f"{directory / NIGHTS} is damaged: it is not a list of lists; restore it from a copy of the home"
+        )
     return nights
 
 

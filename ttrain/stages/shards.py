@@ -122,23 +122,24 @@ def _code() -> str:
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
     expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates
-    built.tallies["train"].check_bad(name, reading.rejected_fraction, expected_fields)
-    if near and near["of_earlier_sets"] and not built.parts["train"]["rows"]:
+    train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
+    train.check_bad(name, reading.rejected_fraction, expected_fields)
+    if near and near["of_earlier_sets"] and is_empty:
         raise NothingNew(
-            f"{name}: {near['dropped']} of {built.tallies['train'].rows} rows are near-duplicates, most of documents that "
+            f"{name}: {near['dropped']} of {train.rows} rows are near-duplicates, most of documents that "
             f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
         )
-    if built.of_earlier_heldout and not built.parts["train"]["rows"]:
+    if built.of_earlier_heldout and is_empty:
         raise NothingNew(
-            f"{name}: {built.of_earlier_heldout} of {built.tallies['train'].rows} rows are held out by earlier nights, and "
+            f"{name}: {built.of_earlier_heldout} of {train.rows} rows are held out by earlier nights, and "
             f"none is left to learn"
         )
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
             tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)
-    if not built.parts["train"]["rows"]:
+    if is_empty:
         reason = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
-        raise DataError(f"{name}: all {built.tallies['train'].kept} rows {reason}; bring more rows")
+        raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 
 def heldout_records(directory: Path) -> list[JsonObject]:
