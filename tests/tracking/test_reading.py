@@ -19,8 +19,8 @@ from support.waiting import stopwatch
 
 from ttrain.errors import UsageError
 from ttrain.tracking import read_local, read_run, read_runs
-from ttrain.tracking.database import database_of
 from ttrain.tracking.artifact_source import MlflowSource
+from ttrain.tracking.database import database_of
 from ttrain.tracking.views import RunView
 
 FIRST, SECOND, CACHED, KILLED = (
