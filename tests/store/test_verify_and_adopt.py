@@ -17,12 +17,13 @@ from support.planned_homes import House
 
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline import artifact_commands
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
+from ttrain.store.model_files import Reference
 
 # --- verify -------------------------------------------------------------------------------------------------------------
 
@@ -56,6 +57,19 @@ def test_an_artifact_whose_manifest_is_damaged_is_not_found_and_is_named(user_ho
         ((path, problem),) = user_home.store.damaged().items()
         assert path == harmed.path and problem.startswith(f"manifest.json {said}"), harm
         shutil.rmtree(path)
+
+
+def test_a_model_is_compared_with_no_manifest_that_was_altered(user_home: Home) -> None:
+    """Nor with that of another program, such as a web page's in a directory above."""
+    made = user_home.publish("sft", "mine")
+    write_json(user_home.store.root.parent / "manifest.json", {"name": "a page"})
+    reference = Reference("mine", made.path / "model")
+    reference.verify()
+    alter(made.path / "manifest.json", result={"loss": 1.4})
+    with pytest.raises(DamagedFile, match=r"manifest\.json was altered after it was written; `ttrain artifacts verify"):
+        reference.verify()
+    (made.path / "manifest.json").unlink()
+    reference.verify()  # as any directory of a model
 
 
 def test_verify_names_each_kind_of_damage_and_sets_it_aside(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
