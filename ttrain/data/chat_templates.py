@@ -13,11 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import END, IM_END, ROLES, TINYSEEK_NAMES
 from ttrain.errors import DataError
+
+if TYPE_CHECKING:  # a plan reads the names of templates, and loads no numpy
+    from ttrain.data.encoder import Encoder
 
 
 @dataclass(frozen=True)
