@@ -308,7 +308,8 @@ def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
 
 
 def record_cached(planned: Plan, labels: Labels) -> Run | None:
-    """Record a run that found everything cached; None where it did not, or the newest run of it was cut short."""
+    """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
+    had this name, or the newest that had it was cut short."""
     from ttrain.pipeline.provenance import with_absolute_paths
     from ttrain.reports import summary
 
@@ -316,10 +317,13 @@ def record_cached(planned: Plan, labels: Labels) -> Run | None:
     if not planned.is_cached:
         return None
     runs = run_records.equal_runs(store.root, {stage.stage.name: stage.key for stage in planned.stages})
-    newest = list(itertools.islice(runs, 1))
-    if any(map(run_records.is_cut_short, newest)):
-        return None
-    equals = next(filter(None, map(run_records.made_by, itertools.chain(newest, runs))), None)
+    equals = None
+    if any_name := next(runs, None):
+        runs = itertools.chain([any_name], runs)
+        newest = next((run for run in runs if run["settings"]["name"] == planned.settings.name), None)
+        if newest is None or run_records.is_cut_short(newest):
+            return None
+        equals = next(filter(None, map(run_records.made_by, itertools.chain([newest], runs))), None)
     settings = with_absolute_paths(planned.settings).model_dump(mode="json")
     metrics = summary.metrics_of(cached_results(planned))
     record = run_records.record_cached(

@@ -13,6 +13,8 @@ from support.paths import ROOT
 from support.planned_homes import House
 
 from ttrain.core.files import read_json
+from ttrain.flows import api
+from ttrain.pipeline.labels import Labels
 
 HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
@@ -58,3 +60,12 @@ def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_
     (record,) = (home / "runs").glob("*.json")
     assert {path.parent for path in paths(map(Path, written))} <= {record.parent}
     assert (read_json(record)["outcome"], len(read_json(record)["stages"])) == ("cached", 8)
+
+
+def test_a_cached_pipeline_runs_where_its_models_are_to_be_registered_by_another_name(built: House) -> None:
+    def recorded(name: str) -> str | None:
+        planned = api.plan("full", api.load_settings(overrides=[*built.files, f"name={name}"]), home=built.store.root)
+        run = api.record_cached(planned, Labels())
+        return run and run.outcome
+
+    assert (recorded("first"), recorded("first"), recorded("second")) == ("cached", "cached", None)
