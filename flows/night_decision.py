@@ -14,7 +14,6 @@ from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout
-from ttrain.nightly.best_figures import best_figures
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
@@ -45,7 +44,7 @@ def judge(
     if reference := heldout_of(evaluation):
         documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
         nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
-    best = best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
+    best = heldout.best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
     judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
     return replace(judged, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else judged

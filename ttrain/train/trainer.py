@@ -31,9 +31,8 @@ from ttrain.train.precision import LossScale, Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
-from ttrain.train.task import TrainingTask
+from ttrain.train.task import TrainingTask, measure
 from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, Cadence, FitResult, TrainerOptions, Weights
-from ttrain.train.validation import measure
 
 CADENCE, OPTIONS = Cadence(), TrainerOptions()  # unless others are given
 QUICK = "validation_loss_quick"
