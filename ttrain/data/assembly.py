@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
-from ttrain.core.files import link_or_copy, write_json
+from ttrain.core.files import JsonDict, link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
@@ -28,7 +28,6 @@ from ttrain.data.contamination import OverlapCheck, ShardScan
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.near_duplicates import NEAR_DUPLICATE
 from ttrain.data.records import Tally
-from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
@@ -38,7 +37,7 @@ SHARD_FILE_NAME = re.compile(
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
-Entry = JsonObject  # of a shard, in the index of its part
+Entry = JsonDict  # of a shard, in the index of its part
 Overlaps = tuple[OverlapCheck, Sequence[ShardScan]]  # with evaluation items, of each block's training part
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
@@ -47,18 +46,18 @@ Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 class ShardSetResult:
     """The result of sharding: counts of both parts, one tally per role, one entry per file."""
 
-    parts: dict[str, JsonObject]
+    parts: dict[str, JsonDict]
     tallies: dict[str, Tally]
-    files: list[JsonObject]
+    files: list[JsonDict]
     duplicates: int
     blocks: int
     encoded_blocks: int
     encoder: str
-    contamination: JsonObject | None = None
-    near_duplicates: JsonObject | None = None
+    contamination: JsonDict | None = None
+    near_duplicates: JsonDict | None = None
     of_earlier_heldout: int | None = None  # rows that would be learnt, if no earlier held-out set had them
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """The figures of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
         figures = [field.name for field in fields(self)][2:]
@@ -153,9 +152,9 @@ def assemble(
     )
 
 
-def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonObject:
+def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonDict:
     """Write the index of a part, which makes it a set of shards."""
-    extra_fields: JsonObject = {"weights": list(weights)} if weights else {}
+    extra_fields: JsonDict = {"weights": list(weights)} if weights else {}
     if recipe.kind != "documents":
         extra_fields["template"] = recipe.template
     return shards.write_index(
@@ -277,7 +276,7 @@ def is_first(table: Table) -> Flags:
 def _overlap_report(
     built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
     selected: Flags,
-) -> JsonObject:  # fmt: skip
+) -> JsonDict:  # fmt: skip
     """The report on the selected training documents that contain an evaluation item."""
     against, scans = overlaps
     file_scans = []
@@ -287,7 +286,7 @@ def _overlap_report(
     return contamination.report(against, file_scans)
 
 
-def _write_overlap_report(output: Path, overlapping: JsonObject | None) -> None:
+def _write_overlap_report(output: Path, overlapping: JsonDict | None) -> None:
     """Write the report for people, and for evaluations the items that the training part still contains."""
     (output / contamination.REPORT).unlink(missing_ok=True)
     items = overlapping["items"] if overlapping and not overlapping["removed"] else ()
@@ -333,7 +332,7 @@ def _place_shard(output: Path, part_name: str, block: BuiltBlock, used_names: se
     return {key: value for key, value in (entry | new_names).items() if key != "files"}
 
 
-def _file_names(entry: JsonObject) -> dict[str, str]:
+def _file_names(entry: JsonDict) -> dict[str, str]:
     """The names of the files of a shard, by their keys in its entry."""
     return {kind: entry[kind] for kind in ("file", "records") if kind in entry}
 
@@ -342,7 +341,7 @@ def _write_selection(
     output: Path,
     part_name: str,
     block: BuiltBlock,
-    entry: JsonObject,
+    entry: JsonDict,
     selected: Flags,
     in_part: Flags,
     recipe: BlockRecipe,

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ttrain.core.files import JsonDict
 from ttrain.data import tools
 from ttrain.data.chat_templates import Message
 from ttrain.data.jinja_templates import ROLES
-from ttrain.data.tools import JsonObject, Malformed, kind_of
+from ttrain.data.tools import Malformed, kind_of
 
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
@@ -164,7 +165,7 @@ def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
     return messages
 
 
-def _turn(turn: JsonObject, has_tools: bool) -> tuple[Message, list[JsonObject]]:
+def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
     """(the turn, its calls); the content includes the calls as text."""
     is_sharegpt = "role" not in turn and "from" in turn
     name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")

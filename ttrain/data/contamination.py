@@ -19,12 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import locations, overlap, records, shards
 from ttrain.data.chat_templates import Messages
 from ttrain.data.overlap import TextIndex
 from ttrain.data.preferences import Preference, is_preference
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError
 
 NGRAM_BYTES, SHARE = 32, 0.5
@@ -184,7 +183,7 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> JsonObject:
+def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> JsonDict:
     """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
 
     {"removed", "documents": number with an item, "tasks": {task: {"items", "too_short", "touched", "overlapping", "share",
@@ -193,7 +192,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
      "begins"}]}], the largest share first}
     """
     items, rule = against.items, against.rule
-    best: dict[int, list[JsonObject]] = {}
+    best: dict[int, list[JsonDict]] = {}
     touched: set[int] = set()
     documents = 0
     for origin, scanned in scans:
@@ -204,7 +203,7 @@ def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Shard
             best.setdefault(match.text, []).append({**origin, **figures, "begins": match.beginning})
     searchable = _prepared(against.texts, rule.ngram_bytes).searchable
     number_of = {text: number for number, text in enumerate(against.texts)}
-    tasks: dict[str, JsonObject] = {}
+    tasks: dict[str, JsonDict] = {}
     lines = []
     for item in items:
         number = number_of[item.text]

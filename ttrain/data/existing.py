@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.core.files import need_object, parse_json, user_path
+from ttrain.core.files import JsonDict, need_object, parse_json, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
-from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
@@ -150,9 +149,9 @@ def _flat(segments: Sequence[Any]) -> list[Any]:
     return [piece for content, _ in segments for piece in ([content] if isinstance(content, str) else content)]
 
 
-def _tokenizer_config(paths: dict[str, Path]) -> JsonObject:
+def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
-    merged: JsonObject = {}
+    merged: JsonDict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in paths:
             try:
@@ -163,7 +162,7 @@ def _tokenizer_config(paths: dict[str, Path]) -> JsonObject:
     return merged
 
 
-def _tokens(tokenizer: Tokenizer, config: JsonObject) -> dict[str, str]:
+def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
     """Names and strings of pad, bos, eos and, if present, unk; padding is neither eos nor unk."""
     tokens = dict(zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False))
     for name in NAMES:
@@ -188,7 +187,7 @@ def _tokens(tokenizer: Tokenizer, config: JsonObject) -> dict[str, str]:
     return tokens
 
 
-def _missing_bytes(tokenizer: Tokenizer, spec: JsonObject) -> int:
+def _missing_bytes(tokenizer: Tokenizer, spec: JsonDict) -> int:
     """How many bytes have no token; all 256 if the tokenizer, whose JSON is `spec`, does not work on bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -222,7 +221,7 @@ def brings_template(directory: Path) -> bool:
         return False
 
 
-def _chat_template(paths: dict[str, Path], config: JsonObject) -> str | None:
+def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
     """The text of the tokenizer's chat template, from its file or its config; None if it has none."""
     if "chat_template.jinja" in paths:
         return paths["chat_template.jinja"].read_bytes().decode("utf-8")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttrain.core.files import read_json, read_object
+from ttrain.core.files import JsonDict, read_json, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data.blocks import PARTS
 from ttrain.data.encoder import Encoder
@@ -18,7 +18,6 @@ from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.data.pair_rows import PairBatch, answer_rows
 from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import COUNTED, INDEX, ShardSet
-from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
@@ -49,7 +48,7 @@ class TokenView:
         """The view of a single record."""
         return cls(number, ids, live, [0] * len(ids), pieces(ids))
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         return asdict(self)
 
 
@@ -85,7 +84,7 @@ def parts_of(path: Path) -> dict[str, Path]:
     return parts
 
 
-def summary_of(folder: Path) -> JsonObject:
+def summary_of(folder: Path) -> JsonDict:
     """The summary written when a set of shards was made: "files", "duplicates", ...; empty if there is none."""
     root = folder.resolve().parent
     summary = read_json(root / SUMMARY) or read_object(root / MANIFEST).get("result")
@@ -116,7 +115,7 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> JsonObject:
+def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> JsonDict:
     """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises UsageError if there are none.
 
     Without the tokenizer, whose token ends a turn, chats and pairs have no rows.
@@ -157,7 +156,7 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     return answer_rows(shards, row_length, encoder)
 
 
-def lengths_json(lengths: Array, unit: str) -> JsonObject:
+def lengths_json(lengths: Array, unit: str) -> JsonDict:
     """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
     if not len(lengths):
         return {"unit": unit, "records": 0, "histogram": []}
@@ -271,7 +270,7 @@ def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -
         yield line
 
 
-def describe(encoder: Encoder) -> JsonObject:
+def describe(encoder: Encoder) -> JsonDict:
     """Vocabulary, special tokens, template and longest tokens of a tokenizer."""
     pieces = TokenDecoder(encoder)
     names = {encoder.special(token): name for name, token in encoder.tokens.items()}

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
+from ttrain.core.files import JsonDict
 from ttrain.core.sandbox import Sandbox, WorkFailed
-from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE, JsonObject
+from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -82,7 +83,7 @@ def name_of(jinja: str) -> str:
     return next((name for name, text in JINJA.items() if text == jinja), "own")
 
 
-Turns = Sequence[JsonObject]
+Turns = Sequence[JsonDict]
 
 Rendered = tuple[str, list[tuple[int, int]]]
 # A conversation takes 0.1 ms; one of 1,000 turns in a template that is quadratic in them 50 ms.
@@ -94,7 +95,7 @@ ERROR_CHARACTERS = 200
 
 
 def render(
-    template: str, variables: JsonObject, conversations: Sequence[Turns], *, prompt: bool, spans: bool
+    template: str, variables: JsonDict, conversations: Sequence[Turns], *, prompt: bool, spans: bool
 ) -> list[Rendered | str]:
     """(text, spans of `{% generation %}` in it, where `spans`) of each conversation, or why it does not render.
 
@@ -136,7 +137,7 @@ def answer(request: bytes) -> Iterator[bytes]:
             yield orjson.dumps(str(error)[:ERROR_CHARACTERS].encode("utf-8", "replace").decode("utf-8"))
 
 
-def _check_length(text: str, turns: Turns, variables: JsonObject) -> None:
+def _check_length(text: str, turns: Turns, variables: JsonDict) -> None:
     if len(text) <= WRITTEN_CHARACTERS:
         return
     read = len(orjson.dumps([turns, variables]))

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import blocks, near_duplicates, shards
 from ttrain.data.blocks import PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, Flags, Pool
 from ttrain.data.near_duplicates import NearDuplicate, SimilarityRule, Sketches, Values
 from ttrain.data.overlap import Hashes
-from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError
 
 FOLDER = Path("run", "near")
@@ -76,7 +75,7 @@ class NearDuplicateSearch:
         directories = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
         tasks: dict[str, tuple[str, str, str, SimilarityRule]] = {}
 
-        def sketched(path: Path, entry: JsonObject, origin: EarlierSet | None = None) -> SketchedShard:
+        def sketched(path: Path, entry: JsonDict, origin: EarlierSet | None = None) -> SketchedShard:
             name, rows = near_duplicates.sketch_name(entry["sha256"], recipe.tokenizer_digest, rule), int(entry["rows"])
             for directory in directories:
                 if near_duplicates.has_sketches(directory / FOLDER / name, rows, rule):
@@ -112,7 +111,7 @@ class NearDuplicateSearch:
         self.column = lru_cache(maxsize=OPEN_SHARDS)(shards.read_shard)
         self.numbers = lru_cache(maxsize=OPEN_SHARDS)(self._numbers)
 
-    def find(self, present: Flags, droppable: Flags) -> tuple[Flags, JsonObject]:
+    def find(self, present: Flags, droppable: Flags) -> tuple[Flags, JsonDict]:
         """(a flag per row of the blocks: whether it is a near-duplicate, the figures); reports each one's original.
 
         Only `present` rows are originals, and only `droppable` ones of these near-duplicates: held-out files that the user
@@ -133,7 +132,7 @@ class NearDuplicateSearch:
             "earlier_documents": self.old_rows,
         }
 
-    def keep(self, part_name: str, block: BuiltBlock, entry: JsonObject) -> None:
+    def keep(self, part_name: str, block: BuiltBlock, entry: JsonDict) -> None:
         """Write the sketches and the places of the selected documents of a block's part, which is the shard `entry`."""
         number = self.block_numbers[id(block)]
         in_part = block.in_part(part_name)
@@ -146,7 +145,7 @@ class NearDuplicateSearch:
         self._place(f"{part_name}/{entry['file']}", block, block.rows[in_part, 3][selected])
         self.current_names.add(shard.sketches.name)
 
-    def keep_lowest(self, block: BuiltBlock, row: int, entry: JsonObject) -> None:
+    def keep_lowest(self, block: BuiltBlock, row: int, entry: JsonDict) -> None:
         """The same of the one document that is held out of a set without held-out documents."""
         near_duplicates.make_sketches(
             str(self.output / "heldout" / entry["file"]), self.recipe.tokenizer, str(self._sketch_path(entry)), self.rule
@@ -163,7 +162,7 @@ class NearDuplicateSearch:
             if path.name not in self.current_names:
                 path.unlink()
 
-    def _sketch_path(self, entry: JsonObject) -> Path:
+    def _sketch_path(self, entry: JsonDict) -> Path:
         name = near_duplicates.sketch_name(entry["sha256"], self.recipe.tokenizer_digest, self.rule)
         self.current_names.add(name)
         return self.output / FOLDER / name
@@ -208,7 +207,7 @@ class NearDuplicateSearch:
     def _report(self, dropped: Sequence[NearDuplicate]) -> None:
         """Write a line for each document that is dropped: its place, its original's, their similarity."""
 
-        def place(position: int) -> JsonObject:
+        def place(position: int) -> JsonDict:
             number, row = self._locate(position)
             if position < self.old_rows:
                 return place_in(self.old[number], row)
@@ -224,7 +223,7 @@ class NearDuplicateSearch:
                 out.write(orjson.dumps(row) + b"\n")
 
 
-def place_in(shard: SketchedShard, row: int) -> JsonObject:
+def place_in(shard: SketchedShard, row: int) -> JsonDict:
     """Where a document of an earlier set stood: its file and line, if that set has them, else its shard and row."""
     origin, name = shard.origin, f"{shard.path.parent.name}/{shard.path.name}"
     assert origin is not None
@@ -237,7 +236,7 @@ def place_in(shard: SketchedShard, row: int) -> JsonObject:
 
 
 @lru_cache(maxsize=64)
-def _places(directory: Path) -> JsonObject:
+def _places(directory: Path) -> JsonDict:
     return read_object(directory / FOLDER / PLACES)
 
 

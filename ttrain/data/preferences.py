@@ -11,10 +11,11 @@ from typing import Any
 
 import orjson
 
+from ttrain.core.files import JsonDict
 from ttrain.data import chat_shapes
 from ttrain.data.chat_shapes import A_TURN, Row, is_blank
 from ttrain.data.chat_templates import Message, Messages
-from ttrain.data.tools import JsonObject, Malformed, kind_of
+from ttrain.data.tools import Malformed, kind_of
 
 ANSWER_KEYS = ("chosen", "rejected")
 RATED_KEYS = ("prompt", "completion")
@@ -55,7 +56,7 @@ class Preference:
         """What identifies the prompt: the held-out part is chosen by it, so that no prompt is on both sides."""
         return orjson.dumps(_identity(self.prompt))
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         parts = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
         label: dict[str, bool] = {}
         if not (self.chosen and self.rejected):

@@ -13,10 +13,11 @@ from typing import Literal
 import orjson
 
 from ttrain.core import redact
+from ttrain.core.files import JsonDict
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of
 from ttrain.data.chat_templates import Messages
 from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
-from ttrain.data.tools import JsonObject, Malformed, kind_of
+from ttrain.data.tools import Malformed, kind_of
 from ttrain.errors import DataError
 
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
@@ -28,7 +29,7 @@ LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
-Row = tuple[str, int, JsonObject]  # path, number of the line, JSON object
+Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TextDocument:
         """What identifies the record, wherever it stands."""
         return self.text.encode("utf-8")
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         return {"text": self.text, **dict(self.labels)}
 
 
@@ -57,7 +58,7 @@ class Conversation:
         """What identifies the record, wherever it stands."""
         return orjson.dumps([message.identity() for message in self.messages])
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         return {"messages": [message.to_json() for message in self.messages], **dict(self.labels)}
 
 
@@ -65,7 +66,7 @@ Record = TextDocument | Conversation | Preference
 
 Kind = Literal["documents", "chats", "pairs"]
 
-Parser = Callable[[JsonObject], "Record | Skipped | Rejected"]
+Parser = Callable[[JsonDict], "Record | Skipped | Rejected"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
             yield number, parsed
 
 
-def _excerpt(value: JsonObject) -> bytes:
+def _excerpt(value: JsonDict) -> bytes:
     try:
         return orjson.dumps(value, default=repr)
     except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
@@ -117,7 +118,7 @@ def document_fields(text_field: str, prefix: str = "reading.") -> str:
     return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} ({prefix}text_field) with a text"
 
 
-def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Skipped | Rejected]:
+def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skipped | Rejected]:
     """A parser of documents with their text under `text_field`; for the default, "text", under the first of DOCUMENT_KEYS.
 
     `paragraphs` may be a list of texts, which are joined by newlines.
@@ -125,7 +126,7 @@ def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Sk
     keys = document_keys(text_field)
     missing = Rejected(f"no key {' or '.join(repr(key) for key in keys)}")
 
-    def parse(value: JsonObject) -> TextDocument | Skipped | Rejected:
+    def parse(value: JsonDict) -> TextDocument | Skipped | Rejected:
         key = next((key for key in keys if key in value), None)
         if key is None:
             return missing
@@ -143,14 +144,14 @@ def document_parser(text_field: str) -> Callable[[JsonObject], TextDocument | Sk
     return parse
 
 
-def labels_of(row: JsonObject) -> Labels:
+def labels_of(row: JsonDict) -> Labels:
     """The LABELS of a row that are short texts; a long text would be different in every row."""
     return tuple(
         (key, value) for key in LABELS if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
     )
 
 
-def parse_conversation(value: JsonObject) -> Conversation | Skipped | Rejected:
+def parse_conversation(value: JsonDict) -> Conversation | Skipped | Rejected:
     """Parse a chat in one of the formats that `messages_of` reads.
 
     A key that is null counts as absent. Roles may come in any order.
@@ -166,7 +167,7 @@ def parse_conversation(value: JsonObject) -> Conversation | Skipped | Rejected:
     return Conversation(tuple(messages), labels_of(value))
 
 
-def parse_preference(value: JsonObject) -> Preference | Rejected:
+def parse_preference(value: JsonDict) -> Preference | Rejected:
     """Parse a preference in one of the formats that `preference_of` reads. A row without two different answers is bad."""
     try:
         return preference_of(value, labels_of(value))
@@ -186,7 +187,7 @@ def expected_fields(kind: str, text_field: str) -> str:
     return {"chats": CHAT_FIELDS, "pairs": PREFERENCE_FIELDS}.get(kind) or document_fields(text_field)
 
 
-def kind_of_row(row: JsonObject) -> Kind:
+def kind_of_row(row: JsonDict) -> Kind:
     """The kind of record that the keys of a row mean."""
     return "pairs" if is_preference(row) else "chats" if is_chat(row) else "documents"
 
@@ -260,7 +261,7 @@ class Tally:
     rejected: Counter[str] = field(default_factory=Counter)
     keys_seen: Counter[str] = field(default_factory=Counter)
     first_rejected: list[str] = field(default_factory=list)
-    quarantine: Callable[[JsonObject], object] | None = None
+    quarantine: Callable[[JsonDict], object] | None = None
     lines: int = 0  # rows and blank lines
     bad_rows: Counter[str] = field(default_factory=Counter)  # by location
 
@@ -268,12 +269,12 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
         self.bad_rows[path] += 1
-        row: JsonObject = {"file": redact.url(path), "line": line, "reason": reason}
+        row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
         if raw:
             row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
         self._list(row)
 
-    def _list(self, row: JsonObject) -> None:
+    def _list(self, row: JsonDict) -> None:
         if "line" in row and len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append(f"{row['file']}:{row['line']}: {row['reason']}")
         if self.quarantine:
@@ -282,7 +283,7 @@ class Tally:
     def _count(self, reason: str, rows: int) -> None:
         self.rejected[reason if reason in self.rejected or len(self.rejected) < REASONS else OTHER_REASONS] += rows
 
-    def see(self, row: JsonObject) -> None:
+    def see(self, row: JsonDict) -> None:
         """Count the keys of a row, if it is among the first KEYS_LOOKED_AT."""
         if self.rows <= KEYS_LOOKED_AT:
             self.keys_seen.update(key[:40] for key in islice(row, KEYS_OF_A_ROW))
@@ -303,7 +304,7 @@ class Tally:
         self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
 
-    def add_block(self, block: Tally, bad_rows: Iterable[JsonObject], path: str) -> None:
+    def add_block(self, block: Tally, bad_rows: Iterable[JsonDict], path: str) -> None:
         """Add the counts of the next block of a file, and number its bad rows, which are numbered by block, by file."""
         lines_before, shown_path = self.lines, redact.url(path)
         self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
@@ -313,7 +314,7 @@ class Tally:
                 row["line"] += lines_before
             self._list(row)
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
         counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
         return {**counts, "first_rejected": self.first_rejected} if self.first_rejected else counts
@@ -349,14 +350,14 @@ class BadRows:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._count = limit, 0
-        self._rows: list[JsonObject] = []
+        self._rows: list[JsonDict] = []
 
-    def __call__(self, row: JsonObject) -> None:
+    def __call__(self, row: JsonDict) -> None:
         self._count += 1
         if self._count <= self._limit:
             self._rows.append(row)
 
-    def __iter__(self) -> Iterator[JsonObject]:
+    def __iter__(self) -> Iterator[JsonDict]:
         yield from self._rows
         if self._count > self._limit:
             yield {"reason": f"{self._count - self._limit} more bad rows in this block are counted but not listed"}

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import JsonDict, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line
-from ttrain.data.tools import JsonObject
 from ttrain.errors import CannotRead, DataError, TTrainError, UsageError
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ def filesystem(location: str) -> tuple[Any, str]:
         protocol = link.partition(":")[0].lower()
         if protocol in RUNS_CODE:
             raise UsageError(f"{protocol}:// is refused, since its servers may run code here; name the files themselves")
-    options: JsonObject = {}
+    options: JsonDict = {}
     if is_http(location):
         import aiohttp
 
@@ -69,18 +68,18 @@ def filesystem(location: str) -> tuple[Any, str]:
     return files, path
 
 
-def info(location: str) -> JsonObject:
+def info(location: str) -> JsonDict:
     """Current details of a file, not from the file system's cache. Raises its errors, such as FileNotFoundError."""
     files, path = filesystem(location)
 
-    def ask() -> JsonObject:
+    def ask() -> JsonDict:
         files.invalidate_cache()
         return dict(files.info(path))
 
     return retried(ask)
 
 
-def version_in(details: JsonObject, location: str) -> str | None:
+def version_in(details: JsonDict, location: str) -> str | None:
     """Digest that changes with the content of the file; None if the details have no checksum or time.
 
     The location is part of it, since an ETag is unique there only (nginx makes it from time and size). A renewed signature

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ttrain.core.files import read_json, write_json
-from ttrain.data.tools import JsonObject
+from ttrain.core.files import JsonDict, read_json, write_json
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
@@ -96,7 +95,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonObject, pa.Buffer]:
+def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
     arrays = {"tokens": _large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))}
     for field, mask in (("live", column.live), ("branches", column.branches)):
@@ -117,7 +116,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonObject, pa
     }, data
 
 
-def write_shard(path: Path, column: Column, vocab_size: int) -> JsonObject:
+def write_shard(path: Path, column: Column, vocab_size: int) -> JsonDict:
     """Write one shard; returns its counts and digest."""
     entry, data = shard_of(path.name, column, vocab_size)
     write_files([(path, data)])
@@ -159,8 +158,8 @@ def read_shard(path: Path) -> Column:
 
 
 def write_index(
-    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[JsonObject], **extra_fields: object
-) -> JsonObject:
+    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[JsonDict], **extra_fields: object
+) -> JsonDict:
     """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
@@ -302,7 +301,7 @@ class ShardSet:
         """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""
         self._verify(self._shards)
 
-    def _verify(self, entries: Sequence[JsonObject]) -> None:
+    def _verify(self, entries: Sequence[JsonDict]) -> None:
         """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
         files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
         if files:

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from ttrain.core.files import JsonDict
+
 TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -22,9 +24,6 @@ JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
 }  # fmt: skip
-
-
-JsonObject = dict[str, Any]
 
 
 class Malformed(ValueError):
@@ -53,7 +52,7 @@ def with_tools(content: str, text: str) -> str:
     return content + ("\n\n" if content and text else "") + text
 
 
-def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonObject]:
+def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonDict]:
     """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
     is_turn = name != "'tool_calls'"  # a turn that is nothing but its calls
     calls = None if _is_empty_text(value) and not is_turn else _parsed(value, name)
@@ -73,7 +72,7 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonObject]:
     return calls
 
 
-def with_calls(content: str, calls: list[JsonObject]) -> str:
+def with_calls(content: str, calls: list[JsonDict]) -> str:
     """An assistant's text followed by its calls."""
     return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
 
@@ -83,13 +82,13 @@ def has_calls(content: str) -> bool:
     return CALL_BEGIN in content
 
 
-def _call_text(function: JsonObject) -> str:
+def _call_text(function: JsonDict) -> str:
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else _dumps(arguments)
     return f'{CALL_BEGIN}\n{{"name": {_dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
 
 
-def _function(value: JsonObject) -> JsonObject:
+def _function(value: JsonDict) -> JsonDict:
     function = value.get("function") or value
     return function if isinstance(function, dict) else {}
 

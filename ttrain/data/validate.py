@@ -15,6 +15,7 @@ import numpy as np
 
 from ttrain.config import Reading
 from ttrain.core import redact
+from ttrain.core.files import JsonDict
 from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
@@ -23,7 +24,6 @@ from ttrain.data.inspect import lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
 from ttrain.data.overlap import Hashes, Places
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
@@ -52,7 +52,7 @@ class Report:
     near_duplicates: int | None = None  # None: they were not looked for
     error: str | None = None
     bytes: int = 0
-    bad_rows: Iterable[JsonObject] = ()  # of a block
+    bad_rows: Iterable[JsonDict] = ()  # of a block
     keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
     sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
     sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
@@ -79,7 +79,7 @@ class Report:
             except DataError as error:
                 self.error = str(error)
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
         figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
         if self.near_duplicates is not None:
@@ -124,7 +124,7 @@ def validate(
     pool: Pool,
     kind: str | None = None,
     measured: bool = False,
-    quarantine: Callable[[JsonObject], object] | None = None,
+    quarantine: Callable[[JsonDict], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[Report]:
     """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate", and a document that is

@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
+from ttrain.core.files import JsonDict
 from ttrain.data import chat, chat_shapes, records
 from ttrain.data.chat_templates import Message, Messages, Segment, is_live
 from ttrain.data.encoder import Encoder
-from ttrain.data.tools import JsonObject, has_calls
+from ttrain.data.tools import has_calls
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity, tool_calls
 from ttrain.evaluate import items as reading
@@ -50,7 +51,7 @@ def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallb
     whole = bool(spec.new_tokens and spec.answers)  # the loss is half of the work then
     scores = perplexity.score_items(spec, subject, encoded, _part(progress, 0, whole))
     figures = perplexity.loss_figures(scores)
-    rows: list[JsonObject] = [score._asdict() for score in scores]
+    rows: list[JsonDict] = [score._asdict() for score in scores]
     chats = list(items.items)
     for number, encoding in enumerate(encoded):
         if isinstance(encoding, str):
@@ -90,7 +91,7 @@ def _part(progress: ProgressCallback, number: int, halves: bool) -> ProgressCall
     return (lambda done, total: progress(number * total + done, 2 * total)) if halves else progress
 
 
-def _messages(row: JsonObject) -> Messages:
+def _messages(row: JsonDict) -> Messages:
     conversation = records.parse_conversation(row)
     if isinstance(conversation, records.Conversation):
         return conversation.messages
@@ -118,9 +119,9 @@ class AnsweredTurn:
     calls: CallVerdict | None
     cut: int
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """Return the fields of an `--items` row as JSON."""
-        fields: JsonObject = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
+        fields: JsonDict = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
         fields |= {"markers": list(self.markers)} if self.markers else {}
         fields |= {"cut": self.cut} if self.cut else {}
         calls = self.calls

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
-from ttrain.data.tools import JsonObject
+from ttrain.core.files import JsonDict
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
@@ -44,7 +44,7 @@ class ChoicePrompt:
     continuations: tuple[str, ...]
 
 
-def parse_choice(record: JsonObject) -> ChoiceQuestion:
+def parse_choice(record: JsonDict) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -184,7 +184,7 @@ class PassagePrompt(NamedTuple):
     passage: Passage
 
 
-def parse_passage(record: JsonObject) -> Passage:
+def parse_passage(record: JsonDict) -> Passage:
     """Parse a row. Raises BadRow if its context or target is missing or empty."""
     context, target = prompts.text(record, "context"), prompts.text(record, "target")
     return Passage(context, prompts.separator(context, target) + target)

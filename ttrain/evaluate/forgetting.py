@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from ttrain.config import Promotion
-from ttrain.data.tools import JsonObject
+from ttrain.core.files import JsonDict
 from ttrain.evaluate import statistics
 from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.statistics import Interval, Rule
@@ -77,7 +77,7 @@ class TextFigure:
     best_champion: str | None = None
     least_loss: float | None = None
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """All fields as JSON; numbers that are not finite become null."""
         return finite(asdict(self))
 

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ttrain.config.evaluate import GenerationTask
+from ttrain.core.files import JsonDict
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
-from ttrain.data.tools import JsonObject
 from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
@@ -47,7 +47,7 @@ class Problem:
 ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked examples
 
 
-def parse(record: JsonObject, match: str) -> Problem:
+def parse(record: JsonDict, match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
     question = wording.text(record, "question")
@@ -67,7 +67,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
     file does not exist, DataError if it has no question."""
 
-    def parsed(record: JsonObject) -> Problem:
+    def parsed(record: JsonDict) -> Problem:
         return parse(record, spec.match)
 
     rows = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
@@ -97,7 +97,7 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
         log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
     prompts = [_prompt(spec, item, subject, longest) for item in items.items]
     answered = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
-    rows: list[JsonObject] = []
+    rows: list[JsonDict] = []
     for (problem, _), (_, answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
@@ -166,7 +166,7 @@ def normalised(text: str) -> str:
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip(EDGES)
 
 
-def _text_or_number(record: JsonObject, key: str) -> str | None:
+def _text_or_number(record: JsonDict, key: str) -> str | None:
     """Return a text or a number of a row as text, None if it is missing. Raises BadRow for anything else."""
     value = record.get(key)
     if isinstance(value, str):

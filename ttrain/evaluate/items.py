@@ -13,11 +13,10 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task
-from ttrain.core.files import user_path
+from ttrain.core.files import JsonDict, user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted, first_of
 from ttrain.data import records
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Groups, Metric, TaskResult
 
@@ -102,7 +101,7 @@ class Items(Generic[T]):
         self,
         subject: str,
         figures: Sequence[Metric],
-        rows: list[JsonObject],
+        rows: list[JsonDict],
         baselines: Mapping[str, float] = NO_BASELINES,
     ) -> TaskResult:
         """The result of a model on these items; the first metric is primary."""
@@ -114,7 +113,7 @@ class Items(Generic[T]):
 Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
 
 
-def read_rows(path: Path, parse: Callable[[JsonObject], T], setting: str) -> tuple[Rows[T], list[LeftOut]]:
+def read_rows(path: Path, parse: Callable[[JsonDict], T], setting: str) -> tuple[Rows[T], list[LeftOut]]:
     """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
@@ -135,7 +134,7 @@ def read_rows(path: Path, parse: Callable[[JsonObject], T], setting: str) -> tup
 
 
 def read_file(
-    task: str, file: str, files: SuiteFiles, parse: Callable[[JsonObject], T], row_format: str
+    task: str, file: str, files: SuiteFiles, parse: Callable[[JsonDict], T], row_format: str
 ) -> tuple[Rows[T], list[LeftOut]]:
     """Read the file of a task as `read_rows` does. Raises DataError where it has no usable row."""
     setting = files.setting(task, "file")
@@ -150,7 +149,7 @@ def read_texts(
     task: str,
     spec: RecordsTask,
     files: SuiteFiles,
-    parse: Callable[[JsonObject], T],
+    parse: Callable[[JsonDict], T],
     row_format: str,
     identity: Callable[[T], object],
     within: Callable[[Rows[T]], Rows[T]] = lambda rows: rows,
@@ -177,7 +176,7 @@ def heldout_part(task: Task) -> str | None:
     return HELDOUT_PARTS[task.kind].get(task.file) if isinstance(task, RecordsTask) else None
 
 
-def comparable(records: Iterable[JsonObject]) -> list[JsonObject]:
+def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
     """Held-out records without single rated answers, which have no other one to be compared with."""
     return [record for record in records if "completion" not in record]
 
@@ -287,7 +286,7 @@ def with_examples(
     spec: ChoicesTask | LastWordTask | GenerationTask,
     read: tuple[Rows[T], list[LeftOut]],
     files: SuiteFiles,
-    parse: Callable[[JsonObject], T],
+    parse: Callable[[JsonDict], T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
     """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
@@ -314,7 +313,7 @@ def with_examples(
     return Items(task, spec, items, digests(identities), tuple(left_out), *by_label)
 
 
-def text(record: JsonObject, key: str) -> str:
+def text(record: JsonDict, key: str) -> str:
     """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):

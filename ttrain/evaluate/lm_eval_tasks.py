@@ -30,8 +30,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ttrain.config import yaml_text
 from ttrain.config.evaluate import HarnessTask
-from ttrain.core.files import user_path
-from ttrain.data.tools import JsonObject
+from ttrain.core.files import JsonDict, user_path
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.generation import answers
@@ -106,7 +105,7 @@ def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: Progre
     return items.result(subject.name, figures, rows)
 
 
-def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[JsonObject]]:
+def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[JsonDict]]:
     """Compute the harness's own metrics, by metric and filter, and the rows with those of each document."""
     for task in {id(document.task): document.task for document in documents}.values():
         task._instances = [request for document in documents if document.task is task for request in document.requests]
@@ -114,9 +113,9 @@ def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric]
     values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     higher: dict[str, bool] = {}
     means: dict[str, Callable[[Any], Any]] = {}
-    rows: list[JsonObject] = []
+    rows: list[JsonDict] = []
     for number, document in enumerate(documents):
-        row: JsonObject = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
+        row: JsonDict = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
         for name in document.requests[0].filtered_resps:
             metrics = document.task.process_results(
                 document.content, [request.filtered_resps[name] for request in document.requests]

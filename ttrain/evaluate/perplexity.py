@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config.evaluate import RecordsTask, TextTask
+from ttrain.core.files import JsonDict
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
-from ttrain.data.tools import JsonObject
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -166,7 +166,7 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """
     is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
 
-    def parse(row: JsonObject) -> str:
+    def parse(row: JsonDict) -> str:
         if is_heldout:
             return str(row["text"])
         document = parser(row)

@@ -10,12 +10,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ttrain.config.evaluate import PairsTask
+from ttrain.core.files import JsonDict
 from ttrain.data import records as parsing
 from ttrain.data.chat import encode_chats
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import PREFERENCE_FIELDS, Preference
-from ttrain.data.tools import JsonObject
 from ttrain.evaluate import chats, perplexity
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
@@ -39,7 +39,7 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
     DataError if it has no pair."""
     is_heldout = reading.heldout_part(spec) is not None
 
-    def parse(row: JsonObject) -> Preference:
+    def parse(row: JsonDict) -> Preference:
         pair = Preference.from_json(row) if is_heldout else parsing.parse_preference(row)
         if isinstance(pair, parsing.Rejected):
             raise BadRow(pair.reason)
@@ -59,7 +59,7 @@ def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCal
     errors = [next((side for side in sides if isinstance(side, str)), None) for sides in zip(*_sides(encoded), strict=True)]
     scores = perplexity.score_items(items.spec, subject, encoded, progress)
     compared, sizes = compare(scores), tuple(float(error is None) for error in errors)
-    rows: list[JsonObject] = []
+    rows: list[JsonDict] = []
     for (preferred, margin), chosen, rejected, error in zip(compared, *_sides(scores), errors, strict=True):
         answers = {"chosen": chosen._asdict(), "rejected": rejected._asdict()}
         rows.append({"refused": error} if error else {"preferred": preferred, "margin": margin, **answers})
@@ -80,7 +80,7 @@ def _sides(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return values[::2], values[1::2]
 
 
-def heldout_pairs(records: Iterable[JsonObject], limit: int) -> list[Preference]:
+def heldout_pairs(records: Iterable[JsonDict], limit: int) -> list[Preference]:
     """The first pairs of held-out records."""
     return list(islice(map(Preference.from_json, reading.comparable(records)), limit))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
-from ttrain.data.tools import JsonObject
+from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites, task_result
 from ttrain.evaluate import statistics as confidence
@@ -51,7 +51,7 @@ class Decision:
         """One word for titles and tags."""
         return "promoted" if self.promote else "kept"
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """All fields as JSON; numbers that are not finite become null."""
         return task_result.finite(asdict(self))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
-from ttrain.data.tools import JsonObject
 from ttrain.evaluate import items as notes
 from ttrain.evaluate import statistics
 from ttrain.evaluate.items import Items
@@ -48,7 +48,7 @@ class ModelComparison:
         minimum = f" (minimum detectable: {number(smallest)})" if smallest else ""  # none if equal on every item
         return f"no significant difference{minimum}"
 
-    def to_json(self, rule: Rule) -> JsonObject:
+    def to_json(self, rule: Rule) -> JsonDict:
         """All fields and the verdict as JSON."""
         comparison = dict.fromkeys(COMPARED) if self.compared is None else asdict(self.compared)
         names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
@@ -103,7 +103,7 @@ class Results:
         corrected = statistics.holm([math.nan if pair.compared is None else pair.compared.p for pair in pairs])
         return [replace(pair, p_of_all=p) for pair, p in zip(pairs, corrected, strict=True)]
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """Everything except the items, as JSON."""
         tasks = []
         left_out_rows = {task_items.task: [row._asdict() for row in task_items.left_out] for task_items in self.read}
@@ -119,12 +119,12 @@ class Results:
         compared = [pair.to_json(self.rule) for pair in self.comparisons()]
         return {"confidence": self.rule.confidence, "models": self.models, "tasks": tasks, "comparisons": compared}
 
-    def _figures(self, outcome: TaskResult) -> JsonObject:
+    def _figures(self, outcome: TaskResult) -> JsonDict:
         figures = {figure.name: self._figure(figure) for figure in outcome.figures}
         groups = {name: self._figure(group) for name, group in _groups(outcome)}
         return {"figures": figures, **({"groups": groups} if groups else {})}
 
-    def _figure(self, figure: Metric) -> JsonObject:
+    def _figure(self, figure: Metric) -> JsonDict:
         return finite({
             "value": figure.value, "interval": statistics.interval(figure, self.rule), "unit": figure.unit,
             "smallest": statistics.smallest(figure), "higher_is_better": figure.higher_is_better,
@@ -171,7 +171,7 @@ class Results:
         """Notes on the items, a line each: left-out rows, duplicates, unused keys."""
         return notes.lines(self.read)
 
-    def rows(self) -> Iterator[JsonObject]:
+    def rows(self) -> Iterator[JsonDict]:
         """Yield every item of every model, with its prompt and answer."""
         for outcome in self.outcomes:
             for digest, row in zip(outcome.items, outcome.rows, strict=True):

@@ -16,9 +16,8 @@ from pydantic_core import ErrorDetails
 from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
 from ttrain.config.loading import configs_directory, read_yaml
 from ttrain.config.yaml_text import one_line
-from ttrain.core.files import user_path
+from ttrain.core.files import JsonDict, user_path
 from ttrain.core.text import rule_of
-from ttrain.data.tools import JsonObject
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
 
@@ -78,7 +77,7 @@ def find(name: str) -> Path:
     return shipped
 
 
-def of_tasks(tasks: Mapping[str, JsonObject], origin: str, options: Mapping[str, str] = MappingProxyType({})) -> LoadedSuite:
+def of_tasks(tasks: Mapping[str, JsonDict], origin: str, options: Mapping[str, str] = MappingProxyType({})) -> LoadedSuite:
     """Build a suite from tasks that the user gave with these options; paths are relative to the working directory."""
     return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), options)
 
@@ -107,7 +106,7 @@ def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
     return _updated(loaded, settings, lambda old, new: new)
 
 
-def _updated(loaded: LoadedSuite, settings: JsonObject, update: Callable[[Any, Any], Any]) -> LoadedSuite:
+def _updated(loaded: LoadedSuite, settings: JsonDict, update: Callable[[Any, Any], Any]) -> LoadedSuite:
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task |= {name: update(task[name], value) for name, value in settings.items() if name in task}

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ttrain.core.files import read_object, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.data.tools import JsonObject
 
 LN2 = math.log(2)
 
@@ -85,7 +84,7 @@ class TaskResult:
     subject: str
     items: tuple[str, ...]
     figures: tuple[Metric, ...]
-    rows: list[JsonObject] = field(default_factory=list)
+    rows: list[JsonDict] = field(default_factory=list)
     left_out: Mapping[str, int] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
@@ -106,7 +105,7 @@ def metric_of(metric: str, group: str) -> str:
     return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
 
 
-def finite(fields: JsonObject) -> JsonObject:
+def finite(fields: JsonDict) -> JsonDict:
     """Convert for JSON: numbers that are not finite become null, tuples become lists."""
     return {
         name: [_finite_or_none(end) for end in value] if isinstance(value, tuple) else _finite_or_none(value)
@@ -132,8 +131,8 @@ class ScoreTable:
     """Collects the parts and metrics of one evaluation."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, JsonObject] = {}
-        self._metrics: dict[str, JsonObject] = {}
+        self._parts: dict[str, JsonDict] = {}
+        self._metrics: dict[str, JsonDict] = {}
 
     def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
         """Add records to score; `sizes` are their bytes, if bytes count. Records are identified by digests of their content,
@@ -210,7 +209,7 @@ def sums_of(directory: Path, metric: str) -> RecordedSums | None:
     return sums_in(read_object(directory / FILE), metric)
 
 
-def sums_in(contents: JsonObject, metric: str) -> RecordedSums | None:
+def sums_in(contents: JsonDict, metric: str) -> RecordedSums | None:
     """Get a metric from the file's contents; None if it has no sums."""
     entry = contents.get("metrics", {}).get(metric)
     if entry is None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import orjson
 
+from ttrain.core.files import JsonDict
 from ttrain.core.sandbox import BudgetExceeded, Sandbox, WorkFailed
 from ttrain.data.chat_templates import Message
-from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, JsonObject, has_calls
+from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, has_calls
 
 Functions = Mapping[str, Any]  # name to the JSON schema of its arguments, as the data have it
 
@@ -33,7 +34,7 @@ class Call:
     against its schema: that is not a valid schema, or needs too much time or memory."""
 
     name: str
-    arguments: JsonObject
+    arguments: JsonDict
     wrong: str = ""
     unchecked: str = ""
 
@@ -60,7 +61,7 @@ class CallVerdict:
 
 def offered_functions(messages: Sequence[Message]) -> Functions:
     """Read the functions that the system turns of a conversation offer."""
-    functions: JsonObject = {}
+    functions: JsonDict = {}
     for message in messages:
         if message.role == "system":
             for text in _tool_blocks(message.content):
@@ -136,7 +137,7 @@ def _tool_blocks(text: str) -> list[str]:
     return blocks
 
 
-def _object(text: str) -> JsonObject | None:
+def _object(text: str) -> JsonDict | None:
     """Parse a text as a JSON object; None if it is not one, or is nested deeper than orjson writes (254)."""
     try:
         value = orjson.loads(text)

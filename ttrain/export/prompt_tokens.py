@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import processing_utils, tokenization_utils_base
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from ttrain.core.files import JsonDict
 from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
-from ttrain.data.tools import JsonObject
 
 ENCODE = "_encode_plus"  # of transformers
 
@@ -74,7 +74,7 @@ def _characters_per_token(tokenizer: Tokenizer) -> int | None:
     return max(map(len, vocabulary)) * (NFC_CONTRACTION if normalizer else 1)
 
 
-def _state(component: Any) -> JsonObject:
+def _state(component: Any) -> JsonDict:
     """The JSON of a normalizer or a pre-tokenizer."""
     return {} if component is None else orjson.loads(component.__getstate__())
 

@@ -14,8 +14,8 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from ttrain.core.files import JsonDict
 from ttrain.core.text import rule_of, truncated
-from ttrain.data.tools import JsonObject
 
 MAX_VALUE_CHARACTERS = 60  # of a wrong value, in a message
 
@@ -92,13 +92,13 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, strict=True)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[int, Bias] | None = None
-    tools: list[JsonObject] | None = None
-    chat_template_kwargs: JsonObject | None = None
+    tools: list[JsonDict] | None = None
+    chat_template_kwargs: JsonDict | None = None
     generation_config: Json[GenerationSettings] | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _only_variables_of_the_template(cls, variables: JsonObject | None) -> JsonObject | None:
+    def _only_variables_of_the_template(cls, variables: JsonDict | None) -> JsonDict | None:
         refused = sorted(set(variables or ()).intersection(TEMPLATE_ARGUMENTS))
         if refused:
             raise ValueError(f"holds variables of the model's template only, not {', '.join(refused)}")
@@ -117,7 +117,7 @@ class Body(BaseModel):
 
 class Function(BaseModel):
     name: str
-    arguments: str | JsonObject
+    arguments: str | JsonDict
 
 
 class ToolCall(BaseModel):
@@ -158,7 +158,7 @@ class ResponseBody(Body):
 
     limits: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
-    input: str | Annotated[list[JsonObject], Field(min_length=1)]
+    input: str | Annotated[list[JsonDict], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Tokens = None
 
@@ -177,7 +177,7 @@ RULES = {
 }
 
 
-def problem(error: ValidationError, body: JsonObject) -> str:
+def problem(error: ValidationError, body: JsonDict) -> str:
     """What is wrong with a body, with its value and the rule, in a line: the first field, all of its rules where it may
     be of several kinds and is of none."""
     details = error.errors(include_url=False)
@@ -194,7 +194,7 @@ def problem(error: ValidationError, body: JsonObject) -> str:
     return f"{field} is {shown}: {rule if first['type'].endswith('_type') else rule_of(first, RULES)}"
 
 
-def _field(detail: ErrorDetails, body: JsonObject) -> str:
+def _field(detail: ErrorDetails, body: JsonDict) -> str:
     """Where the value is in the body; pydantic's place has names of Python's types in it, where there are several."""
     steps = []
     value: Any = body
@@ -370,7 +370,7 @@ async def _close_with_client(request: ActiveRequest, receive: Receive) -> None:
     request.close()
 
 
-def error_body(status: int, message: str) -> JsonObject:
+def error_body(status: int, message: str) -> JsonDict:
     """The body of a refusal, in the form of OpenAI's interface."""
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -25,9 +25,9 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.cli.serving import server, utils
 from transformers.cli.serving.utils import BaseGenerateManager, CBGenerateManager, CBWorkerDeadError, GenerationState
 
+from ttrain.core.files import JsonDict
 from ttrain.core.signals import PARENT, end_with_parent
 from ttrain.core.text import first_line
-from ttrain.data.tools import JsonObject
 from ttrain.export import prompt_tokens
 from ttrain.export.requests import (
     ACTIVE,
@@ -111,7 +111,7 @@ class CheckedHandler:
     handler: Any
     kind: type[Body]
 
-    async def handle_request(self, body: JsonObject, request_id: str) -> Any:
+    async def handle_request(self, body: JsonDict, request_id: str) -> Any:
         """The handler's answer. The id of the request is ours: two clients with one id would get each other's answers."""
         request = ACTIVE.get()
         try:

@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
-from ttrain.core.files import Taken, exclusive, refuse
+from ttrain.core.files import JsonDict, Taken, exclusive, refuse
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
-from ttrain.data.tools import JsonObject, Malformed
+from ttrain.data.tools import Malformed
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
@@ -42,7 +42,7 @@ class AnswerCounts:
     seconds: float = 0.0
     stops: Counter[str] = field(default_factory=Counter)
 
-    def summary(self) -> JsonObject:
+    def summary(self) -> JsonDict:
         """Figures for people and scripts."""
         return {
             "answers": self.answers,
@@ -62,7 +62,7 @@ def answers(
     batch_size: int,
     tally: AnswerCounts,
     progress: Callable[[int], object] = lambda done: None,
-) -> Iterator[list[JsonObject]]:
+) -> Iterator[list[JsonDict]]:
     """Yield windows of answers, in the order of the prompts: the prompt's record plus `answer`, `tokens`, `stop`.
 
     A prompt that leaves no room for an answer has the stop "too long" and no answer.
@@ -71,7 +71,7 @@ def answers(
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
         ids = [_ids(loaded_model, prompt) for prompt in window]
-        answered: dict[int, JsonObject] = {}
+        answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
             completions = generate.generate(loaded_model, [ids[at] for at in batch], sampling, numbers=numbers)
@@ -103,8 +103,8 @@ def identity(reference: Reference) -> list[str]:
 
 def write_answers(
     path: Path,
-    header: JsonObject,
-    make: Callable[[int], Iterable[list[JsonObject]]],
+    header: JsonDict,
+    make: Callable[[int], Iterable[list[JsonDict]]],
     check: Callable[[], None] = lambda: None,
 ) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
@@ -125,7 +125,7 @@ def write_answers(
         raise UsageError(f"--out is {path}, to which another process is writing answers; wait, or name another") from None
 
 
-def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int], Iterable[list[JsonObject]]]) -> int:
+def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int], Iterable[list[JsonDict]]]) -> int:
     done = _resume_partial(partial, first)
     with partial.open("ab") as file:
         for rows in make(done):
@@ -192,7 +192,7 @@ class Prompt:
     """A prompt: `messages` that ask for an answer, or `text` to continue; `record` is the parsed line."""
 
     number: int
-    record: JsonObject
+    record: JsonDict
     messages: Messages = ()
     text: str = ""
     reference: str | None = None

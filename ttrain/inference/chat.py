@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ttrain.core.files import JsonDict
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
 from ttrain.inference.generate import Drafts, KVCache, TextStream
@@ -18,7 +18,7 @@ from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
 OnText = Callable[[str], object]
-Selected = tuple[LoadedModel, JsonObject]  # the model that answers a question, and details for the reply
+Selected = tuple[LoadedModel, JsonDict]  # the model that answers a question, and details for the reply
 ModelSelector = Callable[[str], Selected]
 
 
@@ -33,10 +33,10 @@ class Reply:
     seconds: float
     forgotten: int  # messages that no longer fitted into the context
     drafts: Drafts | None
-    choice: JsonObject
+    choice: JsonDict
 
-    def to_json(self) -> JsonObject:
-        fields: JsonObject = {
+    def to_json(self) -> JsonDict:
+        fields: JsonDict = {
             "answer": self.text, "model": self.by, "tokens": self.tokens, "stop": self.stop,
             "seconds": round(self.seconds, 3), "forgotten": self.forgotten,
         }  # fmt: skip

@@ -29,8 +29,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
+from ttrain.core.files import JsonDict
 from ttrain.data.encoder import Encoder
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, UsageError
 from ttrain.inference.loading import LoadedModel, need_second_head
 from ttrain.inference.sampling import Sampling
@@ -224,7 +224,7 @@ class Drafts:
     accepted: int = 0
     passes: int = 0
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         return {**vars(self), "acceptance": self.accepted / self.drafted if self.drafted else None}
 
     def __str__(self) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 import orjson
 
 from ttrain.config import HeldoutConfig
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import JsonDict, read_json, write_json
 from ttrain.data import contamination, shards
-from ttrain.data.tools import JsonObject
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
 from ttrain.stages import EARLIER_HELDOUT
@@ -55,7 +54,7 @@ def run(config: HeldoutConfig, job: StageContext) -> Figures:
     return {**counts, "nights": [len(night) for night in nights]}
 
 
-def scored_by_night(directory: Path, max_bytes: int) -> list[list[JsonObject]]:
+def scored_by_night(directory: Path, max_bytes: int) -> list[list[JsonDict]]:
     """The documents of a set that are scored, by the night that brought them: of each a tenth of `max_bytes` at most.
 
     The same choice again from what was chosen; a set of an earlier build has all documents.
@@ -63,7 +62,7 @@ def scored_by_night(directory: Path, max_bytes: int) -> list[list[JsonObject]]:
     return _scored(_by_name(heldout_records(directory)), read_nights(directory), max_bytes)
 
 
-def _scored(documents: Mapping[str, JsonObject], nights: Sequence[Sequence[str]], max_bytes: int) -> list[list[JsonObject]]:
+def _scored(documents: Mapping[str, JsonDict], nights: Sequence[Sequence[str]], max_bytes: int) -> list[list[JsonDict]]:
     return [
         scored_documents((documents[name] for name in sorted(names) if name in documents), max_bytes // NIGHT_SHARE)
         for names in nights or [[*documents]]
@@ -91,6 +90,6 @@ def _read(path: Path) -> list[Any]:
     return values
 
 
-def _by_name(documents: Iterable[JsonObject]) -> dict[str, JsonObject]:
+def _by_name(documents: Iterable[JsonDict]) -> dict[str, JsonDict]:
     """Documents by what identifies them among the scores: other fields, such as the source, do not make another record."""
     return {record_name(document["text"]): document for document in documents}

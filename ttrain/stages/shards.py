@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from ttrain.config import Reading, ShardsConfig
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import contamination, locations, records, sharding, shards
 from ttrain.data.assembly import ShardSetResult
@@ -21,7 +22,6 @@ from ttrain.data.contamination import OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Processes
-from ttrain.data.tools import JsonObject
 from ttrain.errors import DataError, NothingNew
 from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE
 from ttrain.stages.job import Figures, StageContext
@@ -142,7 +142,7 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
         raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 
-def heldout_records(directory: Path) -> list[JsonObject]:
+def heldout_records(directory: Path) -> list[JsonDict]:
     """The held-out records of a set of shards, as text."""
     return list(_heldout_records(directory))
 
@@ -168,19 +168,19 @@ def heldout_hashes(directory: Path) -> Table:
     return np.frombuffer(hashes, ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _heldout_records(directory: Path) -> Iterator[JsonObject]:
+def _heldout_records(directory: Path) -> Iterator[JsonDict]:
     heldout = directory / "heldout"
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
             yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
-def scored_documents(documents: Iterable[JsonObject], max_bytes: int) -> list[JsonObject]:
+def scored_documents(documents: Iterable[JsonDict], max_bytes: int) -> list[JsonDict]:
     """Of held-out documents those from the beginning on that have this many bytes of text together.
 
     One that does not fit is passed over while less than half is taken; where none fits, the shortest is taken.
     """
-    scored: list[JsonObject] = []
+    scored: list[JsonDict] = []
     total = 0
     sized = [(len(document["text"].encode("utf-8")), document) for document in documents]
     for size, document in sized:
