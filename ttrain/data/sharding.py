@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -119,11 +119,15 @@ class _BlockMaker:
             draws = self.draws(recipe, kept_back)
             recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
         elif limit:
-            seen: Counter[bytes] = Counter()  # rows so far that are not held out
+            rows, seen = 0, set[bytes]()  # that are not held out, so far
 
             def enough(block: BuiltBlock) -> bool:
-                seen.update(key for row in block.rows if (key := row[:2].tobytes()) not in kept_back)
-                return (len(seen) if reading.deduplicate else seen.total()) >= limit
+                nonlocal rows
+                keys = [key for row in block.rows if (key := row[:2].tobytes()) not in kept_back]
+                rows += len(keys)
+                if reading.deduplicate:
+                    seen.update(keys)
+                return (len(seen) if reading.deduplicate else rows) >= limit
 
         built_blocks += self.make_role("train", recipe, enough)
         if self.names:
