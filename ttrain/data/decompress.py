@@ -6,7 +6,7 @@ import codecs
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from bz2 import BZ2Decompressor
@@ -95,16 +95,38 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
     """Decompress all frames of a zstd file with pyarrow, which reports a cut only at the end, after all it could unpack."""
     import pyarrow as pa
 
+    source = _ErrorTrackingStream(stream)
     try:
-        unpacking = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
+        unpacking = pa.CompressedInputStream(pa.PythonFile(source, "r"), "zstd")
         while piece := unpacking.read(PIECE_BYTES):
             yield piece
     except OSError as error:
-        if error.errno is not None:  # of the stream; Arrow's own errors have no number
+        if source.failed:
             raise
         if "truncated" in str(error).lower():
             raise EOFError("it ends within its compressed data") from None
         raise ValueError(str(error)) from None
+
+
+class _ErrorTrackingStream:
+    """A stream that remembers whether reading it failed, to distinguish that from a damaged archive."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.failed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def read(self, size: int = -1) -> Any:
+        self.failed = True
+        data = self._stream.read(size)
+        self.failed = False
+        return data
+
+    def close(self) -> None:
+        return
 
 
 # The 32-bit marks first: one of them begins like a 16-bit one.
