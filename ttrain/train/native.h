@@ -452,12 +452,12 @@ static void NAME(complete)(float *squares, number *out, long M, float f, float g
     const INTS steps = MULTIPLES(M);
     for (long i = team.thread * LANES; i < M; i += team.threads * LANES)
         for (long j = 0; j < M; j += LANES)
-            for (long row = i; row < i + LANES;
-                 row++) { /* so that the lines of cache that one row gathers serve the others */
+            for (long row = i; row < i + LANES; row++) { /* what one row gathers is in the cache for the others */
                 float *square = squares + row * M + j;
                 if (j >= (row / PANEL + 1) * PANEL) STORE_INTS(square, GATHER(steps, squares + j * M + row));
                 number *at = out + row * M + j;
-                STORE(at, g == 0 ? LOADF(square) : FMA(SET(f), LOADF(square), MUL(SET(g), LOAD(at))));
+                const VECTOR before = g == 0 ? SET(0) : MUL(SET(g), LOAD(at)); /* nothing is there yet */
+                STORE(at, FMA(SET(f), LOADF(square), before));
             }
 }
 
