@@ -138,8 +138,9 @@ def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
     settings = settings_of(epochs=0.2)
     runtime = settings.runtime.replaced({"attention": "masked"})
     monkeypatch.setattr(attention, "record_arguments", lambda *batch: pytest.fail("record by record"))
-    run_here(reference, of_reference(settings), tmp_path / "reference", inputs, runtime)
-    run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), tmp_path / "dpo", inputs, runtime)
+    scored = run_here(reference, of_reference(settings), tmp_path / "reference", inputs, runtime)
+    trained = run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), tmp_path / "dpo", inputs, runtime)
+    assert scored["answers"] > 0 and trained["steps"] > 0
 
 
 def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs: dict[str, Path], tmp_path: Path) -> None:
