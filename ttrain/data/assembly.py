@@ -112,17 +112,7 @@ def assemble(
         tallies[role].add(tally)
     for part_name in PARTS:  # an output that is being changed is not a set of shards
         (output / part_name / shards.INDEX).unlink(missing_ok=True)
-    entries: dict[str, list[Entry]] = {part_name: [] for part_name in PARTS}
-    sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for part_name in PARTS:
-        (output / part_name).mkdir(parents=True, exist_ok=True)
-        for block in built_blocks:
-            entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
-            if entry:
-                entries[part_name].append({**entry, "group": block.source.group})
-                sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
-                if near:
-                    near.keep(part_name, block, entry)
+    entries, sizes = _place_shards(output, built_blocks, recipe, near)
     if lowest is not None:
         block, row = lowest
         entry = _write_lowest_row(output, block, row, recipe)
@@ -150,6 +140,24 @@ def assemble(
         near_duplicates=near_figures,
         of_earlier_heldout=None if earlier_heldout is None else of_earlier_heldout,
     )
+
+
+def _place_shards(
+    output: Path, built_blocks: list[BuiltBlock], recipe: BlockRecipe, near: NearDuplicateSearch | None
+) -> tuple[dict[str, list[Entry]], Mapping[tuple[str, int], Counter[str]]]:
+    """Place the shards of all blocks; returns (the entries of each part, tokens and bytes by role and file number)."""
+    entries: dict[str, list[Entry]] = {part_name: [] for part_name in PARTS}
+    sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for part_name in PARTS:
+        (output / part_name).mkdir(parents=True, exist_ok=True)
+        for block in built_blocks:
+            entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
+            if entry:
+                entries[part_name].append({**entry, "group": block.source.group})
+                sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
+                if near:
+                    near.keep(part_name, block, entry)
+    return entries, sizes
 
 
 def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonDict:
