@@ -5,7 +5,7 @@
     python bench/data_shards.py --only near                            near-duplicates of shards that are made already
 
 Both sides use the same tokenizer and two processes, begin and end each document alike, and must make each id as often;
-`datasets` calls `encode_batch_fast` and keeps the ids alone. Ours comes with one worker, too.
+`datasets` calls `encode_batch_fast` and keeps the ids alone. Ours comes with one worker, too, from when the stage begins.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import resource
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from typing import Any
 import common
 from common import MEGABYTE, VOCAB_SIZE, Cost, Table
 
-WORKERS = 2
-LARGE_MEGABYTES, SMALL_MEGABYTES = 2000, 100
+WORKERS, LARGE_MEGABYTES, SMALL_MEGABYTES = 2, 2000, 100
 LEAST_CPU, LEAST_WORKERS, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.8, 400, 1.1
 LEAST_NEAR, THRESHOLD = 100.0, 0.8  # MB a CPU minute
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -38,10 +38,10 @@ def compare_peers(options: argparse.Namespace, directory: Path, table: Table) ->
     if has_peer := common.has("datasets"):
         sides["datasets"] = partial(make, map_lean, path, tokenizer, directory / "datasets", WORKERS, **ONE_THREAD)
     costs = table.interleave(sides, options.rounds)
-    cpu, wall = ({side: common.median(costs[side], figure) for side in sides} for figure in ("cpu", "wall"))
-    size = path.stat().st_size / MEGABYTE
+    cpu, size = {side: common.median(costs[side], "cpu") for side in sides}, path.stat().st_size / MEGABYTE
+    rates = [size / common.median(costs[side], "seconds") for side in ("ours", "one worker")]
     print(f"ours: {costs['ours'][0].result}")
-    table.ratio("MB a second, one worker", size / wall["ours"], size / wall["one worker"], least=LEAST_WORKERS)
+    table.ratio("MB a second, one worker", *rates, least=LEAST_WORKERS)
     if has_peer:
         table.ratio("MB a CPU second, datasets", size / cpu["ours"], size / cpu["datasets"], least=LEAST_CPU)
         count, equal = compare_ids(directory / "ours", directory / "datasets")
@@ -94,19 +94,19 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     from ttrain.data.built_blocks import DataFile
     from ttrain.stages.shards import recipe_of
 
-    reading = Reading(near_duplicates=float(near) if near else None)
-    recipe = recipe_of(reading, Path(tokenizer), "documents")
-    files = {"train": [DataFile(path, path)]}
+    reading, began = Reading(near_duplicates=float(near) if near else None), time.perf_counter()
+    work = Path(output), {"train": [DataFile(path, path)]}, recipe_of(reading, Path(tokenizer), "documents"), reading
     with sharding.Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()
-        built = sharding.build(Path(output), files, recipe, reading, block_bytes=Shards().block_bytes, pool=pool)
-    peaks = {"main": resource.RUSAGE_SELF, "worker": resource.RUSAGE_CHILDREN}
+        built = sharding.build(*work, block_bytes=Shards().block_bytes, pool=pool)
     return {
+        "seconds": time.perf_counter() - began,
         "tokens": sum(part["tokens"] for part in built.parts.values()),
         "encoder": built.encoder,
         "near": built.near_duplicates,
-        **{f"{name}_mb": resource.getrusage(process).ru_maxrss * 1024 / MEGABYTE for name, process in peaks.items()},
+        "main_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE,
+        "worker_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / MEGABYTE,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -142,6 +143,9 @@ class Encoder:
 
     def _checked_fast(self, path: Path) -> Any:
         """This tokenizer opened by `fastokens`; None, with a line in the log, if that cannot be used."""
+        # It has threads beside rayon's. With one of them a worker takes 0.92 of the CPU seconds at 0.93 of the speed, and
+        # two workers beside each other are 1.91 times as fast as one, which were 1.65 times (EPYC, Zen 5).
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         try:
             import fastokens
 
