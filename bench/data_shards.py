@@ -75,8 +75,7 @@ def compare_near(options: argparse.Namespace, directory: Path, table: Table) -> 
         shutil.rmtree(directory / "ours" / "run" / "near", ignore_errors=True)
         costs.append(common.measure(shard, *work, THRESHOLD))
     without = common.measure(shard, *work)
-    print(f"{costs[0].result['near']}, {costs[0].memory:.0f} MB of memory; "
-          f"{without.cpu:.1f} CPU s without near-duplicates")  # fmt: skip
+    print(f"{costs[0].result['near']}, {costs[0].memory:.0f} MB; {without.cpu:.1f} CPU s without near-duplicates")
     rate = 60 * path.stat().st_size / MEGABYTE / (common.median(costs, "cpu") - without.cpu)
     table.value("near-duplicates, MB a CPU minute", rate, least=LEAST_NEAR)
 
@@ -94,8 +93,9 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     from ttrain.data.built_blocks import DataFile
     from ttrain.stages.shards import recipe_of
 
-    reading, began = Reading(near_duplicates=float(near) if near else None), time.perf_counter()
-    work = Path(output), {"train": [DataFile(path, path)]}, recipe_of(reading, Path(tokenizer), "documents"), reading
+    reading = Reading(near_duplicates=float(near) if near else None)
+    recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()
+    work = Path(output), {"train": [DataFile(path, path)]}, recipe, reading
     with sharding.Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()

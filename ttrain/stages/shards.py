@@ -14,17 +14,17 @@ import orjson
 from ttrain.config import Reading, ShardsConfig
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
-from ttrain.data import contamination, locations, records, sharding, shards
+from ttrain.data import blocks, contamination, locations, records, sharding, shards
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile, Pool, Table
 from ttrain.data.contamination import OverlapCheck
-from ttrain.data.encoder import Encoder
 from ttrain.data.near_duplicate_sets import EarlierSet
 from ttrain.data.sharding import Processes
 from ttrain.errors import DataError, NothingNew
 from ttrain.stages import EARLIER_HELDOUT, LEARNT_BEFORE
 from ttrain.stages.job import Figures, StageContext
+from ttrain.store.artifacts import ArtifactStore
 
 AGAINST = "against"  # the role of files with items of evaluations
 
@@ -74,7 +74,8 @@ def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
 
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
     kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
-    return recipe_of(config.reading, tokenizer, kind, own_data=bool(job.files.keys() - {AGAINST}), reuse=job.reuse)
+    own_data = bool(job.files.keys() - {AGAINST})
+    return recipe_of(config.reading, tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
 
 
 def files_of(job: StageContext) -> dict[str, list[DataFile]]:
@@ -94,10 +95,11 @@ def files_of(job: StageContext) -> dict[str, list[DataFile]]:
 
 
 def recipe_of(
-    reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = ()
-) -> BlockRecipe:
-    """The recipe that blocks are made by; the digest of its code is part of it."""
-    encoder = Encoder(tokenizer)
+    reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = (),
+    home: Path | None = None,
+) -> BlockRecipe:  # fmt: skip
+    """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
+    encoder = blocks.encoder_of(str(tokenizer), fast=True)
     return BlockRecipe(
         kind=kind,
         text_field=reading.text_field if own_data else "text",
@@ -106,7 +108,7 @@ def recipe_of(
         tokenizer=str(tokenizer),
         tokenizer_digest=encoder.digest,
         template=digest_of(encoder.jinja),
-        code=_code(),
+        code=_code(home),
         vocab_size=len(encoder),
         seed=reading.seed,
         reuse=reuse,
@@ -114,9 +116,10 @@ def recipe_of(
 
 
 @functools.cache
-def _code() -> str:
-    """Digest of the code that decides what a block becomes; 0.3 s."""
-    return digest_of(code_digests(__name__, DigestCache(Path(os.devnull))))
+def _code(home: Path | None) -> str:
+    """Digest of the code that decides what a block becomes; 0.2 s where nothing is remembered."""
+    cache = ArtifactStore(home).cache if home else DigestCache(Path(os.devnull))
+    return digest_of(code_digests(__name__, cache))
 
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
