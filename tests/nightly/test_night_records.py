@@ -10,6 +10,7 @@ import subprocess
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.night_files import BERLIN, NONE, at, completed, frozen
@@ -133,6 +134,9 @@ def test_nights_are_ordered_by_their_numbers_not_by_the_clock(known: Nights, mon
     monkeypatch.setattr(time, "time", lambda: 0.0)
     completed(known, NONE, "kept", "2")
     assert [night.name for night in known.all()] == ["night-000002", "night-000001"]
+    reads = mock.Mock(side_effect=records.read_json)
+    monkeypatch.setattr(records, "read_json", reads)
+    assert known.newest() is not None and reads.call_count == 1, "of a thousand nights all take seconds to read"
 
 
 def test_a_frozen_list_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(known: Nights) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -250,14 +250,19 @@ class Nights:
         began, process = format_time(newest.last_try["began"]), newest.last_try["process"]
         raise StillRunning(f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})")
 
+    def newest_first(self) -> Iterator[NightRecord]:
+        """The nights by their numbers, which do not depend on the clock, read one by one: a record may name many files."""
+        for path in sorted(self.directory.glob("night-*.json"), reverse=True):
+            if isinstance(data := read_json(path), dict):
+                yield NightRecord(path, data)
+
     def all(self) -> list[NightRecord]:
-        """All nights, newest first, by their numbers, which do not depend on the clock."""
-        paths = sorted(self.directory.glob("night-*.json"), reverse=True)
-        return [NightRecord(path, data) for path in paths if isinstance(data := read_json(path), dict)]
+        """All nights, newest first."""
+        return list(self.newest_first())
 
     def newest(self) -> NightRecord | None:
         """The last night that began."""
-        return next(iter(self.all()), None)
+        return next(self.newest_first(), None)
 
     def settle(self) -> NightRecord | None:
         """Return the newest night; mark its unfinished try as crashed. Call it with the lock held: a process that still
