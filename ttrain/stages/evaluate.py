@@ -32,7 +32,6 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.stages import BASE_OF, heldout
-from ttrain.stages.callbacks import continuations
 from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
@@ -273,5 +272,5 @@ def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: tor
     prompts = [*((text, True) for text in settings.documents), *((text, False) for text in settings.chats)]
     if not settings.new_tokens:
         return []
-    samples = continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
+    samples = baselines.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
     return [{"prompt": prompt, "answer": answer} for prompt, answer in samples]
