@@ -17,7 +17,7 @@ from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
 from ttrain.config.training import BITS_PER_BYTE, PREFERENCE_ACCURACY
-from ttrain.core.files import write_json
+from ttrain.core.files import finite, write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
@@ -139,7 +139,7 @@ def _paired(
             first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
             if first and second and statistics.comparable(first, second):
                 compared = asdict(statistics.compare(first, second, rule))
-                paired[metric.of(later)] = {"against": earlier, **task_result.finite(compared)}
+                paired[metric.of(later)] = {"against": earlier, **finite(compared)}
     return paired
 
 
