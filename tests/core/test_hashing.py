@@ -21,6 +21,7 @@ import pytest
 from support.paths import ROOT
 from support.planned_homes import append
 
+from ttrain.config.rules import usual_intermediate_size
 from ttrain.core import hashing
 from ttrain.core.hashing import (
     KEPT_DAYS,
@@ -232,6 +233,10 @@ def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_mode
         assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
     assert {"ttrain.stages.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
     assert "ttrain.stages.callbacks" not in (ROOT / "ttrain/stages/evaluate.py").read_text(), "what it writes counts"
+
+
+def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
+    assert [usual_intermediate_size(width) for width in (8, 96, 128, 768, 4096)] == [32, 256, 352, 2048, 10944]
 
 
 def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> None:
