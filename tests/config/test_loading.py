@@ -162,6 +162,10 @@ def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
     assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
 
 
+def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
+    assert "data.sft.0.Weighted.path is {'weight': 2}" in refused("data.sft=[{weight: 2}]")
+
+
 def _sections(model: BaseModel) -> list[BaseModel]:
     inner = [value for name in type(model).model_fields if isinstance(value := getattr(model, name), BaseModel)]
     return [model, *(section for value in inner for section in _sections(value))]

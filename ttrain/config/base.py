@@ -116,8 +116,10 @@ def _exists(path: str) -> bool:
         return False
 
 
-class Weighted(Section):
+class Weighted(BaseModel):  # not a Section: of a union with text, pydantic would name a section's check in its messages
     """A source and how often its rows are drawn, against the other sources' weights."""
+
+    model_config = Section.model_config
 
     path: Location
     weight: float = Field(1.0, gt=0)
