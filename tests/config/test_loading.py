@@ -13,7 +13,7 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import Settings, flatten, loading, rules
+from ttrain.config import Settings, TaskConfig, flatten, loading, rules
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.pipeline.names import settings_of
@@ -238,6 +238,11 @@ def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_long
     )
     with pytest.raises(UsageError, match=r"'runtime\.prefetch_steps' \(from command line\) is a constant now; leave it out"):
         load(["runtime.prefetch_steps=2"])
+
+    class OwnTask(TaskConfig):
+        prefetch_steps: int = 2
+
+    assert OwnTask(prefetch_steps=5).prefetch_steps == 5, "a task's own setting may have such a name"
 
 
 # --- settings of pretraining that follow from others where they are `auto`

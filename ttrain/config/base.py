@@ -50,7 +50,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_retired(cls, values: Any) -> Any:
-        return {key: values[key] for key in values if key not in RETIRED} if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        return {key: values[key] for key in values if key in cls.model_fields or key not in RETIRED}
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
