@@ -117,7 +117,7 @@ class RunView:
         """What was computed for the stage before, also for another run that has it, else now: a page asks a dozen times, and
         the curves of a long training are large."""
         view = self.stages.get(stage)
-        key = (stage, view and view.key, view and view.run_id, *question)
+        key = (stage, view.key if view else None, view.run_id if view else None, *question)
         if key not in self.cache:
             self.cache[key] = compute()
         value: Result = self.cache[key]
