@@ -13,7 +13,6 @@ from ttrain.config import Nightly, Settings
 from ttrain.errors import UsageError
 from ttrain.flows.night_plan import check, recipe_of
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly import learning
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, Nights, needed_keys
 from ttrain.store.artifacts import ArtifactStore
@@ -135,7 +134,7 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length
     assert (found.lr, found.muon_lr, found.head_lr, found.kind) == (0.003, 0.006, None, "muon")
     pretrain = inputs(store, infinite(tmp_path, {"rate": "auto"})).settings.pretrain
     assert pretrain.optim == Settings().pretrain.optim
-    assert pretrain.schedule.full_rate_steps == learning.FULL_RATE_STEPS
+    assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
     assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
 
 

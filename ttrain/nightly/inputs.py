@@ -1,4 +1,4 @@
-"""Inputs of a night: watched files, settings and the champion's artifacts. Imports nothing heavy."""
+"""Inputs of a night: watched files, settings, what it learns from and how it continues. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
+from ttrain.config.rules import AUTO
 from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.errors import UsageError
-from ttrain.nightly import learning
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
     COMPLETED,
@@ -35,12 +35,16 @@ from ttrain.stages import SHARDS
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.model_files import PLATEAU
+from ttrain.train.schedules import RATES
 
 log = logging.getLogger("ttrain")
 DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
 UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
+INFINITE = "infinite"
+FULL_RATE_STEPS = 8  # of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
 
 
 @dataclass(frozen=True)
@@ -271,13 +275,13 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
             else:
                 assert frozen.champion is not None, "it has artifacts"
-                plateau, note = learning.continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
-                tree["pretrain"] |= learning.budget_and_schedule(user, has_plateau=plateau is not None)
+                plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
+                tree["pretrain"] |= _budget_and_schedule(user, has_plateau=plateau is not None)
     for artifact in _recorded_artifacts(store, frozen.shards.values()):
         replacements[artifact.stage] = artifact
         if "tokenizer" not in replacements:  # without a champion one is made of the same files
             replacements["tokenizer"] = _recorded_artifacts(store, [_reference(artifact.manifest["inputs"]["tokenizer"])])[0]
-    bases = learning.chat_bases(user, artifacts, store)
+    bases = _chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
     learnt: tuple[Artifact, ...] = ()
@@ -308,7 +312,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,
-        champion_bases=learning.foreign_bases(artifacts, store),
+        champion_bases=_foreign_bases(artifacts, store),
         note=note,
         average=average,
     )
@@ -374,3 +378,55 @@ def describe_files(files: FilesByDataset) -> str:
     listed = {name: [file["location"] for file in entries] for name, entries in files.items()}
     listed["empty"] = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
     return "; ".join(f"{name}: {shortened_names(names)}" for name, names in listed.items() if names)
+
+
+def _budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
+    """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
+    warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014), in more
+    steps by more: weights move by about the rate times the root of the steps."""
+    nightly, optim, schedule = settings.nightly, settings.pretrain.optim.model_dump(), dict[str, Any]()
+    changes: dict[str, Any] = {}
+    if nightly.rate == AUTO:
+        schedule["full_rate_steps"] = settings.pretrain.schedule.full_rate_steps or FULL_RATE_STEPS
+    else:
+        names = [name.removeprefix("optim.") for name in sorted(RATES)]
+        rates = {name: float(f"{nightly.rate * optim[name]:.6g}") for name in names if optim[name] is not None}
+        changes["optim"] = {**optim, **rates}
+    if nightly.tokens is not None or nightly.epochs is not None:
+        changes |= {"tokens": nightly.tokens, "epochs": nightly.epochs}
+    if has_plateau:
+        schedule["warmup_steps"] = 0
+    return {**changes, "schedule": {**settings.pretrain.schedule.model_dump(), **schedule}}
+
+
+def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple[Artifact | None, str]:
+    """The artifact whose plateau the night continues, and a note where there should be one and is none."""
+    if settings.pretrain.schedule.kind != INFINITE:
+        return None, ""
+    trained = base.manifest["ingredients"].get("settings", {})
+    kind, now = trained.get("pretrain.optim.kind"), settings.pretrain.optim.kind
+    if not base.files_of((PLATEAU,)):
+        problem = f"pretrain.schedule.kind was {trained.get('pretrain.schedule.kind', 'unknown')} and left no plateau"
+    elif kind != now:
+        problem = f"pretrain.optim.kind was {kind}, whose state {now} cannot continue"
+    else:
+        return base, ""
+    return None, f"the champion, version {version}, is warmed up again: its {problem}; the next champion will have a plateau"
+
+
+def _chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
+    """By stage, the models that SFT and LoRA start from instead of tonight's; `champion`: its artifacts by stage."""
+    bases: dict[str, Artifact] = {}
+    nightly = settings.nightly
+    if nightly.sft_base == "champion" and "sft" in champion and settings.sft.start_from == "pretrain":
+        bases["sft"] = champion["sft"]
+    if nightly.lora_base == "champion" and "lora" in champion and (base := store.input_of(champion["lora"], "base")):
+        bases["lora"] = base
+    return bases
+
+
+def _foreign_bases(champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
+    """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
+    own = {artifact.key for artifact in champion.values()}
+    adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
+    return {name: base for name in adapters if (base := store.input_of(champion[name], "base")) and base.key not in own}
