@@ -275,7 +275,7 @@ class Learner:
     def night(self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None) -> tuple[Path, dict[str, Any]]:
         """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
         from ttrain.config import PretrainConfig, ReplayConfig
-        from ttrain.nightly.learning import budget_and_schedule
+        from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.stages import pretrain, replay
         from ttrain.store.model_files import PLATEAU
 

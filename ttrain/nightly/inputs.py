@@ -276,7 +276,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
             else:
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
-                tree["pretrain"] |= _budget_and_schedule(user, has_plateau=plateau is not None)
+                tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
     for artifact in _recorded_artifacts(store, frozen.shards.values()):
         replacements[artifact.stage] = artifact
         if "tokenizer" not in replacements:  # without a champion one is made of the same files
@@ -380,7 +380,7 @@ def describe_files(files: FilesByDataset) -> str:
     return "; ".join(f"{name}: {shortened_names(names)}" for name, names in listed.items() if names)
 
 
-def _budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
+def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
     """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
     warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014), in more
     steps by more: weights move by about the rate times the root of the steps."""
