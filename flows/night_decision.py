@@ -44,7 +44,7 @@ def judge(
     if reference := heldout_of(evaluation):
         documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
         nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
-    best = heldout.best_figures(Nights(store.root, settings.name).all(), candidates.metric_of_texts(rules.metric))
+    best = heldout.best_figures(Nights(store.root, settings.name).newest_first(), candidates.metric_of_texts(rules.metric))
     judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
     chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
     return replace(judged, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else judged

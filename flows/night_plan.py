@@ -248,15 +248,15 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     )
     if not chosen.new:
         return None, nothing
-    earlier = heldout.earlier_heldout(champion, nights.all(), store, settings)
+    earlier = heldout.earlier_heldout(champion, nights.newest_first(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
     documents: tuple[str, ...] = ()
     replay = 0.0
     if _continues_on_new(settings):
-        documents = night_inputs.learnt_shards("pretrain", champion, nights.all(), store)
+        documents = night_inputs.learnt_shards("pretrain", champion, nights.newest_first(), store)
         replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
     replays_chats = chosen.has_new_chats_alone and _learns_new_chats(settings)
-    chats = night_inputs.learnt_shards("sft", champion, nights.all(), store) if replays_chats else ()
+    chats = night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) if replays_chats else ()
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
         heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),

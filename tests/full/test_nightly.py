@@ -24,7 +24,7 @@ NONE = ("--engine", "none")
 
 
 def nights(cli: Cli) -> list[NightRecord]:
-    return Nights(cli.home, NAME).all()
+    return list(Nights(cli.home, NAME).newest_first())
 
 
 def champion(cli: Cli) -> str | None:

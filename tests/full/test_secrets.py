@@ -94,7 +94,7 @@ def test_prefect_mlflow_a_night_and_a_deployment_get_no_secret_and_run(fresh: Cl
     assert [stage["outcome"] for stage in cli.runs()[0]["stages"]].count("completed") == 1, "the keys are the same"
     for setting in sources(cli, site):
         del cli.environment[f"TTRAIN__{setting.partition('=')[0].upper().replace('.', '__')}"]
-    [night] = Nights(cli.home, "tiny-test").all()
+    [night] = Nights(cli.home, "tiny-test").newest_first()
     assert night.outcome == "promoted"
     assert [file["location"] for file in night.frozen.files["sft"]] == [shown(site, "chats.jsonl")]
     with serving(cli) as server:

@@ -44,22 +44,22 @@ def nights(tmp_path: Path) -> Nights:
 
 
 def test_the_best_champion_on_a_text_is_found_with_what_was_lost_since(nights: Nights) -> None:
-    best = best_figures(nights.all(), BITS)
+    best = best_figures(nights.newest_first(), BITS)
     assert best["first"] == BestFigure(2.0, "version 1", 40, pytest.approx(8**0.5 * 0.01))
     assert best["new-9"] == BestFigure(1.0, "version 9", 40), "nothing was promoted on it since"
     assert best["new-5"] == BestFigure(3.0, "version 4", 40), "the challenger was kept, so it was no champion"
     add(nights, "promoted", "10", "11", text("first", 2.5, 2.6, half=None))
-    assert best_figures(nights.all(), BITS)["first"].deviation == float("inf"), "of a loss without an interval"
+    assert best_figures(nights.newest_first(), BITS)["first"].deviation == float("inf"), "of a loss without an interval"
 
 
 def test_texts_of_other_records_or_metrics_those_judged_together_and_sources_tell_nothing(nights: Nights) -> None:
     add(nights, "promoted", "10", "11", text("first", 2.5, 2.6, records=30), text("all", 1.0, 1.0, kind="several"),
         text("english", 1.0, 1.0, kind="source"), text("chat_loss_sft", 1.0, 1.0, kind="metric"))  # fmt: skip
     add(nights, "promoted", "11", "12", text("first", 0.1, 0.1), metric="bits_per_byte_sft")
-    best = best_figures(nights.all(), BITS)
+    best = best_figures(nights.newest_first(), BITS)
     assert best["first"] == BestFigure(2.5, "version 10", 30, pytest.approx(0.01))
     assert {"all", "english", "chat_loss_sft"}.isdisjoint(best)
-    assert best_figures(nights.all(), "bits_per_byte_sft") == {"first": BestFigure(0.1, "version 12", 40)}
+    assert best_figures(nights.newest_first(), "bits_per_byte_sft") == {"first": BestFigure(0.1, "version 12", 40)}
 
 
 def test_open_nights_and_records_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
@@ -67,4 +67,4 @@ def test_open_nights_and_records_of_earlier_versions_are_left_out(tmp_path: Path
     add(nights, "unfinished", "1", "2", text("first", 2.0, 1.0))
     night = nights.begin(InputSnapshot({}, {}), None)
     night.end_try("kept", "", closed=True)
-    assert best_figures(nights.all(), BITS) == {}
+    assert best_figures(nights.newest_first(), BITS) == {}

@@ -71,7 +71,7 @@ def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_wh
 
 
 def test_a_night_whose_process_was_killed_is_not_told_as_running(nights: Nights) -> None:
-    newest = nights.all()[0]
+    newest = next(nights.newest_first())
     newest.note_try(process=NONE_SUCH)
     told = of_home(nights)[0]
     assert told.outcome == "crashed" and told.reason.startswith("its process was killed")

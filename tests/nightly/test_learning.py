@@ -228,10 +228,10 @@ def test_the_chats_of_a_champion_are_those_of_its_night_and_of_the_nights_before
     nights = Nights(store.root, "mine")
     nights.directory.mkdir(parents=True)
     champion = Champion("7", KEYS)
-    assert night_inputs.learnt_shards("sft", champion, nights.all(), store) == ("shards-sft/c",)  # no night made it
+    assert night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) == ("shards-sft/c",)  # no night made it
     publish(store, "shards-sft", "new", "train/index.json")
     night = nights.begin(InputSnapshot({}, {}, chats=("shards-sft/c",)), None)
     night.note(version="7", chats="shards-sft/new")
     night.end_try(COMPLETED[0], "", closed=True)
-    assert night_inputs.learnt_shards("sft", champion, nights.all(), store) == ("shards-sft/c", "shards-sft/new")
+    assert night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) == ("shards-sft/c", "shards-sft/new")
     assert needed_keys(store.root) == {"c", "new"}

@@ -192,7 +192,7 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     settings = inbox(tmp_path, a="1")
 
     def chosen(now: Settings) -> heldout.EarlierHeldout:
-        return heldout.earlier_heldout(champion, known.all(), store, now)
+        return heldout.earlier_heldout(champion, known.newest_first(), store, now)
 
     of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
     assert of_base == ("shards-pretrain/s", (heldout.BEFORE,), "")
@@ -230,7 +230,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
         (lost / "heldout/index.json").write_text("{ }")
     why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
     with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
-        heldout.earlier_heldout(champion, known.all(), store, settings)
+        heldout.earlier_heldout(champion, known.newest_first(), store, settings)
     with pytest.raises(ArtifactError, match=why):
         night_inputs.inputs_of(unfinished, settings, store)
 
@@ -256,7 +256,7 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     frozen = chosen()
     assert frozen is not None and names(frozen) == "new.jsonl"
     night = known.begin(frozen, None)
-    assert known.all()[0].frozen == frozen
+    assert next(known.newest_first()).frozen == frozen
     night.note(version="8")
     night.end_try("promoted", "", closed=True)
     shutil.rmtree(store.path("shards-pretrain", "s"))
@@ -272,17 +272,17 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
     store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
-    assert night_inputs.learnt_shards("pretrain", None, known.all(), store) == ()
-    assert night_inputs.learnt_shards("pretrain", champion, known.all(), store) == ("shards-pretrain/s",)
+    assert night_inputs.learnt_shards("pretrain", None, known.newest_first(), store) == ()
+    assert night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store) == ("shards-pretrain/s",)
     for number, own in (("1", "b"), ("2", None), ("3", "c"), ("4", "gone")):
         if own and own != "gone":
             artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
-        before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store)
+        before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
         night = known.begin(InputSnapshot({}, {}, champion, documents=before), None)
         night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
         night.end_try("promoted", "", closed=True)
     learnt = {
-        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.all(), store)
+        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
         for number in "1235"
     }
     assert learnt["1"] == ("shards-pretrain/s",)

@@ -76,7 +76,7 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
         result = run_night(now, store, out, slot=slot)
         assert (result.outcome, result.night) == ("unfinished", "night-000001") and "deadline" in result.reason
         inbox(tmp_path, a="1", later="2")
-    [night] = nights.all()
+    [night] = nights.newest_first()
     assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
     assert {one["reason"] for one in night.data["tries"]} == {"stage pretrain: deadline reached"}
     told = " ".join(out.getvalue().split())
@@ -102,7 +102,7 @@ def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothin
     for _ in range(2):
         with pytest.raises(UsageError, match="no file in that folder ends in"):
             run_night(settings, store)
-    [night] = nights.all()
+    [night] = nights.newest_first()
     assert (night.outcome, night.is_open) == ("refused", False), "several in a row are one record"
     settings = inbox(tmp_path, a="1")
     kept_before(nights, settings, store)
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again
         patch.setattr(type(store.cache), "file", file)
         with pytest.raises(CannotRead, match=rf"cannot read {closed}, which data.pretrain names: Permission denied"):
             run_night(settings, store)
-    [night] = nights.all()
+    [night] = nights.newest_first()
     assert night.outcome == records.FAILED, "not refused: nobody has to correct a setting"
     with pytest.raises(Interrupted):
         run_night(settings, store)
@@ -160,7 +160,7 @@ def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_
         run_night(settings, store, out)
     assert out.getvalue().count("the night goes on without it") == 2 and "b.jsonl.gz is truncated" in out.getvalue()
     assert read == ["a, b.jsonl, c, d.jsonl", "a, c, d.jsonl", "a, c"]
-    [first] = nights.all()
+    [first] = nights.newest_first()
     assert [Path(file["location"]).name for file in first.left_out] == ["b.jsonl.gz", "d.jsonl.gz"]
     with nights.lock():
         first.end_try("kept", "", closed=True)
@@ -190,7 +190,7 @@ def test_a_night_whose_only_new_file_is_damaged_fails_once(
     monkeypatch.setattr(nightly, "run_pipeline", fails)
     with pytest.raises(StageFailed, match="is binary"):
         run_night(settings, store)
-    assert (nights.all()[0].outcome, nights.all()[0].is_open) == ("failed", False)
+    assert (next(nights.newest_first()).outcome, next(nights.newest_first()).is_open) == ("failed", False)
     result = run_night(settings, store)
     assert result.outcome == "nothing-new" and "left out, damaged until replaced: b.jsonl" in result.reason
 
@@ -222,7 +222,7 @@ def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_c
         with pytest.raises(Interrupted):
             run_night(settings, store, out)
         assert len(runs) == 2 and "sft" in runs[1] and "pretrain" not in runs[1]
-        assert out.getvalue().count("near-duplicates; the new chats are learnt") == 1 and nights.all()[0].is_open
+        assert out.getvalue().count("near-duplicates; the new chats are learnt") == 1 and next(nights.newest_first()).is_open
         return
     result = run_night(settings, store, out)
     assert (result.outcome, result.night) == ("nothing-new", "night-000002") and len(runs) == 1
@@ -243,7 +243,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
     assert (again.outcome, again.night) == ("skipped", "night-000001")
     assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
     assert "night-000001 is still refused" in (nights.directory / "skipped.jsonl").read_text()
-    [night] = nights.all()
+    [night] = nights.newest_first()
     assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in out.getvalue()
     frozen, reason = night_plan.choose_inputs(settings, store, nights, night)
@@ -265,7 +265,7 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
         inbox(tmp_path, later="2")
     again = run_night(settings, store, out, slot=DUE + timedelta(days=1))
     assert again.outcome == "skipped" and "is still refused: pretrain.tokens_per_step is 64000" in again.reason
-    for night, files in zip(nights.all(), (2, 2, 1), strict=True):
+    for night, files in zip(nights.newest_first(), (2, 2, 1), strict=True):
         assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
         assert len(night.frozen.files["pretrain"]) == files, "the next one reads what came meanwhile"
     assert "was refused, which does not count as a failed attempt; the next night takes these files" in out.getvalue()

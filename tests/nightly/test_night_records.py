@@ -10,6 +10,7 @@ import subprocess
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.night_files import BERLIN, NONE, at, completed, frozen
@@ -132,7 +133,10 @@ def test_nights_are_ordered_by_their_numbers_not_by_the_clock(known: Nights, mon
     completed(known, NONE, "kept", "1")
     monkeypatch.setattr(time, "time", lambda: 0.0)
     completed(known, NONE, "kept", "2")
-    assert [night.name for night in known.all()] == ["night-000002", "night-000001"]
+    assert [night.name for night in known.newest_first()] == ["night-000002", "night-000001"]
+    reads = mock.Mock(side_effect=records.read_json)
+    monkeypatch.setattr(records, "read_json", reads)
+    assert known.newest() is not None and reads.call_count == 1, "of a thousand nights all take seconds to read"
 
 
 def test_a_frozen_list_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(known: Nights) -> None:
@@ -153,11 +157,11 @@ def test_many_nights_without_news_are_one_record(known: Nights) -> None:
         known.add_empty("failed", None, "no such folder", "failed")
     completed(known, frozen("a"), "promoted", "1")
     known.add_empty("nothing-new", None, "nothing new")
-    assert [night.outcome for night in known.all()] == ["nothing-new", "promoted", "failed", "nothing-new"]
-    assert not any(night.is_open for night in known.all()) and known.read() == {"a"}
+    assert [night.outcome for night in known.newest_first()] == ["nothing-new", "promoted", "failed", "nothing-new"]
+    assert not any(night.is_open for night in known.newest_first()) and known.read() == {"a"}
     known.begin(frozen("b"), None).end_try("failed", "", closed=True)
     known.add_empty("failed", None, "no such folder", "failed")
-    assert len(known.all()) == 6, "a failed night of files is not overwritten by one that found none"
+    assert len(list(known.newest_first())) == 6, "a failed night of files is not overwritten by one that found none"
 
 
 @pytest.mark.parametrize("outcome", ["nothing-new", "failed"])
@@ -191,7 +195,7 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_still_to_be
     assert night.failures == 2
     settled = known.settle()
     assert settled is not None and settled.is_open and (settled.outcome, settled.data["untold"]) == ("crashed", "failed")
-    assert known.settle() is not None and len(known.all()[0].data["tries"]) == 5
+    assert known.settle() is not None and len(next(known.newest_first()).data["tries"]) == 5
 
 
 # --- one at a time ---

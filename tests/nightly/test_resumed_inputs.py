@@ -160,7 +160,7 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
 ) -> None:  # fmt: skip
     settings = inbox(tmp_path, old="1")
     completed(known, list_of(settings, store, champion), "promoted", "8")
-    known.all()[0].note(documents="shards-pretrain/s")
+    next(known.newest_first()).note(documents="shards-pretrain/s")
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
     settings = inbox(tmp_path, new="2")
     first, _ = night_plan.choose_inputs(settings, store, known, None)
@@ -196,7 +196,7 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     with pytest.raises(ArtifactError, match=told):
         night_inputs.inputs_of(listed, settings, store)
     with caplog.at_level(logging.WARNING, "ttrain"):
-        learnt = night_inputs.learnt_shards("pretrain", Champion("8", champion.keys), known.all(), store)
+        learnt = night_inputs.learnt_shards("pretrain", Champion("8", champion.keys), known.newest_first(), store)
     assert learnt == ("shards-pretrain/s",) and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
 
 
@@ -206,7 +206,7 @@ def test_where_sft_reads_all_chats_again_none_of_them_is_replayed(
     settings = inbox(tmp_path, a="1").model_copy(update={"nightly": Nightly(chats="new")})
     completed(known, list_of(settings, store, champion), "promoted", "8")
     artifact(store, "shards-sft", "c", {"train/index.json": "{}"})
-    known.all()[0].note(chats="shards-sft/c")
+    next(known.newest_first()).note(chats="shards-sft/c")
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
     inbox(tmp_path, b="2")
     frozen, _ = night_plan.choose_inputs(settings, store, known, None)
@@ -226,4 +226,4 @@ def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nig
         night = known.begin(InputSnapshot({}, now.model_dump(mode="json"), champion), None)
         night.note(heldout=reference, heldout_nights=[night.name])
         night.end_try("promoted", "", closed=True)
-    assert heldout.earlier_heldout(champion, known.all(), store, settings) == ("heldout/h", ("night-000001",), "")
+    assert heldout.earlier_heldout(champion, known.newest_first(), store, settings) == ("heldout/h", ("night-000001",), "")

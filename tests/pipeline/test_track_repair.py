@@ -18,7 +18,7 @@ from support.tracked_stores import opened
 
 from ttrain import tracking
 from ttrain.cli.main import main
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import PRIVATE_FILE, read_json, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TrackingError, UsageError
 from ttrain.flows import history_database, prefect_run
@@ -170,7 +170,8 @@ def test_a_run_keeps_what_it_has_to_tell_and_a_repair_brings_all_of_it(
     with closing(sqlite3.connect(tracking.database_of(runs_home))) as db:
         models = db.execute("SELECT name, run_id FROM model_versions").fetchall()
     assert sorted(models) == sorted([("quickstart-base", base["id"]), ("quickstart-sft", tuned["id"])])
-    assert read_json(runs_home / "runs" / "full-20260101-000000-aaaa.json")["tracking"]["run_id"] == first["id"]
+    record = runs_home / "runs" / "full-20260101-000000-aaaa.json"
+    assert read_json(record)["tracking"]["run_id"] == first["id"] and record.stat().st_mode & 0o777 == PRIVATE_FILE
 
     done = repair(runs_home, lambda line: None)
     assert not done.runs and not done.by_servers and done.damage is None, "the database is whole"

@@ -86,7 +86,7 @@ def never_killed(prepared: Cli, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def outcome_of(cli: Cli) -> dict[str, Any]:
     """The second night's decision, its figures by night, the bytes of each model; one record and one promotion."""
-    second, first = Nights(cli.home, NAME).all()
+    second, first = Nights(cli.home, NAME).newest_first()
     assert (first.name, second.name, second.is_open) == ("night-000001", "night-000002", False)
     assert_registered_once(cli.home, 2)
     champion = tracking.Champions(cli.home).champion(NAME)
@@ -131,4 +131,4 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
         file.unlink()
     cli(*NIGHT, *SETTINGS)
     assert outcome_of(cli) == never_killed
-    assert [one["outcome"] for one in Nights(cli.home, NAME).all()[0].data["tries"]] == ["crashed", "promoted"]
+    assert [one["outcome"] for one in next(Nights(cli.home, NAME).newest_first()).data["tries"]] == ["crashed", "promoted"]

@@ -132,8 +132,8 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     assert chaos.served.stop() == 0
     wait_until(lambda: not processes_of(cli.home), 10, lambda: str(processes_of(cli.home)))
 
-    completed = [night for night in nights.all() if night.outcome in COMPLETED]
-    assert documents_of(read(nights.all())).keys() == files(cli)
+    completed = [night for night in nights.newest_first() if night.outcome in COMPLETED]
+    assert documents_of(read(list(nights.newest_first()))).keys() == files(cli)
     promoted = documents_of([night for night in completed if night.outcome == "promoted"])
     assert max(promoted.values()) == 1, "what the champion has learnt is not new"
     versions = {night.data["version"] for night in completed}  # where a night learns what one before it did, that one's
@@ -141,7 +141,7 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     learnt = [night.data["learnt"] for night in completed]
     assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), "the newest first; the first has none to replay"
     left_out = sum(figures.get("left_out", 0) for figures in learnt)
-    empty = sum(night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.all())
+    empty = sum(night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.newest_first())
     assert left_out or empty or documents < 2, "some of the second file's documents are near-duplicates"
     print(f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, {documents} files")
 
@@ -177,7 +177,7 @@ def read(nights: list[NightRecord]) -> list[NightRecord]:
 
 def is_settled(cli: Cli, since: float) -> bool:
     """Whether all documents are learnt, and a slot after the last kill found that nothing is new."""
-    nights = Nights(cli.home, NAME).all()
+    nights = list(Nights(cli.home, NAME).newest_first())
     if any(night.is_open for night in nights) or documents_of(read(nights)).keys() < files(cli):
         return False
     with contextlib.suppress(OSError, AssertionError):  # the server is being started again

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     if name is not None and name not in names:
         raise UsageError(f"there was no night of {name} yet; there are nights of {', '.join(names) or 'no pipeline'}")
     chosen = name or names[0]
-    return chosen, [of_record(night.as_it_is_now()) for night in Nights(home, chosen).all()[:most]]
+    return chosen, [of_record(night.as_it_is_now()) for night in islice(Nights(home, chosen).newest_first(), most)]
 
 
 def of_record(night: NightRecord) -> NightHistory:

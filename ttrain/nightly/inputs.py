@@ -209,7 +209,8 @@ def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset, built: Artifa
         present = now.get(dataset, [])
         by_digest = {file["sha256"]: file for file in reversed(present)}
         by_location = {file["location"]: file for file in present}
-        entries = (f if f in present else by_digest.get(f["sha256"]) or by_location.get(f["location"]) for f in listed)
+        pairs = ((file, by_location.get(file["location"])) for file in listed)
+        entries = (here if here == file else by_digest.get(file["sha256"]) or here for file, here in pairs)
         files[dataset] = [file for file in entries if file]
     changed = {name for name in built if _digests(files.get(name, ())) != _digests(frozen.files[name])}
     references = {name: f"{built[name].stage}/{built[name].key}" for name in changed}

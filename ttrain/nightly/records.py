@@ -12,7 +12,7 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -250,14 +250,15 @@ class Nights:
         began, process = format_time(newest.last_try["began"]), newest.last_try["process"]
         raise StillRunning(f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})")
 
-    def all(self) -> list[NightRecord]:
-        """All nights, newest first, by their numbers, which do not depend on the clock."""
-        paths = sorted(self.directory.glob("night-*.json"), reverse=True)
-        return [NightRecord(path, data) for path in paths if isinstance(data := read_json(path), dict)]
+    def newest_first(self) -> Iterator[NightRecord]:
+        """The nights by their numbers, which do not depend on the clock, read one by one: a record may name many files."""
+        for path in sorted(self.directory.glob("night-*.json"), reverse=True):
+            if isinstance(data := read_json(path), dict):
+                yield NightRecord(path, data)
 
     def newest(self) -> NightRecord | None:
         """The last night that began."""
-        return next(iter(self.all()), None)
+        return next(self.newest_first(), None)
 
     def settle(self) -> NightRecord | None:
         """Return the newest night; mark its unfinished try as crashed. Call it with the lock held: a process that still
@@ -322,25 +323,26 @@ class Nights:
     def read(self) -> set[str]:
         """Digests of the files that completed nights read, or found nothing new in, and of those that their champions had
         learnt before the first night."""
-        completed = [night for night in self.all() if night.outcome in (*COMPLETED, NOTHING_NEW)]
+        completed = (night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW))
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
     def damaged(self, settings: Settings) -> set[str]:
         """Digests of the files that a night found damaged under the same settings of `reading`."""
         reading = _reading_digest(settings)
-        return {file["sha256"] for night in self.all() for file in night.left_out if file["reading"] == reading}
+        return {file["sha256"] for night in self.newest_first() for file in night.left_out if file["reading"] == reading}
 
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that the champion was trained on: those of its night, of the night that made the champion
         before it, and so on. Nights that were not promoted, by figures or by hand, or were rolled back, are excluded."""
-        night_by_version = {night.data.get("version"): night for night in self.all() if night.outcome in COMPLETED}
+        read_by_version = {
+            night.data.get("version"): ({*night.digests(), *night.frozen.learnt}, night.frozen.champion)
+            for night in self.newest_first()
+            if night.outcome in COMPLETED
+        }
         digests: set[str] = set()
-        version = champion.version if champion else None
-        while version in night_by_version:
-            night = night_by_version.pop(version)
-            digests |= night.digests() | set(night.frozen.learnt)
-            previous_champion = night.frozen.champion
-            version = previous_champion.version if previous_champion else None
+        while champion and champion.version in read_by_version:
+            files, champion = read_by_version.pop(champion.version)
+            digests |= files
         return digests
 
 
@@ -349,10 +351,10 @@ def needed_keys(home: Path) -> set[str]:
     pipeline, to which the next night's are added, and what was learnt, by any night: its set may be promoted later."""
     keys, references = set[str](), set[str]()
     for directory in (home / "nightly").glob("*"):
-        nights = Nights(home, directory.name).all()
-        references.add(next((reference for night in nights if (reference := night.heldout)), ""))
-        for night in nights:
-            references.update(*map(night.learnt_shards, LEARNT))
+        newest_heldout = None
+        for night in Nights(home, directory.name).newest_first():
+            newest_heldout = newest_heldout or night.heldout
+            references.update(*map(night.learnt_shards, LEARNT), [newest_heldout or ""])
             if night.is_open:
                 frozen = night.frozen
                 keys.update(frozen.champion.keys.values() if frozen.champion else ())

@@ -173,9 +173,15 @@ def names(home: Path) -> list[str]:
     """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
     with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
         records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
-        stems = [entry.name.removesuffix(".json") for entry in records if entry.stat().st_size]
+        stems = [entry.name.removesuffix(".json") for entry in records if _has_text(entry)]
         return sorted(stems, key=time_in_name, reverse=True)
     return []
+
+
+def _has_text(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # removed meanwhile: the others still count
+        return entry.stat().st_size > 0
+    return False
 
 
 def time_in_name(name: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import JsonDict, JsonObject, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.store.runs import read_rows
@@ -341,7 +341,7 @@ def note_run_id(home: Path, run: AnyRun) -> None:
     record = read_object(path) if name else {}
     if record and (record.get("tracking") or {}).get("identity") == run.identity:
         with contextlib.suppress(OSError):
-            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run.id}})
+            write_json(path, {**record, "tracking": {**record["tracking"], "run_id": run.id}}, PRIVATE_FILE)
 
 
 AnyStore = MlflowStore | NullStore
