@@ -21,6 +21,7 @@ import pytest
 from support.paths import ROOT
 from support.planned_homes import append
 
+from ttrain.config.rules import usual_intermediate_size
 from ttrain.core import hashing
 from ttrain.core.hashing import (
     KEPT_DAYS,
@@ -31,7 +32,7 @@ from ttrain.core.hashing import (
     sha256_file,
     stamp,
 )
-from ttrain.stages import STAGES
+from ttrain.stages import RUNNABLE, STAGES, TRAINING_STAGES
 
 DAY = 86400
 LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
@@ -223,6 +224,19 @@ def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others
     assert {"ttrain.stages.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
     assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])
     assert not NON_RESULT_NAMES & {name for modules in code.values() for name in modules}
+
+
+def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_models_of_stages(tmp_path: Path) -> None:
+    cache = DigestCache(tmp_path / "digests.json")
+    code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
+    for name in (*TRAINING_STAGES, "reference", "task"):
+        assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
+    assert {"ttrain.stages.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
+    assert "ttrain.stages.callbacks" not in (ROOT / "ttrain/stages/evaluate.py").read_text(), "what it writes counts"
+
+
+def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
+    assert [usual_intermediate_size(width) for width in (8, 96, 128, 768, 4096)] == [32, 256, 352, 2048, 10944]
 
 
 def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> None:

@@ -14,7 +14,7 @@ from support.tiny_stages import Home, stage_settings
 
 from ttrain.core.machine import processor
 from ttrain.doctor import machine
-from ttrain.stages import training, user_task
+from ttrain.stages import user_task
 from ttrain.stages.trainable_model import compiles
 from ttrain.store import tunings
 from ttrain.store.tunings import Choice
@@ -41,7 +41,7 @@ def weights(output: Path) -> Any:
 def test_in_deterministic_mode_nothing_is_measured_and_no_bit_is_another(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(training.tuning, "tune", lambda *given, **more: pytest.fail("it may not be called"))
+    monkeypatch.setattr(tuning, "tune", lambda *given, **more: pytest.fail("it may not be called"))
     outputs = []
     for tune in ("off", "auto"):
         outputs.append(tmp_path / tune)

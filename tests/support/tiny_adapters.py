@@ -13,7 +13,7 @@ from torch import Tensor
 from ttrain.config import Lora, Optim, Schedule
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
-from ttrain.train.checkpoint import copy_tensors
+from ttrain.train.snapshots import copy_tensors
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_t
 from ttrain.config import Training
 from ttrain.errors import RankLost
 from ttrain.model import factory
-from ttrain.train.checkpoint import copy_tensors
 from ttrain.train.distributed import Ranks
+from ttrain.train.snapshots import copy_tensors
 from ttrain.train.trainer import Cadence
 
 STEPS = 4

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
@@ -21,6 +25,20 @@ PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes
 def private_opener(name: str, flags: int) -> int:
     """As `opener` of `open`: a new file is for its owner alone."""
     return os.open(name, flags, PRIVATE_FILE)
+
+
+def finite(value: T) -> T:
+    """Convert for JSON: numbers that are not finite become null, tuples lists and dataclasses objects."""
+    converted: Any = value
+    if isinstance(value, dict):
+        converted = {key: finite(inner) for key, inner in value.items()}
+    elif isinstance(value, list | tuple):
+        converted = [finite(inner) for inner in value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        converted = finite(asdict(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        converted = None
+    return converted  # type: ignore[no-any-return]
 
 
 def parse_json(text: str | bytes) -> Any:

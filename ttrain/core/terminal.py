@@ -7,17 +7,17 @@ import errno
 import functools
 import io
 import json
-import math
 import os
 import re
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ttrain.core.files import finite
 from ttrain.errors import TTrainError
 
 if TYPE_CHECKING:
@@ -108,19 +108,8 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     try:
         text = dumps(value)
     except ValueError:
-        text = dumps(_finite(value))
+        text = dumps(finite(value))
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=indent is None)
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of each number that is NaN or infinite."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return _finite(asdict(value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(value: Any) -> object:

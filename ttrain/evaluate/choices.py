@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
-from ttrain.evaluate.task_result import Metric, TaskResult, finite, mean
+from ttrain.evaluate.task_result import Metric, TaskResult, mean
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 
@@ -76,7 +76,7 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     separates models long before their accuracies differ. An item with a score that is not finite counts as wrong.
     """
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
-    rows, losses = [], []
+    rows, losses = list[JsonDict](), []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
     for prompt in items.items:
         choice, costs = prompt.choice, [next(scored) for _ in prompt.continuations]

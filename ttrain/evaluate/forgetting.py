@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from ttrain.config import Promotion
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.statistics import Interval, Rule
-from ttrain.evaluate.task_result import finite
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts

@@ -71,11 +71,11 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocume
     for name, harness_task in _load_tasks(spec, files, setting).items():
         documents += _documents(name, harness_task, spec, setting)
     documents = sampled(documents, spec.limit, spec.seed)
-    names = dict.fromkeys(document.name for document in documents)
-    groups = {
-        f"task={name}": tuple(number for number, document in enumerate(documents) if document.name == name)
-        for name in (names if len(names) > 1 else ())
-    }
+    numbers_by_name: dict[str, list[int]] = defaultdict(list)
+    for number, document in enumerate(documents):
+        numbers_by_name[document.name].append(number)
+    several = numbers_by_name if len(numbers_by_name) > 1 else {}
+    groups = {f"task={name}": tuple(numbers) for name, numbers in several.items()}
     identities = [
         [
             document.name,

@@ -9,9 +9,9 @@ from typing import Any
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
-from ttrain.evaluate import forgetting, suites, task_result
+from ttrain.evaluate import forgetting, suites
 from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate.forgetting import TextFigure
 from ttrain.evaluate.scores import Scores
@@ -53,7 +53,7 @@ class Decision:
 
     def to_json(self) -> JsonDict:
         """All fields as JSON; numbers that are not finite become null."""
-        return task_result.finite(asdict(self))
+        return finite(asdict(self))
 
     def rows(self) -> list[tuple[str, str]]:
         """(label, text) of each field, for a table."""

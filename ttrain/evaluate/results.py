@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, finite
 from ttrain.core.hashing import digest_of
 from ttrain.evaluate import items as notes
 from ttrain.evaluate import statistics
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.statistics import FEWEST_ITEMS, Interval, PairedComparison, Rule
-from ttrain.evaluate.task_result import Metric, TaskResult, finite, metric_of
+from ttrain.evaluate.task_result import Metric, TaskResult, metric_of
 
 Table = tuple[list[str], list[tuple[str, ...]]]  # header, rows
 COMPARED = tuple(field.name for field in fields(PairedComparison))

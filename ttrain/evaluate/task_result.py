@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
@@ -103,18 +103,6 @@ class TaskResult:
 def metric_of(metric: str, group: str) -> str:
     """Name of a metric over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh."""
     return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
-
-
-def finite(fields: JsonDict) -> JsonDict:
-    """Convert for JSON: numbers that are not finite become null, tuples become lists."""
-    return {
-        name: [_finite_or_none(end) for end in value] if isinstance(value, tuple) else _finite_or_none(value)
-        for name, value in fields.items()
-    }
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 FILE = "scores.json"  # of an evaluation

@@ -136,6 +136,11 @@ ELSEWHERE = frozenset({"intermediate", "transform", "lm_head", "predictions", "g
                        "input_layernorm"})  # fmt: skip
 
 
+def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
+    """The number of parameters, or of those alone that are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained)
+
+
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:
     """If set, redraw the weights that write into the residual stream with a deviation of init_std / sqrt(2 layers).
 

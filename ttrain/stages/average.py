@@ -14,8 +14,8 @@ from torch import Tensor
 from ttrain.config import AverageConfig
 from ttrain.errors import ArtifactError
 from ttrain.stages.job import Figures, StageContext
-from ttrain.stages.new_model import DIRECTORY, write_weights
-from ttrain.train.checkpoint_format import SAFETENSORS, load_tensors
+from ttrain.stages.new_model import DIRECTORY
+from ttrain.train.checkpoint_format import SAFETENSORS, load_tensors, write_weights
 
 
 def run(config: AverageConfig, job: StageContext) -> Figures:

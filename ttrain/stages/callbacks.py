@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ttrain.config import Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import write_json
-from ttrain.data import chat, chat_templates
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.packing import Rows
@@ -128,23 +126,7 @@ def sampler(
     """Return a function that generates the most likely continuation of each prompt, as a document or as an assistant."""
     _refuse_sharded_models(runtime, ranks, "sample_every_steps", "write")
     prompts = [(prompt, documents) for prompt in runtime.sample_prompts]
-    return lambda: continuations(model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
-
-
-def continuations(
-    model: nn.Module, encoder: Encoder, prompts: Iterable[tuple[str, bool]], *, new_tokens: int, device: torch.device
-) -> list[tuple[str, str]]:
-    """(prompt, its most likely continuation) of each prompt that begins a document, or is a question to an assistant."""
-    samples = []
-    for text, is_document in prompts:
-        if is_document:
-            ids = [encoder.bos_id, *encoder.encode([text])[0]]
-        else:
-            ids = chat.prompt_ids(encoder, (chat_templates.Message("user", text),))
-        stops = [encoder.eos_id, encoder.end_id]
-        tokens = baselines.greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
-        samples.append((text, encoder.decode(tokens)))
-    return samples
+    return lambda: baselines.continuations(model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
 
 
 def is_without_effect(curve: Path) -> bool:

@@ -6,10 +6,10 @@ import shutil
 
 from ttrain.config import ChosenBaseConfig, Promotion
 from ttrain.config.training import BITS_PER_BYTE
+from ttrain.core.files import finite
 from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import finite
 from ttrain.stages import CANDIDATES
 from ttrain.stages.heldout import read_nights
 from ttrain.stages.job import Figures, StageContext

@@ -17,7 +17,7 @@ from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
 from ttrain.config.training import BITS_PER_BYTE, PREFERENCE_ACCURACY
-from ttrain.core.files import write_json
+from ttrain.core.files import finite, write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import LABELS
@@ -32,7 +32,6 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.stages import BASE_OF, heldout
-from ttrain.stages.callbacks import continuations
 from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
@@ -140,7 +139,7 @@ def _paired(
             first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
             if first and second and statistics.comparable(first, second):
                 compared = asdict(statistics.compare(first, second, rule))
-                paired[metric.of(later)] = {"against": earlier, **task_result.finite(compared)}
+                paired[metric.of(later)] = {"against": earlier, **finite(compared)}
     return paired
 
 
@@ -273,5 +272,5 @@ def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: tor
     prompts = [*((text, True) for text in settings.documents), *((text, False) for text in settings.chats)]
     if not settings.new_tokens:
         return []
-    samples = continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
+    samples = baselines.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
     return [{"prompt": prompt, "answer": answer} for prompt, answer in samples]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ttrain.config import ExistingModelConfig
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
-from ttrain.model import multi_token
+from ttrain.model import factory, multi_token
 from ttrain.stages import new_model
 from ttrain.stages.job import Figures, StageContext
 
@@ -56,7 +56,7 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
     _set_ids(model, encoder)
     new_model.write(model, tokenizer, directory)
     return {
-        "parameters": new_model.count_parameters(model),
+        "parameters": factory.count_parameters(model),
         "model_type": model.config.model_type,
         "vocab_size": embedding_rows(model),
         "vocab_size_before": rows_before,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from torch import Tensor, nn
 
 from ttrain.config import Model, NewModelConfig
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
 from ttrain.stages.job import Figures, StageContext
-from ttrain.store.model_files import MODEL
 from ttrain.train import checkpoint_format
-from ttrain.train.snapshots import copy_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,11 +38,6 @@ def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
     return model
 
 
-def count_parameters(model: nn.Module, *, trained: bool = False) -> int:
-    """The number of parameters, or of those alone that are trained."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained)
-
-
 def load(directory: Path) -> PreTrainedModel:
     """A model from its Hugging Face directory, with the second head that may lie beside it."""
     model = factory.load(directory)
@@ -57,36 +47,9 @@ def load(directory: Path) -> PreTrainedModel:
 
 def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
     """Write a Hugging Face directory, in the layout of the training stages."""
-    write_files(directory, {**factory.files(model), **tokenizer_files(tokenizer)}, multi_token.state(model))
-
-
-def write_files(
-    directory: Path,
-    files: Mapping[str, bytes],
-    weights: Mapping[str, Tensor],
-    weights_file: str = MODEL,
-    left_out: Collection[str] = (),
-) -> None:
-    """Write the files of a model and its weights; a tensor that is named FILE.safetensors/NAME into that file.
-
-    A file of weights that is `left_out` is removed.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
-    for file, tensors in checkpoint_format.by_file(copy_tensors(weights), weights_file).items():
-        if file in left_out:
-            (directory / file).unlink(missing_ok=True)
-        else:
-            write_weights(directory / file, tensors)
-
-
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of weights, which replaces an old one when it is whole."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.unlink(missing_ok=True)
-    checkpoint_format.write(temporary, checkpoint_format.tensor_parts(tensors, {"format": "pt"}))
-    temporary.replace(path)
+    checkpoint_format.write_model(
+        directory, {**factory.files(model), **tokenizer_files(tokenizer)}, multi_token.state(model)
+    )
 
 
 def run(config: NewModelConfig, job: StageContext) -> Figures:
@@ -94,4 +57,4 @@ def run(config: NewModelConfig, job: StageContext) -> Figures:
     tokenizer = job.inputs["tokenizer"]
     model = new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)
     write(model, tokenizer, job.output / DIRECTORY)
-    return {"parameters": count_parameters(model)}
+    return {"parameters": factory.count_parameters(model)}

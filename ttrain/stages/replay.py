@@ -97,9 +97,11 @@ def sample(
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]
     chosen = np.sort(order[earlier_tokens < share * lengths.sum()])
-    tokens, live, counts, first = [], [], [], 0
-    for column in source.columns():
-        inside = chosen[(records[chosen] >= first) & (records[chosen] < first + len(column))]
+    columns = source.columns()
+    firsts = offsets_of([len(column) for column in columns])
+    of_columns = np.split(chosen, records[chosen].searchsorted(firsts[1:-1]))
+    tokens, live, counts = [], [], []
+    for column, first, inside in zip(columns, firsts, of_columns, strict=False):
         rows = records[inside] - first
         held_out = [row for row in np.unique(rows).tolist() if _digest(column, row) in heldout]
         inside, rows = (numbers[~np.isin(rows, held_out)] for numbers in (inside, rows))
@@ -107,7 +109,6 @@ def sample(
         tokens.append(column.tokens[places])
         live += [] if column.live is None else [column.live[places]]
         counts.append(lengths[inside])
-        first += len(column)
     return Column(np.concatenate(tokens), offsets_of(np.concatenate(counts)), np.concatenate(live) if live else None)
 
 

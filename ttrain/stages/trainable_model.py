@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config import Runtime
+from ttrain.core.files import finite
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
-from ttrain.evaluate.task_result import finite
-from ttrain.stages import new_model, plateau
+from ttrain.model.factory import count_parameters
+from ttrain.stages import plateau
 from ttrain.stages.callbacks import GUARDS
 from ttrain.stages.job import Figures, StageContext
-from ttrain.train import checkpoint, guards, precision
+from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints, Snapshot
 from ttrain.train.distributed import Ranks, share_cores
@@ -141,7 +142,7 @@ def train(
     if ranks.first:
         with ranks.busy("writing the model"):
             directory = job.output / trained.directory
-            new_model.write_files(directory, trained.files, weights, trained.weights_file, trained.left_out)
+            checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
             if (step := plateau_end(config.schedule, order.steps)) is not None:
                 plateau.write(job.output, step)
     ranks.barrier()
@@ -177,6 +178,6 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "device": ranks.device.type,
         "ranks": ranks.world,
         "threads": torch.get_num_threads(),
-        "parameters": new_model.count_parameters(model),
-        "trainable_parameters": new_model.count_parameters(model, trained=True),
+        "parameters": count_parameters(model),
+        "trainable_parameters": count_parameters(model, trained=True),
     }

@@ -43,7 +43,7 @@ from ttrain.train.checkpoint_format import (
     with_digest,
     write,
 )
-from ttrain.train.snapshots import Snapshot, SnapshotBuffers, copy_tensors, needed_bytes
+from ttrain.train.snapshots import Snapshot, SnapshotBuffers, needed_bytes
 
 __all__ = [
     "OPTIMIZER",
@@ -52,7 +52,6 @@ __all__ = [
     "Checkpoints",
     "Snapshot",
     "SnapshotBuffers",
-    "copy_tensors",
     "needed_bytes",
     "read",
 ]

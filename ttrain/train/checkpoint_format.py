@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ttrain.core.files import parse_json
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
-from ttrain.train.snapshots import Snapshot
+from ttrain.train.snapshots import Snapshot, copy_tensors
 
 STATE = "state.json"
 
@@ -184,6 +184,35 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
         finally:
             os.close(descriptor)
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_model(
+    directory: Path,
+    files: Mapping[str, bytes],
+    weights: Mapping[str, Tensor],
+    weights_file: str = WEIGHTS,
+    left_out: Collection[str] = (),
+) -> None:
+    """Write the files of a model and its weights; a tensor that is named FILE.safetensors/NAME into that file.
+
+    A file of weights that is `left_out` is removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    for file, tensors in by_file(copy_tensors(weights), weights_file).items():
+        if file in left_out:
+            (directory / file).unlink(missing_ok=True)
+        else:
+            write_weights(directory / file, tensors)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of weights, which replaces an old one when it is whole."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)
+    write(temporary, tensor_parts(tensors, {"format": "pt"}))
+    temporary.replace(path)
 
 
 @contextlib.contextmanager
