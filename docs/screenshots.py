@@ -76,16 +76,16 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
             browser.settle()
 
         go(pages["table"], "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1")
-        browser.screenshot(IMAGES / "mlflow-runs.png")
+        (IMAGES / "mlflow-runs.png").write_bytes(browser.picture())
         browser.resize(1500, 900)
         go(pages["curves"], "document.querySelectorAll('.js-plotly-plot .lines').length > 3")
-        browser.screenshot(IMAGES / "mlflow-curves.png")
+        (IMAGES / "mlflow-curves.png").write_bytes(browser.picture())
         browser.resize(1500, 1700)
         switches = "document.querySelectorAll('button[role=switch]')"
         go(pages["url"], f"{switches}.length > 1")
         browser.evaluate(f"{switches}.forEach(one => one.click())")
         browser.settle()
-        browser.screenshot(IMAGES / "mlflow-compare.png")
+        (IMAGES / "mlflow-compare.png").write_bytes(browser.picture())
     with served(cli, runs[-1:]) as pages, Browser(width=1500, height=1000) as browser:
         browser.open(pages["table"].partition("#")[0])
         for name, value in QUIET.items():
@@ -97,7 +97,7 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
         browser.evaluate(f"{more}.click()")
         browser.evaluate(HIDE_CHAT % CHAT)
         browser.settle()
-        browser.screenshot(IMAGES / "mlflow-run.png")
+        (IMAGES / "mlflow-run.png").write_bytes(browser.picture())
 
 
 def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
@@ -110,10 +110,11 @@ def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
         (compared, "compare.png", 1200, 1000, False),
     )
     for page, name, width, height, dark in shots:
-        with Browser(width=width, height=height, dark=dark) as browser:
+        with Browser(width=width, height=height) as browser:
+            browser.prefer("dark" if dark else "light")
             browser.open(page.as_uri())
             browser.settle()
-            browser.screenshot(IMAGES / name)
+            (IMAGES / name).write_bytes(browser.picture())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import Settings, flatten, loading, rules
+from ttrain.config import Settings, TaskConfig, flatten, loading, rules
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.pipeline.names import settings_of
@@ -162,6 +162,10 @@ def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
     assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
 
 
+def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
+    assert "data.sft.0.Weighted.path is {'weight': 2}" in refused("data.sft=[{weight: 2}]")
+
+
 def _sections(model: BaseModel) -> list[BaseModel]:
     inner = [value for name in type(model).model_fields if isinstance(value := getattr(model, name), BaseModel)]
     return [model, *(section for value in inner for section in _sections(value))]
@@ -234,6 +238,11 @@ def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_long
     )
     with pytest.raises(UsageError, match=r"'runtime\.prefetch_steps' \(from command line\) is a constant now; leave it out"):
         load(["runtime.prefetch_steps=2"])
+
+    class OwnTask(TaskConfig):
+        prefetch_steps: int = 2
+
+    assert OwnTask(prefetch_steps=5).prefetch_steps == 5, "a task's own setting may have such a name"
 
 
 # --- settings of pretraining that follow from others where they are `auto`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,18 @@ def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None
     assert found["shards-pretrain: rows"] == ("295", "200")
     assert found["shards-pretrain: train rows left out, not JSON"] == ("–", "7")
     assert not any(name.startswith("tokenizer") for name in found)
+
+
+def test_runs_without_artifacts_are_not_said_to_have_the_same_data(tmp_path: Path) -> None:
+    for number, (name, made) in enumerate(((A, shards()), (B, shards()))):
+        make_run(tmp_path, name, [made], number=number)
+    shutil.rmtree(tmp_path / "store")
+    comparison = compared(tmp_path, A, B)
+    assert (
+        lines(comparison.data)
+        == lines(comparison.code)
+        == {"artifacts that are gone": ("shards-pretrain", "shards-pretrain")}
+    )
 
 
 def test_other_tokenizers_and_other_held_out_data_are_warned_of(tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ class Browser:
     def settle(self, seconds: float = 1.0) -> None:
         """Wait until the window has looked the same for so long."""
         seen = [b"", b"x"]
-        until(lambda: time.sleep(seconds) or seen.append(self._picture()) or seen[-1] == seen[-2], "a page at rest")
+        until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], "a page at rest")
 
-    def _picture(self) -> bytes:
+    def picture(self) -> bytes:
+        """What the window shows, as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_retired(cls, values: Any) -> Any:
-        return {key: values[key] for key in values if key not in RETIRED} if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        return {key: values[key] for key in values if key in cls.model_fields or key not in RETIRED}
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -116,8 +118,10 @@ def _exists(path: str) -> bool:
         return False
 
 
-class Weighted(Section):
+class Weighted(BaseModel):  # not a Section: of a union with text, pydantic would name a section's check in its messages
     """A source and how often its rows are drawn, against the other sources' weights."""
+
+    model_config = Section.model_config
 
     path: Location
     weight: float = Field(1.0, gt=0)

@@ -73,7 +73,7 @@ def with_absolute_paths(settings: Settings) -> Settings:
 
 def _absolute_sources(sources: Iterable[str | Weighted]) -> tuple[str | Weighted, ...]:
     return tuple(
-        source.replaced({"path": _absolute(source.path)}) if isinstance(source, Weighted) else _absolute(source)
+        source.model_copy(update={"path": _absolute(source.path)}) if isinstance(source, Weighted) else _absolute(source)
         for source in sources
     )
 

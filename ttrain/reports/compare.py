@@ -17,6 +17,7 @@ from ttrain.reports import facts
 from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
 from ttrain.store.layout import Manifest
+from ttrain.store.runs import BUILT
 from ttrain.tracking import RunView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
@@ -107,6 +108,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
+    gone = list(_gone(views, manifests))
     return RunComparison(
         runs=tuple(view.name for view in views),
         verdict=_verdict(views, metrics),
@@ -114,8 +116,8 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
         settings_aside=tuple(settings[True]),
-        data=tuple(_data(manifests)),
-        code=tuple(_code(manifests)),
+        data=(*gone, *_data(manifests)),
+        code=(*gone, *_code(manifests)),
         metrics=tuple(figure for figure in metrics if figure.name not in same),
         same_metrics=tuple(same),
         samples=tuple(_samples(views, manifests)),
@@ -173,6 +175,16 @@ def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
         values = tuple(table.get(name, ABSENT) for table in tables)
         if len(set(values)) > 1:
             yield Difference(name, values)
+
+
+def _gone(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
+    """The stages of each run whose artifacts are gone: nothing is known of what they read, and by what code."""
+    stages = [
+        [name for name, stage in view.stages.items() if stage.status in (*BUILT, "cached") and not of_run[name]]
+        for view, of_run in zip(views, manifests, strict=True)
+    ]
+    if any(stages):
+        yield Difference("artifacts that are gone", tuple(", ".join(names) or ABSENT for names in stages))
 
 
 def _data(manifests: Sequence[Manifests]) -> Iterator[Difference]:

@@ -76,6 +76,7 @@ class _RunReader:
         self._names = runs.names(home)
         self._notes: list[str] = []
         self._copies = LocalCopies(home)
+        self._cache: dict[tuple[str | None, ...], Any] = {}
 
     def read(self, texts: Sequence[str], *, tracked: bool = False) -> list[RunView]:
         matches = [self._find(text) for text in texts]
@@ -214,6 +215,7 @@ class _RunReader:
             record=match.record or {},
             store=self._store,
             ask=self._ask_source,
+            cache=self._cache,
         )
 
     def _stage(self, entry: JsonObject, match: _Match) -> StageView:

@@ -66,7 +66,7 @@ class RunView:
     record: JsonObject = field(repr=False)  # the whole record in the home; empty if there is none
     store: ArtifactStore = field(repr=False, compare=False)
     ask: Callable[..., Any] = field(repr=False, compare=False)  # a method of MlflowSource: its answer, None if it has none
-    cache: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[tuple[str | None, ...], Any] = field(repr=False, compare=False)  # of all views that are read together
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
@@ -100,7 +100,7 @@ class RunView:
         view = self.stages.get(stage)
         if view is None or view.manifest or not view.run_id:
             return view.manifest if view else {}
-        return self._cached("manifest", stage, compute=lambda: parse_object(self.text(stage, MANIFEST) or ""))
+        return self._cached(stage, "manifest", compute=lambda: parse_object(self.text(stage, MANIFEST) or ""))
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
         """Paths of the files of a stage below a directory, for `text`."""
@@ -113,8 +113,11 @@ class RunView:
         listed = self._ask(stage, MlflowSource.files, f"{stage}/{under}".rstrip("/"))
         return sorted(path.removeprefix(f"{stage}/") for path in listed or ())
 
-    def _cached(self, *key: str, compute: Callable[[], Result]) -> Result:
-        """What was computed for this key before, else now: a page asks for the same a dozen times."""
+    def _cached(self, stage: str, *question: str, compute: Callable[[], Result]) -> Result:
+        """What was computed for the stage before, also for another run that has it, else now: a page asks a dozen times, and
+        the curves of a long training are large."""
+        view = self.stages.get(stage)
+        key = (stage, view.key if view else None, view.run_id if view else None, *question)
         if key not in self.cache:
             self.cache[key] = compute()
         value: Result = self.cache[key]
@@ -126,7 +129,7 @@ class RunView:
         return self.ask(question, run_id, *arguments) if run_id else None
 
     def _history(self, stage: str, metric: str) -> list[tuple[int, int, float]]:
-        return self._cached("history", stage, metric, compute=lambda: self._ask(stage, MlflowSource.history, metric)) or []
+        return self._cached(stage, "history", metric, compute=lambda: self._ask(stage, MlflowSource.history, metric)) or []
 
     def _directories(self, stage: str) -> Iterator[Path]:
         """Local directories of a stage's files: in the store, in its work directory, in MLflow's artifacts."""
@@ -139,7 +142,7 @@ class RunView:
 
     def _on_disk(self, stage: str) -> Mapping[str, list[Point]]:
         """All curves of the stage's own files; read once, as a long training has a hundred thousand lines."""
-        return self._cached("curves", stage, compute=lambda: _curves_of(self._rows(stage)))
+        return self._cached(stage, "curves", compute=lambda: _curves_of(self._rows(stage)))
 
     def _rows(self, stage: str) -> Iterator[MetricRow]:
         """The rows of a stage's own curves, without torn lines."""
