@@ -346,7 +346,8 @@ def test_an_id_that_is_taken_is_not_given_twice(tmp_path: Path) -> None:
     assert len(encoder) == max(numbers) + 1
 
 
-def test_what_is_no_tokenizer_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # which takes 0.2 s to import
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.json").write_text("{}")
     for name, reason in (

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.streamed_files import written
 
+from ttrain.core import redact
 from ttrain.data.records import (
     FIRST_REJECTED,
     KEYS_LOOKED_AT,
@@ -189,3 +191,12 @@ def test_whatever_the_bytes_are_the_rows_add_up_or_a_data_error_says_why(
             continue
         assert tally.kept == kept == tally.rows - tally.skipped.total() - tally.rejected.total()
         json.dumps(tally.to_json())
+
+
+def test_a_bad_row_that_is_not_listed_is_counted_and_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally, described = Tally(), Mock(side_effect=redact.url)
+    monkeypatch.setattr(redact, "url", described)
+    for line in range(1, 101):
+        tally.reject("a.jsonl", line, "bad", b"{}")
+    assert (tally.rejected, tally.bad_rows) == ({"bad": 100}, {"a.jsonl": 100})
+    assert described.call_count == len(tally.first_rejected) < 10

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,15 @@ def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) ->
     alone = validate([str(good)], NEAR, pool=Here())
     assert reports[1].near_duplicates == alone[0].near_duplicates == 0
     assert reports[1].tally.skipped["duplicate"] == 30
+
+
+def test_sketches_take_17_bytes_of_memory_for_each_byte_of_a_text() -> None:
+    plain = overlap.plain(joined(text(random.Random(12), 400_000)))
+    tracemalloc.start()
+    near_duplicates.sketches_of([plain], RULE)
+    peak = tracemalloc.get_traced_memory()[1] / len(plain)
+    tracemalloc.stop()
+    assert peak < 19, f"{peak:.1f} bytes a byte"
 
 
 @pytest.mark.soak

@@ -35,7 +35,7 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     names = [record(tmp_path, started=started).run for started in (2.0, 3.0, 1.0)]
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
     (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
-    (tmp_path / "runs" / "gone.json").symlink_to(tmp_path / "nowhere")  # as one that is removed during the look
+    (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
     assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
 

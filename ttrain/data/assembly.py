@@ -150,9 +150,11 @@ def _place_shards(
     sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for part_name in PARTS:
         (output / part_name).mkdir(parents=True, exist_ok=True)
+        used_names = set[str]()
         for block in built_blocks:
-            entry = _place_shard(output, part_name, block, {e["file"] for e in entries[part_name]}, recipe)
+            entry = _place_shard(output, part_name, block, used_names, recipe)
             if entry:
+                used_names.add(entry["file"])
                 entries[part_name].append({**entry, "group": block.source.group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
@@ -217,8 +219,9 @@ class _Selection:
 
     def select(self, reading: Reading) -> int:
         """Leave out what is held out, duplicates and what is beyond the limit. Returns the number of duplicate rows."""
-        keys, repeated = _split_keys(self.rows, self._kind), ~is_first(self.rows)
+        repeated = ~is_first(self.rows)
         if self.from_heldout.any():
+            keys = _split_keys(self.rows, self._kind)
             self.leave_out(HELD_OUT, ~self.from_heldout & np.isin(keys, keys[self.from_heldout]))
         repeated &= self.selected
         if reading.deduplicate:

@@ -65,12 +65,12 @@ def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callabl
     `text` is the value of `setting`. Raises UsageError, with the `fix`, if it is not owner/name[@revision] or names a file,
     and if it cannot be fetched.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     hub_name = HUB_REFERENCE.fullmatch(text)
     if hub_name is None or user_path(text).exists():
         raise UsageError(f"{setting} is '{text}' but there is no such folder; {fix}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     name, revision = hub_name.groups()
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
     with contextlib.suppress(LocalEntryNotFoundError, ValueError):

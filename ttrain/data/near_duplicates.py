@@ -119,7 +119,8 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
         windows.append(max(0, len(text) - SEED_BYTES + 1))
         inside[start : start + windows[-1]] = True
         start += len(text)
-    flat, owners = flat[inside], np.repeat(np.arange(len(texts), dtype=np.int32), windows)
+    flat = flat[inside]  # frees those between texts before `owners` is made
+    owners = np.repeat(np.arange(len(texts), dtype=np.int32), windows)
     keys = _band_keys(flat, owners, len(texts), rule)
     return Sketches(keys, _distinct(flat, owners, len(texts)))  # which sorts them in place
 

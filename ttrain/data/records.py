@@ -269,10 +269,11 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         self._count(reason, 1)
         self.bad_rows[path] += 1
-        row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
-        if raw:
-            row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
-        self._list(row)
+        if len(self.first_rejected) < FIRST_REJECTED or self.quarantine:
+            row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
+            if raw:
+                row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+            self._list(row)
 
     def _list(self, row: JsonDict) -> None:
         if "line" in row and len(self.first_rejected) < FIRST_REJECTED:

@@ -171,17 +171,13 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict
 
 def names(home: Path) -> list[str]:
     """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
+    stems = []
     with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
-        records = [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
-        stems = [entry.name.removesuffix(".json") for entry in records if _has_text(entry)]
-        return sorted(stems, key=time_in_name, reverse=True)
-    return []
-
-
-def _has_text(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # removed meanwhile: the others still count
-        return entry.stat().st_size > 0
-    return False
+        for entry in entries:
+            with contextlib.suppress(OSError):  # one that is removed meanwhile, or a dangling link, hides no other
+                if entry.name.endswith(".json") and not entry.name.startswith(".") and entry.stat().st_size:
+                    stems.append(entry.name.removesuffix(".json"))
+    return sorted(stems, key=time_in_name, reverse=True)
 
 
 def time_in_name(name: str) -> tuple[str, ...]:
