@@ -291,6 +291,7 @@ def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
         ({"kind": "deepseek_v3", "heads": 4, "hidden_size": 136, "kv_heads": 2}, "; try model.kv_heads=null"),
         ({"kind": "tinyseek", "heads": 4}, ""),
         ({"kind": "gpt2", "kv_heads": 1}, "model.kv_heads is 1"),
+        ({"kind": "gpt_neo"}, "verify the value of `config.attention_types` argument."),  # the end of what its config says
         ({"fields": {"head_dim": 43}, "heads": 3, "hidden_size": 129}, "model.kind is qwen3"),
         ({"moe": {}}, ""),
         ({"moe": {"dense_layers": 1}}, "model.moe.dense_layers is 1"),

@@ -6,9 +6,11 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
@@ -147,3 +149,16 @@ def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_n
     assert 0 < artifact.result["resumed_from_step"] < 60
     assert not bed.home.store.work("pretrain", artifact.key).exists()
     assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]
+
+
+def test_a_crash_of_native_code_names_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged file of them ends a process so, and nothing in its log names it."""
+    monkeypatch.setattr(processes, "KERNELS", tmp_path)
+    process = subprocess.Popen(["sh", "-c", "kill -SEGV $$"])
+    process.wait()
+    end = "its process was killed by SIGSEGV without a result"
+    assert processes.ProcessGroup([process]).describe_end() == end
+    kernels = tmp_path / "_native.so"
+    kernels.touch()
+    advice = f"; if that repeats, remove {kernels}, which may be damaged, or install ttrain again"
+    assert processes.ProcessGroup([process]).describe_end() == end + advice

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttrain.train.monitor import PERFORMANCE
+# Metrics that differ between two runs of the same training.
+PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time")
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.comparing import PERFORMANCE
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import CPU, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +20,7 @@ from ttrain.config import Lora
 from ttrain.model import adapters
 from ttrain.train import monitor
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import PERFORMANCE, TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
+from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
 from ttrain.train.trainer import Cadence
 
 

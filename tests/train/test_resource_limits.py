@@ -51,9 +51,11 @@ def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp
 
 
 @linux
-def test_a_limit_below_what_is_there_is_refused_and_nothing_changes() -> None:
-    with pytest.raises(UsageError, match=r"memory_limit_gb is 0\.001, but the process has \d+\.\d\d before it trains"):
-        limit_memory(1e6, CPU)
+@pytest.mark.parametrize("more_bytes", [-100_000_000, 30_000_000])
+def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes(more_bytes: int) -> None:
+    """With 30 MB left it ended in "can't start new thread", or as an unexpected MemoryError."""
+    with pytest.raises(UsageError, match=r"but the process has \d+\.\d\d before it trains, and needs 0\.\d\d to begin; set"):
+        limit_memory(resource_limits.data_bytes() + more_bytes, CPU)
     torch.zeros(10_000_000)
 
 
@@ -82,6 +84,12 @@ def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
             raise error
     assert "memory_limit_gb" not in str(found.value)
     assert found.value.__cause__ is error
+
+
+def test_a_thread_without_room_for_its_stack_is_out_of_memory_where_there_is_a_limit() -> None:
+    for limit, message in ((1e9, r"raise runtime\.memory_limit_gb \(it is 1\)"), (None, "^can't start new thread$")):
+        with pytest.raises((TTrainError, RuntimeError), match=message), explain_out_of_memory(limit, 8):
+            raise RuntimeError("can't start new thread")
 
 
 def test_other_errors_rise_as_they_are() -> None:

@@ -65,7 +65,7 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
         _set_rope(config, hf_config, names)
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error))}"
+            f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error), most=1000)}"
         ) from None
     return hf_config
 

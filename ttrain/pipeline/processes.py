@@ -27,6 +27,8 @@ from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import GATE, TASK, Stage
 
 POLL_SECONDS = 0.05
+CRASHES = (signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)  # of native code
+KERNELS = Path(__file__).parents[1] / "train"  # where they are compiled to
 # After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
 GRACE_SECONDS = {True: 60.0, False: 5.0}
 OTHERS_SECONDS = 5.0  # for the other ranks to report, once one has failed or rank 0 has ended
@@ -122,9 +124,10 @@ class ProcessGroup:
             ((rank, p.returncode) for rank, p in enumerate(self.processes) if p.returncode), (0, 0)
         )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if len(self.processes) == 1:
-            return f"its process {how} without a result"
-        return f"rank {rank} {how} without a result, and the others were ended"
+        who, others = ("its process", "") if len(self.processes) == 1 else (f"rank {rank}", ", and the others were ended")
+        kernels = [*KERNELS.glob("_native.*")] if -code in CRASHES else []
+        advice = f"; if that repeats, remove {kernels[0]}, which may be damaged, or install ttrain again" if kernels else ""
+        return f"{who} {how} without a result{others}{advice}"
 
 
 def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.precision import DTYPES, Precision
 
-# Metrics that differ between two runs of the same training.
-PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time")
-
 RECENT_STEPS = 200  # from which the time of later steps is estimated
 
 TRIMMED = 0.05  # share of them left out at either end: a stall, a first step that compiles

@@ -21,6 +21,8 @@ from ttrain.errors import TTrainError, UsageError
 GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
 CAP_SHARE = 0.8  # of the memory that is free
+# What a training takes before its first step, and the stack of a thread: with less, libraries end it in words of their own.
+START_BYTES, THREAD_BYTES = 40_000_000, 8 << 20
 
 # The last is oneDNN's, where it has no memory to compile a product in.
 PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "could not create a primitive")
@@ -47,11 +49,11 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     elif device.type == "cpu" and sys.platform == "linux":
-        used_bytes = data_bytes()
-        if used_bytes >= limit:
+        used, more = data_bytes() / GB, (START_BYTES + THREAD_BYTES * torch.get_num_threads()) / GB
+        if used + more >= limit / GB:
             raise UsageError(
-                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used_bytes / GB:.2f} before it trains; "
-                f"set runtime.memory_limit_gb above that"
+                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used:.2f} before it trains, and needs "
+                f"{more:.2f} to begin; set runtime.memory_limit_gb above {used + more:.2f}"
             )
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         soft_limit = hard if limit == math.inf else int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
@@ -84,7 +86,7 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) and not (limit and "can't start new thread" in str(error)):  # its stack counts
             raise
         smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
         fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
