@@ -38,6 +38,8 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
     assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
+    (tmp_path / "runs" / "full-20250101-000000-00000.json").symlink_to("gone")  # as one removed while they are listed
+    assert len(history(tmp_path)) == 3
 
 
 def test_a_run_is_on_record_from_its_first_moment_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.core.files import fsync, remove_tree
+from ttrain.core.files import link_or_copy, remove_tree
 from ttrain.core.hashing import differences, sha256_file
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.pipeline.plan import key_of
@@ -146,7 +144,8 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
         output = store.work(stage, planned.key).with_name(f"{planned.key}.adopted")
         remove_tree(output)
         for name in old.manifest["files"]:
-            _link_or_copy(old.path / name, output / name)
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(old.path / name, output / name)
         entry = {
             "key": old.key,
             "differences": differences(old.manifest["ingredients"], planned.ingredients),
@@ -155,15 +154,6 @@ def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
         earlier = old.manifest.get("adopted", [])
         manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": [*earlier, entry]}
         return store.publish(stage, planned.key, output, manifest)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):  # a disk without links, or too many of them
-        os.link(source, target)
-        fsync(target.parent)
-        return
-    shutil.copy2(source, target)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ttrain.reports.summary import rounded
 from ttrain.store.layout import Manifest
 from ttrain.store.runs import BUILT
 from ttrain.tracking import RunView
+from ttrain.tracking.views import StageView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
@@ -116,7 +117,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
         settings_aside=tuple(settings[True]),
-        data=(*gone, *_data(manifests)),
+        data=(*gone, *_data(views, manifests)),
         code=(*gone, *_code(manifests)),
         metrics=tuple(figure for figure in metrics if figure.name not in same),
         same_metrics=tuple(same),
@@ -178,7 +179,7 @@ def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
 
 
 def _gone(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
-    """The stages of each run whose artifacts are gone: nothing is known of what they read, and by what code."""
+    """The stages of each run whose artifacts are gone: of what they read only MLflow knows, and of their code nobody."""
     stages = [
         [name for name, stage in view.stages.items() if stage.status in (*BUILT, "cached") and not of_run[name]]
         for view, of_run in zip(views, manifests, strict=True)
@@ -187,19 +188,21 @@ def _gone(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[
         yield Difference("artifacts that are gone", tuple(", ".join(names) or ABSENT for names in stages))
 
 
-def _data(manifests: Sequence[Manifests]) -> Iterator[Difference]:
-    """Files by their digests, and counts of their rows."""
+def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
+    """Files by their digests, and counts of their rows; of a stage without a manifest, what MLflow lists of its data."""
     return _differences(
         [
-            {f"{name}: {label}": value for name, manifest in stages.items() for label, value in _data_of(name, manifest)}
-            for stages in manifests
+            {f"{name}: {label}": value for name in stages for label, value in _data_of(view.stages[name], stages[name])}
+            for view, stages in zip(views, manifests, strict=True)
         ]
     )
 
 
-def _data_of(stage: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    if not (stage in ("tokenizer", "heldout", "source") or stage.startswith("shards-")):
+def _data_of(stage: StageView, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    if not (stage.stage in ("tokenizer", "heldout", "source") or stage.stage.startswith("shards-")):
         return
+    if not manifest:
+        yield from stage.data.items()
     result = manifest.get("result", {})
     for role, name, digest in facts.files_of(manifest):
         yield (f"{name} ({role})" if role != "train" else name), digest

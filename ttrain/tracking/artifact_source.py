@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ttrain.core.files import JsonObject
+from ttrain.core.files import JsonObject, parse_object
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
@@ -51,6 +51,7 @@ class StoredRun:
     params: Mapping[str, str]
     metrics: Mapping[str, float]  # last values
     tags: Tags  # "" for one that the run does not have
+    data: Mapping[str, str]  # digest and counts of each data set that it read, by name
 
 
 class MlflowSource:
@@ -123,6 +124,7 @@ class MlflowSource:
 
 def _stored_run(run: Any) -> StoredRun:
     info, data = run.info, run.data
+    datasets = [entry.dataset for entry in (run.inputs.dataset_inputs if run.inputs else ())]
     return StoredRun(
         info.run_id,
         info.run_name or "",
@@ -133,7 +135,12 @@ def _stored_run(run: Any) -> StoredRun:
         dict(data.params),
         dict(data.metrics),
         defaultdict(str, data.tags),
+        {dataset.name: f"{dataset.digest} {_counts_in(dataset.profile or '')}".strip() for dataset in datasets},
     )
+
+
+def _counts_in(profile: str) -> str:
+    return ", ".join(f"{name} {count}" for name, count in parse_object(profile).items())
 
 
 class LocalCopies:

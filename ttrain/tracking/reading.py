@@ -33,7 +33,7 @@ from ttrain.tracking.runs import PARENT
 from ttrain.tracking.views import RunView, StageView
 
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
-NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str))  # in place of one that MLflow has no more
+NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str), {})  # in place of one that MLflow has no more
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -235,6 +235,7 @@ class _RunReader:
             run_id=stage_run.run_id if stage_run else None,
             seconds=seconds,
             ended=None if is_cached else ended,
+            data=stage_run.data if stage_run else {},
             artifact_uri=stage_run.artifact_uri if stage_run else next((path.parent.as_uri() for path in copies), None),
             record=entry,
             manifest=manifest,

@@ -44,6 +44,7 @@ class StageView:
     run_id: str | None  # MLflow's
     seconds: float | None  # of building it
     ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
+    data: Mapping[str, str] = field(default_factory=dict)  # as `StoredRun` has it
     artifact_uri: str | None = None
     record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
