@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -150,6 +151,12 @@ def test_a_subclass_that_lacks_a_method_cannot_be_made_and_the_error_names_it() 
         lacking: Any = type("Lacking", (TrainingTask,), {name: methods[name] for name in METHODS if name != missing})
         with pytest.raises(TypeError, match=rf"abstract method '?{missing}'?"):
             lacking()
+
+
+def test_to_look_for_a_task_does_not_import_the_compiler_of_torch() -> None:
+    """The command does it before it starts the process of the training: 3.2 s of CPU time instead of 1.7."""
+    code = "import sys, ttrain.train.task; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.train import optim
 from ttrain.train.distributed import Ranks
-from ttrain.train.losses import ReducedSums, added
 from ttrain.train.precision import Precision
 
 
@@ -95,6 +94,8 @@ def measure(
     task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
 ) -> tuple[float, dict[str, float]]:
     """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
+    from ttrain.train.losses import ReducedSums, added  # imports torch._dynamo, 1 s: not where a task is only named
+
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
