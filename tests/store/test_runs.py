@@ -32,9 +32,12 @@ def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
 
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    names = [record(tmp_path, started=started).run for started in (2.0, 3.0, 1.0)]
+    records = [record(tmp_path, started=started) for started in (2.0, 3.0, 1.0)]
+    names = [run.run for run in records]
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
     (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
+    for number, (name, value) in enumerate({"stages": [None], "process": {"pid": 1}, "started_unix": "now"}.items()):
+        write_json(tmp_path / "runs" / f"forged-{number}.json", {**records[0].snapshot(), name: value})
     (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
     assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
