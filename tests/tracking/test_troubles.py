@@ -22,6 +22,7 @@ from support.tracked_stores import opened, row, started
 from support.waiting import stopwatch, wait_until
 
 from ttrain import tracking
+from ttrain.errors import TrackingError
 from ttrain.pipeline import run_summary
 from ttrain.tracking import MetricsFollower, MlflowStore, SampleFollower, TrackedRun, outbox
 
@@ -130,6 +131,8 @@ def test_sync_says_that_the_database_is_locked(hasty_home: Path) -> None:
         assert store.close() == 2
         (left,) = tracking.sync(hasty_home)
         assert left.things == {"params": 1, "end": 1} and "database is locked" in left.why
+        with pytest.raises(TrackingError, match="database is locked; end the other program that is writing to it"):
+            tracking.Champions(hasty_home).sets()
     (done,) = tracking.sync(hasty_home)
     assert done.things == {} and not outbox.list_outboxes(hasty_home)
 
