@@ -18,6 +18,7 @@ import pytest
 from store.test_store import full_disk
 
 from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
+from ttrain.errors import with_fix
 from ttrain.flows import schedule_files, serving
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import references, runs
@@ -168,9 +169,10 @@ def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pyte
 
 def test_a_run_that_could_not_write_its_record_is_not_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = record(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") as full:
         patch.setattr(runs, "write_json", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         RunRecord(tmp_path, "full", ["sft"], {})
+    assert with_fix(full.value).endswith("No space left on device; free some space and run the same command again")
     assert [path.name for path in (tmp_path / "runs").glob("*.json")] == [f"{made.run}.json"]
     for name, text in (("full-29991121-160222-1a2b4", ""), ("full-19991121-160222-1a2b4", '{"outcome": "completed"}')):
         (tmp_path / "runs" / f"{name}.json").write_text(text)  # of a kill in that moment; of another version
