@@ -34,7 +34,7 @@ TYPES: JsonObject = {
     "key": str,
     "published": int | float,
     "files": {"*": {"bytes": int, "mtime_ns": int, "sha256": str}},
-    "inputs": {"*": {"stage": str, "key": str, "content": str}},
+    "inputs": {"*": {"stage": str, "key": str, "content?": str}},
     "ingredients": {
         **dict.fromkeys(("arguments?", "code?", "inputs?", "settings?"), dict),
         "files?": {"*": [{"name": str, "sha256": str}]},
