@@ -37,7 +37,7 @@ TYPES: JsonObject = {
     "inputs": {"*": {"stage": str, "key": str, "content?": str}},
     "ingredients": {
         **dict.fromkeys(("arguments?", "code?", "inputs?", "settings?"), dict),
-        "files?": {"*": [{"name": str, "sha256": str}]},
+        "files?": {"*": [{"name?": str, "sha256": str}]},
     },
     "result": dict,
     "provenance?": {
