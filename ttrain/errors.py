@@ -25,6 +25,7 @@ from pathlib import Path
 from ttrain.core import redact
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FREE_SPACE = "free some space and run the same command again"
 
 
 class TTrainError(Exception):
@@ -45,6 +46,12 @@ def exit_code_of(error: TTrainError | OSError) -> int:
     if isinstance(error, OSError):
         return 1 if error.errno in DISK_FULL else UsageError.exit_code
     return error.exit_code
+
+
+def with_fix(error: BaseException) -> str:
+    """The error's message; that of a full disk with what to do."""
+    is_full = isinstance(error, OSError) and error.errno in DISK_FULL
+    return f"{error}; {FREE_SPACE}" if is_full else str(error)
 
 
 class UsageError(TTrainError):

@@ -11,16 +11,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, stage_settings
 
+from ttrain.config import Settings
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import launch, processes
 from ttrain.pipeline.stage_worker import PROCESS_NAME
-from ttrain.stages import PRETRAIN
+from ttrain.stages import PRETRAIN, STAGES
 from ttrain.store.layout import Artifact
 
 LIMIT_SECONDS = 2.0
@@ -162,3 +165,18 @@ def test_a_crash_of_native_code_names_the_compiled_kernels(tmp_path: Path, monke
     kernels.touch()
     advice = f"; if that repeats, remove {kernels}, which may be damaged, or install ttrain again"
     assert processes.ProcessGroup([process]).describe_end() == end + advice
+
+
+def test_a_stage_that_cannot_even_write_its_result_names_the_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is empty then, so that nothing else does."""
+    process, log_path = subprocess.Popen(["false"]), tmp_path / "log.txt"
+    process.wait()
+    log_path.touch()
+    ended = (processes.ProcessGroup([process]), STAGES["sft"], Settings(), tmp_path, log_path, 0, False)
+    for free, is_named in ((1 << 20, False), (4096, True)):
+        monkeypatch.setattr("shutil.disk_usage", Mock(return_value=SimpleNamespace(free=free)))
+        with pytest.raises(StageFailed, match="ended with exit code 1 without a result") as failed:
+            processes._result(*ended)
+        assert ("is full: free some space and run the same command again" in str(failed.value)) == is_named

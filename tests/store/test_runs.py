@@ -18,6 +18,7 @@ import pytest
 from store.test_store import full_disk
 
 from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
+from ttrain.errors import with_fix
 from ttrain.flows import schedule_files, serving
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import references, runs
@@ -32,9 +33,12 @@ def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
 
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    names = [record(tmp_path, started=started).run for started in (2.0, 3.0, 1.0)]
+    records = [record(tmp_path, started=started) for started in (2.0, 3.0, 1.0)]
+    names = [run.run for run in records]
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
     (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
+    for number, (name, value) in enumerate({"stages": [None], "process": {"pid": 1}, "started_unix": "now"}.items()):
+        write_json(tmp_path / "runs" / f"forged-{number}.json", {**records[0].snapshot(), name: value})
     (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
     assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
@@ -165,9 +169,10 @@ def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pyte
 
 def test_a_run_that_could_not_write_its_record_is_not_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = record(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") as full:
         patch.setattr(runs, "write_json", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         RunRecord(tmp_path, "full", ["sft"], {})
+    assert with_fix(full.value).endswith("No space left on device; free some space and run the same command again")
     assert [path.name for path in (tmp_path / "runs").glob("*.json")] == [f"{made.run}.json"]
     for name, text in (("full-29991121-160222-1a2b4", ""), ("full-19991121-160222-1a2b4", '{"outcome": "completed"}')):
         (tmp_path / "runs" / f"{name}.json").write_text(text)  # of a kill in that moment; of another version

@@ -33,7 +33,7 @@ from ttrain.tracking import outbox
 STAGE, KEY = "pretrain", "k" * 64
 PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
 FILES = {"model/weights.bin": b"weights", "tokenizer.json": b"{}", **PRIVATE}
-MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}}
+MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}, "inputs": {}}
 
 # In a process of its own, since it forks: publishes the work in copies of a home, each killed one call later.
 KILLED_PUBLISH = f"""

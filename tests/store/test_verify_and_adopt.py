@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ttrain.pipeline import artifact_commands
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, write_manifest
 from ttrain.store.model_files import Reference
 
 # --- verify -------------------------------------------------------------------------------------------------------------
@@ -30,6 +31,11 @@ from ttrain.store.model_files import Reference
 
 def alter(manifest: Path, **values: Any) -> None:
     manifest.write_text(json.dumps({**read_json(manifest), **values}))  # half a pair is an escape in it
+
+
+def forge(manifest: Path, **values: Any) -> None:
+    """As somebody does who knows how a manifest is sealed; it may come from an MLflow that others write to."""
+    write_manifest(manifest.parent, {**read_json(manifest), **values})
 
 
 UNREADABLE, ALTERED = "cannot be read: ", "was altered after it was written"
@@ -45,6 +51,18 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "provenance": (lambda manifest: alter(manifest, provenance=3), ALTERED),
     "input without a stage": (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), ALTERED),
     "another figure": (lambda manifest: alter(manifest, result={"loss": 1.4}), ALTERED),
+    **{
+        f"sealed, {name}": (partial(forge, **{name.split(".")[0]: value}), f"has no {name}, or one of another type")
+        for name, value in (
+            ("published", "now"),
+            ("files", None),
+            ("files.x.mtime_ns", {"x": {"bytes": 1, "sha256": "0"}}),
+            ("result", [1]),
+            ("inputs.base.stage", {"base": {"key": "k"}}),
+            ("ingredients.files.train.0", {"files": {"train": [None]}}),
+            ("provenance.libraries", {"libraries": 3}),
+        )
+    },
 }
 
 

@@ -118,7 +118,7 @@ class House:
         for step in steps:
             (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
             (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
-        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, **more}
+        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, "inputs": {}, **more}
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
     def plan(

@@ -115,8 +115,15 @@ def models(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -> None:
     assert "no champion; to choose one: ttrain models promote 3 --name mine" in models("list").out
     (sets_home / "runs").mkdir()
-    stages = [{"name": stage, "key": f"{stage}-1"} for stage in SUFFIXES]
-    record = {"run": "again", "pipeline": "full", "outcome": "completed", "started_unix": 0, "process": {}, "stages": stages}
+    stages = [{"name": stage, "key": f"{stage}-1", "outcome": "cached"} for stage in SUFFIXES]
+    record: dict[str, Any] = {
+        "run": "again",
+        "pipeline": "full",
+        "outcome": "completed",
+        "started_unix": 0,
+        "stages": stages,
+    }
+    record["process"] = {"pid": 1, "started": 0}
     (sets_home / "runs" / "again.json").write_text(json.dumps(record))
     for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
         said = models("promote", which).out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.kill_points import killed_everywhere
@@ -20,6 +22,7 @@ from support.tracked_stores import opened, row, started
 from support.waiting import stopwatch, wait_until
 
 from ttrain import tracking
+from ttrain.errors import TrackingError
 from ttrain.pipeline import run_summary
 from ttrain.tracking import MetricsFollower, MlflowStore, SampleFollower, TrackedRun, outbox
 
@@ -128,6 +131,8 @@ def test_sync_says_that_the_database_is_locked(hasty_home: Path) -> None:
         assert store.close() == 2
         (left,) = tracking.sync(hasty_home)
         assert left.things == {"params": 1, "end": 1} and "database is locked" in left.why
+        with pytest.raises(TrackingError, match="database is locked; end the other program that is writing to it"):
+            tracking.Champions(hasty_home).sets()
     (done,) = tracking.sync(hasty_home)
     assert done.things == {} and not outbox.list_outboxes(hasty_home)
 
@@ -292,6 +297,27 @@ def test_a_full_disk_costs_the_notes_and_nothing_that_mlflow_takes(
     assert store.close() == 0
     assert store.client.get_run(run.id).info.status == "FINISHED"
     assert caplog.text.count("cannot be saved in") == 1 and "lost" not in caplog.text
+
+
+def test_a_full_disk_is_named_once_and_what_waited_arrives_when_there_is_room(
+    hasty_home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, no_space = sqlite3.OperationalError("database or disk is full"), OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr("ttrain.tracking.runs.open_client", Mock(side_effect=full))
+        store = opened(hasty_home)
+        run = started(store)
+    wait_until(lambda: not run.waiting(), 60)
+    with monkeypatch.context() as patched:
+        patched.setattr(store.client, "log_batch", Mock(side_effect=full))
+        patched.setattr("ttrain.tracking.delivery.write_text", Mock(side_effect=no_space))
+        run.log_summary({"eval/bits_per_byte": 1.5})
+        run.set_tags({"a": "b"})
+        run.log_text("x", "note.txt")
+    run.finish("FINISHED")
+    assert store.close() == 0
+    assert store.client.get_run(str(run.id)).data.metrics == {"eval/bits_per_byte": 1.5}
+    assert caplog.text.count("the pipeline continues") == caplog.text.count("free some space on its disk") == 1
 
 
 def test_what_neither_mlflow_nor_the_disk_took_is_said_to_be_lost(

@@ -177,7 +177,7 @@ def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
     if begins is None:
         assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
         begins = 4 * ((result["steps"] - 1) // 4)
-    manifest = {"result": result, "ingredients": planned.ingredients}
+    manifest = {"result": result, "ingredients": planned.ingredients, "inputs": {}}
     stage_home.store.publish("pretrain", planned.key, tmp_path / "short", manifest)
     extension = plan_stage(PRETRAIN, second, stage_home.store, inputs, Rerun(extend=True))
     assert extension.start_from is not None

@@ -82,16 +82,16 @@ def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> 
             ("key", artifact.key),
             ("path", artifact.path),
             ("state", f"damaged: {damage}" if damage else "finished"),
-            ("published", f"{format_time(manifest['published'])}, after {manifest['seconds']:.1f} s"),
+            ("published", f"{format_time(manifest['published'])}, after {manifest.get('seconds', 0.0):.1f} s"),
             ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
             *(
                 (f"adopted from {entry['key'][:12]}", "; ".join(entry["differences"]))
                 for entry in manifest.get("adopted", [])
             ),
             *((f"input {name}", f"{entry['stage']} {entry['key'][:12]}") for name, entry in manifest["inputs"].items()),
-            *((f"{role} file", file["name"]) for role, files in ingredients["files"].items() for file in files),
-            *((f"library {name}", version) for name, version in manifest["provenance"]["libraries"].items()),
-            *((name, _shown(value)) for name, value in ingredients["settings"].items()),
+            *((f"{role} file", file["name"]) for role, files in ingredients.get("files", {}).items() for file in files),
+            *((f"library {name}", version) for name, version in artifact.provenance.get("libraries", {}).items()),
+            *((name, _shown(value)) for name, value in ingredients.get("settings", {}).items()),
             *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
         ],
     )

@@ -54,7 +54,7 @@ from ttrain.core.terminal import (
     show_warnings,
     table,
 )
-from ttrain.errors import TTrainError, exit_code_of
+from ttrain.errors import TTrainError, exit_code_of, with_fix
 from ttrain.store import layout
 
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            _print_error(str(error))
+            _print_error(with_fix(error))
         sys.exit(exit_code_of(error))
     sys.exit(code if isinstance(code, int) else 0)
 

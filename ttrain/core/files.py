@@ -64,6 +64,29 @@ def parse_object(text: str | bytes) -> JsonDict:
     return {}
 
 
+def misfit(value: object, types: Any, path: str = "") -> str | None:
+    """The path, such as "files.a.bytes", of the first value that is missing or not of its type; None where all fit.
+
+    `types`: a type, [type of each item], or {name: type}; a name that ends in "?" may be missing, "*" stands for every name.
+    """
+    if isinstance(types, list):
+        return misfit(dict(enumerate(value)), {"*": types[0]}, path) if isinstance(value, list) else path
+    if not isinstance(types, dict):
+        return None if isinstance(value, types) else path
+    if not isinstance(value, dict):
+        return path
+    if "*" in types:
+        types = dict.fromkeys(value, types["*"])
+    else:
+        types = {name.rstrip("?"): type_ for name, type_ in types.items() if name[-1] != "?" or name[:-1] in value}
+    for name, type_ in types.items():
+        place = f"{path}.{name}".lstrip(".")
+        wrong = misfit(value[name], type_, place) if name in value else place
+        if wrong is not None:
+            return wrong
+    return None
+
+
 def read_object(path: Path) -> JsonDict:
     """The JSON object of a file; empty where the file is missing, or holds anything else."""
     value = read_json(path)

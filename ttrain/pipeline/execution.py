@@ -16,7 +16,7 @@ from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.errors import Interrupted, NothingNew, TTrainError
+from ttrain.errors import Interrupted, NothingNew, TTrainError, with_fix
 from ttrain.pipeline import launch, processes, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
@@ -407,14 +407,14 @@ class StageWatcher(DisplayObserver):
     def failed(self, error: BaseException) -> None:
         run, name = self._execution, self._stage.name
         outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
         if outcome == "interrupted" and run.signum:  # the stage's process knows only of the signal
             message = message.replace(SIGNALLED, run.stop_reason)
         run.log.add(name, f"{outcome}: {message}")
         run.record.stage(name, outcome=outcome, error=message)
         run.display.failed(name, message)
-        if isinstance(error, TTrainError):
-            error.shown = True
+        if isinstance(error, TTrainError | OSError):
+            error.shown = True  # type: ignore[union-attr]
         if self.child:
             self.child.set_tags({"ttrain.error": message[:1000]})
             if self.log_path:  # as it is now; a finished artifact has it among its files

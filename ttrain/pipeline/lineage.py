@@ -253,7 +253,7 @@ def link_of(artifact: Artifact, known_from: str) -> Link:
         made_unix=manifest.get("published"),
         run=provenance.get("run"),
         run_id=provenance.get("run_id"),
-        code=digest_of(ingredients["code"]),
+        code=digest_of(ingredients.get("code", {})),
         commit=provenance.get("commit"),
         seed=seed_of(artifact.stage, ingredients.get("settings", {})),
         settings={name: value for name, (value, _) in sorted(changed_settings(ingredients.get("settings", {})).items())},

@@ -193,7 +193,7 @@ def key_of(ingredients: Ingredients) -> str:
     """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
     files = {
         role: [{name: value for name, value in file.items() if name != "name"} for file in files]
-        for role, files in ingredients["files"].items()
+        for role, files in ingredients.get("files", {}).items()
     }
     return digest_of({**ingredients, "files": files})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import IO, Any
 from ttrain.config import DATASETS, Settings
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
-from ttrain.errors import Interrupted, NothingNew, StageFailed
+from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
 from ttrain.pipeline.recipe import Planned
@@ -50,6 +51,7 @@ READ_WHILE_LOADING = (
     "ATEN_",
     "MKL_",
 )
+LEAST_FREE_BYTES = 1 << 16  # of a disk that is not full: a stage's result and log take less
 WORKER, AGENT = "ttrain.pipeline.stage_worker", "ttrain.pipeline.torchrun_agent"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
 
@@ -346,7 +348,9 @@ def _result(
         message = f"stage {stage.name} failed{who}: {outcome['error']}{location}"
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
-    raise StageFailed(f"stage {stage.name}: {group.describe_end()}; its log is {log_path}\n{tail}")
+    is_full = shutil.disk_usage(work).free < LEAST_FREE_BYTES
+    advice = f"; the disk of {work} is full: {FREE_SPACE}" if is_full else ""
+    raise StageFailed(f"stage {stage.name}: {group.describe_end()}{advice}; its log is {log_path}\n{tail}")
 
 
 class StageObserver:

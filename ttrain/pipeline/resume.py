@@ -181,12 +181,9 @@ def extension_of(
     best: tuple[int, Path] | None = None
     for artifact in store.artifacts(stage.name):
         old = artifact.manifest["ingredients"]
-        changed = {
-            name
-            for name in {*old["settings"], *ingredients["settings"]}
-            if old["settings"].get(name) != ingredients["settings"].get(name)
-        }
-        same = all(old[name] == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
+        old_settings, settings_now = old.get("settings", {}), ingredients["settings"]
+        changed = {name for name in {*old_settings, *settings_now} if old_settings.get(name) != settings_now.get(name)}
+        same = all(old.get(name) == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
         if not same or not changed <= budget or store.damage(artifact):
             continue
         rows = artifact.result["rows"]

@@ -68,7 +68,7 @@ class Registered:
             "ttrain.key": self.artifact.key,
             "ttrain.content": self.artifact.content,
             **{f"ttrain.input.{name}": entry["key"] for name, entry in manifest["inputs"].items()},
-            "ttrain.code": digest_of(manifest["ingredients"]["code"]),
+            "ttrain.code": digest_of(manifest["ingredients"].get("code", {})),
             **{name: str(value) for name, value in optional_tags.items() if value is not None},
         }
 

@@ -22,7 +22,7 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, read_object, write_json
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
 from ttrain.core.terminal import guard_streams, outlast_output
-from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError
+from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
 from ttrain.stages.job import StageContext
 from ttrain.store import integrity
@@ -171,7 +171,11 @@ def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:
     except BaseException as error:
         stop.settle()
         log.error("%s", traceback.format_exc())
-        return {"outcome": "failed", "error": redact.text(f"{type(error).__name__}: {error}"), "kind": "unexpected"}
+        return {
+            "outcome": "failed",
+            "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"),
+            "kind": "unexpected",
+        }
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ class _RunReplay:
         if artifact:
             of_store = {name: self._store.input_of(artifact, name) for name in artifact.manifest["inputs"]}
             inputs = {name: source for name, source in of_store.items() if source}
-            tags["ttrain.code"] = digest_of(ingredients["code"])
+            tags["ttrain.code"] = digest_of(ingredients.get("code", {}))
             tags["ttrain.commit"] = str(artifact.provenance.get("commit") or "")
         ended = artifact.manifest["published"] if artifact else self._began + (self.record["seconds"] or 0.0)
         run = run_summary.start_stage_run(

@@ -297,7 +297,7 @@ def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manife
 def _content(stages: Manifests, name: str) -> str | None:
     """The content digest of a stage's artifact, as later stages recorded it."""
     inputs = chain.from_iterable(manifest.get("inputs", {}).values() for manifest in stages.values())
-    return next((used["content"] for used in inputs if used["stage"] == name), None)
+    return next((used.get("content") for used in inputs if used["stage"] == name), None)
 
 
 def _texts(views: Sequence[RunView], manifests: Sequence[Manifests], *, same_tokens: bool) -> set[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ttrain.core.files import JsonDict, JsonObject, need_object, write_json
+from ttrain.core.files import JsonDict, JsonObject, misfit, need_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import DISK_FULL, TTrainError, UsageError
 
@@ -26,6 +26,29 @@ OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it
 
 
 PRIVATE = ("run", "checkpoints")
+
+
+# The types of what commands read in a manifest (`misfit`).
+TYPES: JsonObject = {
+    "stage": str,
+    "key": str,
+    "published": int | float,
+    "files": {"*": {"bytes": int, "mtime_ns": int, "sha256": str}},
+    "inputs": {"*": {"stage": str, "key": str, "content?": str}},
+    "ingredients": {
+        **dict.fromkeys(("arguments?", "code?", "inputs?", "settings?"), dict),
+        "files?": {"*": [{"name?": str, "sha256": str}]},
+    },
+    "result": dict,
+    "provenance?": {
+        **dict.fromkeys(("libraries?", "machine?", "runtime?", "settings?"), dict),
+        "files?": {"*": [str]},
+    },
+    "absent?": [str],
+    "adopted?": [{"key": str, "differences": [str]}],
+    "continued?": [{"key": str, "step": int, "differences": [str]}],
+    "seconds?": int | float,
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,8 @@ def need_manifest(path: Path) -> JsonDict:
         raise ValueError("is not one that this version of ttrain writes")
     if manifest[OWN_DIGEST] != _manifest_digest(manifest):
         raise AlteredManifest("was altered after it was written")
+    if (missing := misfit(manifest, TYPES)) is not None:
+        raise ValueError(f"has no {missing}, or one of another type")
     return manifest
 
 

@@ -24,6 +24,7 @@ from ttrain.core.files import (
     JsonDict,
     JsonObject,
     exclusive,
+    misfit,
     parse_object,
     private_directory,
     private_opener,
@@ -39,7 +40,16 @@ RecordedRun = JsonObject  # the record of a run
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
 
-NEEDED = frozenset({"run", "pipeline", "outcome", "started_unix", "process", "stages"})  # by those who read a record
+# The types of what those who read a record rely on (`misfit`); one that does not fit is of another version
+TYPES: JsonObject = {
+    **dict.fromkeys(("run", "pipeline", "outcome"), str),
+    "started_unix": int | float,
+    "process": {"pid": int, "started": int | float | None, "host?": str},
+    "stages": [{"name": str, "outcome": str, "key?": str | None}],
+    "seconds?": int | float | None,
+    **dict.fromkeys(("settings?", "metrics?"), dict),
+    **dict.fromkeys(("tracking?", "prefect?"), dict | None),
+}
 
 BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
@@ -165,7 +175,7 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict
             data = (home / "runs" / f"{name}.json").read_bytes()
             if all(phrase.encode() in data for phrase in phrases):
                 run = parse_object(data)
-                if run.keys() >= NEEDED:  # else of another version
+                if misfit(run, TYPES) is None:
                     yield run
 
 
@@ -188,7 +198,7 @@ def time_in_name(name: str) -> tuple[str, ...]:
 def read(home: Path, name: str) -> JsonDict | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     run = read_object(home / "runs" / f"{name}.json")
-    return _as_it_is_now(home, run) if run.keys() >= NEEDED else None
+    return _as_it_is_now(home, run) if misfit(run, TYPES) is None else None
 
 
 def makers(home: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import TrackingError
-from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
+from ttrain.tracking.calls import all_pages, attempt, first_line, is_disk_full, is_out_of_use
 from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
 from ttrain.tracking.client import ENVIRONMENT, cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import artifacts_of, database_of, is_missing, open_client, repair_moved_home, set_damaged_aside
@@ -102,7 +102,7 @@ def open_store(home: Path, experiment: str) -> AnyStore:
     silence()
     store = MlflowStore(uri, home, experiment)
     _, error = attempt(lambda: store.client)
-    if error is not None and not is_out_of_use(error):
+    if error is not None and not (is_out_of_use(error) or is_disk_full(error)):
         log.warning("MLflow at %s cannot be opened, nothing is tracked: %s", without_user(uri), first_line(error))
         return NullStore()
     store.caller.is_silent |= error is not None

@@ -18,7 +18,7 @@ from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.errors import TrackingError
 from ttrain.store.server_records import with_token
-from ttrain.tracking.calls import attempt, first_line, is_out_of_use, is_refusal
+from ttrain.tracking.calls import attempt, first_line, is_disk_full, is_out_of_use, is_refusal
 from ttrain.tracking.database import REPAIR, database_of, try_to_write
 
 log = logging.getLogger("ttrain")
@@ -54,12 +54,14 @@ class MlflowCaller:
         return result, error
 
     def warn(self, label: str, error: Exception) -> None:
-        """Warn once for each label, and once about a server that does not answer."""
+        """Warn once for each label, and once about a server that does not answer or a disk that is full."""
         cause = first_line(error)
         if self.is_own and is_damage(cause) and REPAIR not in cause:
             cause = f"{cause}; {REPAIR}"
+        if is_disk_full(error):
+            cause = f"{cause}; free some space on its disk"
         self.last_error = f"{label} failed: {cause}"
-        kind = "silent" if self.is_silent else label
+        kind = "silent" if self.is_silent else "full disk" if is_disk_full(error) else label
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("MLflow at %s: %s failed, the pipeline continues: %s", without_user(self.uri), label, cause)
@@ -108,6 +110,8 @@ def cannot_be_queried(uri: str, subject: str, error: Exception) -> TrackingError
     """The error of a question that MLflow did not answer. `subject`: what it was asked for."""
     cause = first_line(error)
     fix = "; start it, or set MLFLOW_TRACKING_URI to the one that holds them" if uri.startswith("http") else ""
+    if "database is locked" in cause:
+        fix = "; end the other program that is writing to it, and run the command again"
     return TrackingError(f"MLflow at {without_user(uri)} cannot be queried {subject}: {cause}{fix}")
 
 
