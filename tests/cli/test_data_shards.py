@@ -166,7 +166,7 @@ def test_the_tokenizer_is_found_by_its_digest_and_another_is_refused(
     assert run("data", "inspect", "out", "--tokenizer", "moved").code == 0
     store = ArtifactStore(tmp_path / "home")
     for key, name in enumerate(("moved", "other")):
-        store.publish("tokenizer", str(key) * 64, tmp_path / name, {"result": {}})
+        store.publish("tokenizer", str(key) * 64, tmp_path / name, {"inputs": {}, "ingredients": {}, "result": {}})
     found = run("data", "inspect", "out", "--json").json["tokenizer"]
     assert found == str(store.path("tokenizer", "0" * 64))
 
