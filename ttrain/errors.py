@@ -41,17 +41,21 @@ class TTrainError(Exception):
         super().__init__(redact.text(message))
 
 
+def is_disk_full(error: object) -> bool:
+    """Whether a file or a SQLite database could not be written for want of space."""
+    return getattr(error, "errno", None) in DISK_FULL or "database or disk is full" in str(error)
+
+
 def exit_code_of(error: TTrainError | OSError) -> int:
     """The exit code of a command that ended with an error: 2 for what cannot be opened as asked, not for a full disk."""
     if isinstance(error, OSError):
-        return 1 if error.errno in DISK_FULL else UsageError.exit_code
+        return 1 if is_disk_full(error) else UsageError.exit_code
     return error.exit_code
 
 
 def with_fix(error: BaseException) -> str:
     """The error's message; that of a full disk with what to do."""
-    is_full = isinstance(error, OSError) and error.errno in DISK_FULL
-    return f"{error}; {FREE_SPACE}" if is_full else str(error)
+    return f"{error}; {FREE_SPACE}" if is_disk_full(error) else str(error)
 
 
 class UsageError(TTrainError):

@@ -29,7 +29,11 @@ def store(tmp_path: Path) -> ArtifactStore:
 def champion(store: ArtifactStore) -> Champion:
     of = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
     artifact(
-        store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients={"files": {"train": [{"sha256": "f"}]}}
+        store,
+        "shards-pretrain",
+        "s",
+        {"heldout/index.json": "{}"},
+        ingredients={"files": {"train": [{"name": "f", "sha256": "f"}]}},
     )
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
     artifact(store, "pretrain", "p", {"model/config.json": "{}", "model/model.safetensors": ""}, inputs=of)

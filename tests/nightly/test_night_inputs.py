@@ -248,7 +248,9 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     assert night_inputs.learnt_by(champion, store) == {"f"} and night_inputs.learnt_by(None, store) == set()
     settings = inbox(tmp_path, old="1")
     shutil.rmtree(store.path("shards-pretrain", "s"))
-    trained_on = {"files": {"train": [{"sha256": file["sha256"]} for file in list_of(settings, store).files["pretrain"]]}}
+    trained_on = {
+        "files": {"train": [{"name": "a", "sha256": file["sha256"]} for file in list_of(settings, store).files["pretrain"]]}
+    }
     artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
     champions = [champion]
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champions[-1])

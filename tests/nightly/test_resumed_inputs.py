@@ -36,7 +36,7 @@ def unfinished(known: Nights, listed: InputSnapshot, store: ArtifactStore, outco
 
 def shards_of(store: ArtifactStore, listed: InputSnapshot, key: str) -> None:
     """Shards of the list's documents."""
-    read = {"files": {"train": [{"sha256": file["sha256"]} for file in listed.files["pretrain"]]}}
+    read = {"files": {"train": [{"name": "a", "sha256": file["sha256"]} for file in listed.files["pretrain"]]}}
     of = {"tokenizer": {"stage": "tokenizer", "key": "t", "content": ""}}
     files = {"heldout/index.json": "{}", "train/index.json": "{}"}
     artifact(store, "shards-pretrain", key, files, ingredients=read, inputs=of)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ttrain.core.files import JsonDict, JsonObject, misfit, need_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.errors import DISK_FULL, TTrainError, UsageError
+from ttrain.errors import TTrainError, UsageError, is_disk_full
 
 FORMAT = 1
 
@@ -37,7 +37,7 @@ TYPES: JsonObject = {
     "inputs": {"*": {"stage": str, "key": str, "content?": str}},
     "ingredients": {
         **dict.fromkeys(("arguments?", "code?", "inputs?", "settings?"), dict),
-        "files?": {"*": [{"name?": str, "sha256": str}]},
+        "files?": {"*": [{"name": str, "sha256": str}]},
     },
     "result": dict,
     "provenance?": {
@@ -121,7 +121,7 @@ def usable_home(root: Path | None = None) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        if error.errno in DISK_FULL:
+        if is_disk_full(error):
             raise TTrainError(
                 f"TTRAIN_HOME is {root}, whose disk is full: {error.strerror}; free some space and run the command again"
             ) from None

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.redact import masked, without_user
-from ttrain.errors import TrackingError
-from ttrain.tracking.calls import all_pages, attempt, first_line, is_disk_full, is_out_of_use
+from ttrain.errors import TrackingError, is_disk_full
+from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
 from ttrain.tracking.client import ENVIRONMENT, cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
 from ttrain.tracking.database import artifacts_of, database_of, is_missing, open_client, repair_moved_home, set_damaged_aside

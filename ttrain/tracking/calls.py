@@ -13,7 +13,6 @@ from urllib.parse import unquote
 
 from ttrain.core import redact
 from ttrain.core.sqlite_files import is_damage
-from ttrain.errors import DISK_FULL
 
 log = logging.getLogger("ttrain")
 
@@ -52,11 +51,6 @@ def is_refusal(error: Exception) -> bool:
 def is_out_of_use(error: object) -> bool:
     """Whether the SQLite file is damaged, or another program keeps it locked, so that the same call may succeed later."""
     return "database is locked" in str(error) or is_damage(error)
-
-
-def is_disk_full(error: object) -> bool:
-    """Whether a file or a SQLite database could not be written for want of space."""
-    return getattr(error, "errno", None) in DISK_FULL or "database or disk is full" in str(error)
 
 
 def create_if_missing(create: Callable[[], object]) -> None:

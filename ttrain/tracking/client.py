@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
-from ttrain.errors import TrackingError
+from ttrain.errors import TrackingError, is_disk_full
 from ttrain.store.server_records import with_token
-from ttrain.tracking.calls import attempt, first_line, is_disk_full, is_out_of_use, is_refusal
+from ttrain.tracking.calls import attempt, first_line, is_out_of_use, is_refusal
 from ttrain.tracking.database import REPAIR, database_of, try_to_write
 
 log = logging.getLogger("ttrain")
