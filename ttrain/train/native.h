@@ -447,28 +447,34 @@ static void NAME(multiply)(const number *a, const number *b, int turned, float *
         }
 }
 
-/* What `multiply` left out of a symmetric matrix, for this thread's rows; out = f squares + g out for all of these. */
-static void NAME(complete)(float *squares, number *out, long M, float f, float g, Team team) {
+/* What `multiply` left out of a symmetric matrix, for this thread's rows; out = f squares + g first + h second for all of
+   these, where a factor of 0 stands for a matrix that is not there. */
+static void NAME(complete)(float *squares, number *out, long M, float f, const number *first, float g, const number *second,
+                           float h, Team team) {
     const INTS steps = MULTIPLES(M);
     for (long i = team.thread * LANES; i < M; i += team.threads * LANES)
         for (long j = 0; j < M; j += LANES)
             for (long row = i; row < i + LANES; row++) { /* what one row gathers is in the cache for the others */
-                float *square = squares + row * M + j;
-                if (j >= (row / PANEL + 1) * PANEL) STORE_INTS(square, GATHER(steps, squares + j * M + row));
-                number *at = out + row * M + j;
-                const VECTOR before = g == 0 ? SET(0) : MUL(SET(g), LOAD(at)); /* nothing is there yet */
-                STORE(at, FMA(SET(f), LOADF(square), before));
+                const long at = row * M + j;
+                if (j >= (row / PANEL + 1) * PANEL) STORE_INTS(squares + at, GATHER(steps, squares + j * M + row));
+                VECTOR others = g == 0 ? SET(0) : MUL(SET(g), LOAD(first + at));
+                if (h != 0) others = FMA(SET(h), LOAD(second + at), others);
+                STORE(out + at, FMA(SET(f), LOADF(squares + at), others));
             }
 }
 
-/* x <- a x + (b G + c G G) x with G = x x^T, `steps` times, from x = matrix / norm(matrix), or of a tall matrix its
-   transpose. All threads of a team share the memory, and have a panel each. */
+/* x <- p(G) x with G = x x^T and p(G) = a + b G + c G G, `steps` times, from x = matrix / norm(matrix), or of a tall matrix
+   its transpose. Where G is much smaller than x, three and then two steps are made of G alone, G <- p(G) G p(G), before the
+   product of their p(G) multiplies x; five would let errors of bf16 grow to 100 times x. All threads of a team share the
+   memory, and have a panel each. `combined` and `single` are such a product and one p(G), without their multiples of 1. */
 static void NAME(orthogonal_matrix)(const float *matrix, float *out, long A, long B, const float *coefficients, int steps,
                                     float epsilon, char *memory, unit *panel, Team team) {
     const int tall = A > B;
+    const float a = coefficients[0], b = coefficients[1], c = coefficients[2];
     const long M = least(A, B), N = A + B - M, size = A * B, part = up_to((size + team.threads - 1) / team.threads, LANES),
                start = team.thread * part, end = least(size, start + part);
-    number *x = take(&memory, size * SIZE), *gram = take(&memory, M * M * SIZE);
+    number *x = take(&memory, size * SIZE), *gram = take(&memory, M * M * SIZE), *combined = take(&memory, M * M * SIZE),
+           *single = take(&memory, M * M * SIZE), *mixed = take(&memory, M * M * SIZE);
     float *squares = take(&memory, M * M * 4), *sums = tall ? take(&memory, size * 4) : out;
     VECTOR total = SET(0);
     for (long i = 0; i < size; i += LANES) total = FMA(LOADF(matrix + i), LOADF(matrix + i), total);
@@ -476,24 +482,36 @@ static void NAME(orthogonal_matrix)(const float *matrix, float *out, long A, lon
     if (tall && team.thread == 0) NAME(transpose)((const unit *)matrix, B, (unit *)sums, A, B);
     meet(team);
     for (long i = start; i < end; i += LANES) STORE(x + i, MUL(LOADF((tall ? sums : matrix) + i), SET(inverse)));
-    for (int step = 0; step < steps; step++) {
+#define SYMMETRIC(f, left, right, K, turned, out, ...)                                                                      \
+    do {                                                                                                                    \
+        meet(team);                                                                                                         \
+        NAME(multiply)(left, right, turned, squares, M, M, K, 1, panel, team);                                              \
+        meet(team);                                                                                                         \
+        NAME(complete)(squares, out, M, f, __VA_ARGS__, team);                                                              \
+    } while (0)
+    for (int step = 0, count; step < steps; step += count) {
+        count = 2 * N < 3 * M ? 1 : least(step ? 2 : 3, steps - step);
+        SYMMETRIC(1, x, x, N, 1, gram, gram, 0, gram, 0);
+        SYMMETRIC(c, gram, gram, M, 0, combined, gram, b, gram, 0); /* p(G) - a */
+        float factor = a;
+        for (int i = 1; i < count; i++) {
+            const number *last = i == 1 ? combined : single;
+            SYMMETRIC(1, last, gram, M, 0, mixed, gram, a, gram, 0);
+            SYMMETRIC(1, last, mixed, M, 0, gram, mixed, a, gram, 0);
+            SYMMETRIC(c, gram, gram, M, 0, single, gram, b, gram, 0);
+            SYMMETRIC(1, combined, single, M, 0, combined, combined, a, single, factor);
+            factor *= a;
+        }
         meet(team);
-        NAME(multiply)(x, x, 1, squares, M, M, N, 1, panel, team);
-        meet(team);
-        NAME(complete)(squares, gram, M, 1, 0, team);
-        meet(team);
-        NAME(multiply)(gram, gram, 0, squares, M, M, M, 1, panel, team);
-        meet(team);
-        NAME(complete)(squares, gram, M, coefficients[2], coefficients[1], team);
-        meet(team);
-        NAME(multiply)(gram, x, 0, sums, M, N, M, 0, panel, team);
+        NAME(multiply)(combined, x, 0, sums, M, N, M, 0, panel, team);
         meet(team);
         for (long i = start; i < end; i += LANES) {
-            const VECTOR y = FMA(SET(coefficients[0]), LOAD(x + i), LOADF(sums + i));
+            const VECTOR y = FMA(SET(factor), LOAD(x + i), LOADF(sums + i));
             STORE(x + i, y);
-            STOREF(sums + i, y);
+            if (step + count == steps) STOREF(sums + i, y);
         }
     }
+#undef SYMMETRIC
     meet(team);
     if (tall && team.thread == 0) NAME(transpose)((const unit *)sums, A, (unit *)out, B, A);
     meet(team);
@@ -504,7 +522,7 @@ long NAME(orthogonal)(const float *matrices, float *out, long count, long A, lon
                       float epsilon, int threads) {
     const float coefficients[] = {a, b, c};
     const long M = least(A, B), size = A * B;
-    const long bytes = up_to(size * SIZE, 64) + up_to(M * M * SIZE, 64) + up_to(M * M * 4, 64) + up_to(size * 4, 64);
+    const long bytes = up_to(size * SIZE, 64) + 4 * up_to(M * M * SIZE, 64) + up_to(M * M * 4, 64) + up_to(size * 4, 64);
     const int together = count < threads || size > MOST_ALONE;
     char *shared = together ? aligned_alloc(64, bytes) : NULL;
     long result = together && !shared ? NO_MEMORY : 0;

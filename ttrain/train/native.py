@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ttrain.core.machine import INSTRUCTIONS, cpu_flags
 
-VERSION = 4  # as in native.c
+VERSION = 5  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
 # Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of larger ones are faster.

@@ -313,15 +313,27 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format."""
+    """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format.
+
+    A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x, three and then two steps
+    are made of G alone, G <- p(G) G p(G), before the product of their p(G) multiplies x: of a matrix [512, 1376] 0.65 of
+    the work. All five so would let errors of bf16 grow to 100 times x.
+    """
     if native.takes_matrices(matrices_EAB, dtype):
         return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)
     a, b, c = COEFFICIENTS
     tall = matrices_EAB.shape[1] > matrices_EAB.shape[2]
     x = (matrices_EAB.transpose(1, 2) if tall else matrices_EAB).to(dtype)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
-    for _ in range(STEPS):
+    for count in (3, 2) if 2 * x.shape[2] >= 3 * x.shape[1] else (1,) * STEPS:
         gram = torch.bmm(x, x.transpose(1, 2))
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
+        single = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # p(G) - a
+        combined, factor = single, a  # the product of all p(G) so far, without `factor` times 1
+        for _ in range(1, count):
+            mixed = torch.baddbmm(gram, single, gram, beta=a)
+            gram = torch.baddbmm(mixed, single, mixed, beta=a)
+            single = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            combined = torch.baddbmm(single, combined, single, beta=factor).add_(combined, alpha=a)
+            factor *= a
+        x = torch.baddbmm(x, combined, x, beta=factor)
     return x.transpose(1, 2) if tall else x
