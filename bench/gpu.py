@@ -66,7 +66,6 @@ def settings_of(options: argparse.Namespace, directory: Path, size: Size, *witho
         f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}",
         *train_common.training("pretrain", size, size.steps), "runtime.deterministic=false", "runtime.tune=auto",
         f"runtime.compile={str(not options.small).lower()}",
-        "runtime.quick_validations=0",  # a run has 8 of them: in 50 steps one after each six
     ]  # fmt: skip
     without = ("pretrain.optim.kind", *without)  # so that it is Muon
     return [one for one in settings if not one.startswith(without)]

@@ -157,7 +157,8 @@ def training(section: str, size: Size, steps: int) -> list[str]:
                 "row_length": size.row_length, "validation_rows": size.rows_per_step, "precision": "auto",
                 "optim.kind": "adamw", "schedule.kind": "constant"}  # fmt: skip
     return [*size.model, *(f"{section}.{key}={value}" for key, value in learning.items()),
-            f"runtime.rows_per_device={size.rows_per_step}", f"runtime.log_every_steps={size.warmup_steps}"]  # fmt: skip
+            f"runtime.rows_per_device={size.rows_per_step}", f"runtime.log_every_steps={size.warmup_steps}",
+            "runtime.quick_validations=0"]  # fmt: skip  # a run has 8 of them: in these few steps one after each two or six
 
 
 def export(section: str, directory: Path, settings: Sequence[str], shards: str, tokenizer: str) -> Path:
