@@ -212,11 +212,11 @@ class Trainer:
         reduced = self.ranks.sum([total, float(live), *self._asks(), *others])
         total_sum, live_sum, signalled, callback_stop, self._night_due, *further = reduced
         self._check_targets(step, live_sum)
-        norm = self._scaled_norm(live_sum)
+        factor, norm = self._norm(live_sum)
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            self._update(step, norm, None if self._deferred is None else torch.zeros((), device=self.ranks.device))
+            self._update(step, factor, norm, None if self._deferred is None else torch.zeros((), device=self.ranks.device))
         self.average.update()
         self.optimizers.zero_grad()
         self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
@@ -230,8 +230,8 @@ class Trainer:
         live_sum, signalled, callback_stop, self._night_due = self.ranks.sum([float(live), *self._asks()])
         self._check_targets(step, live_sum)
         figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
-        norm = self._scaled_norm(live_sum)
-        self._update(step, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
+        factor, norm = self._norm(live_sum)
+        self._update(step, factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         self.average.update()
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
@@ -305,17 +305,17 @@ class Trainer:
         self.parallel.finish()
         return live, parts, sums, losses
 
-    def _scaled_norm(self, live: float) -> Tensor:
-        """Divide the gradient by the targets of the whole step; its norm."""
-        parameters = self.optimizers.parameters
+    def _norm(self, live: float) -> tuple[float, Tensor]:
+        """What makes the gradient of the sum that of the mean over the targets of the whole step, and the norm of that."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-        return global_norm(parameters)
+        return factor, global_norm(self.optimizers.parameters) * factor
 
-    def _update(self, step: int, norm: Tensor, prevented: Tensor | None = None) -> None:
-        """Clip and update; the gradient is gone afterwards."""
-        if clip := self.task.config.optim.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.optimizers.parameters, clip, norm)
+    def _update(self, step: int, factor: float, norm: Tensor, prevented: Tensor | None = None) -> None:
+        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards."""
+        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
+        clip = self.task.config.optim.clip
+        # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
+        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
         self.optimizers.set_factor(self.factor(step))
         self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
         self.optimizers.zero_grad()
