@@ -465,7 +465,7 @@ static void NAME(complete)(float *squares, number *out, long M, float f, const n
 
 /* x <- p(G) x with G = x x^T and p(G) = a + b G + c G G, `steps` times, from x = matrix / norm(matrix), or of a tall matrix
    its transpose. Where G is much smaller than x, three and then two steps are made of G alone, G <- p(G) G p(G), before the
-   product of their p(G) multiplies x; five would let errors of bf16 grow to 100 times x. All threads of a team share the
+   product of their p(G) multiplies x; with five, errors of bf16 end at several times x. All threads of a team share the
    memory, and have a panel each. `combined` and `single` are such a product and one p(G), without their multiples of 1. */
 static void NAME(orthogonal_matrix)(const float *matrix, float *out, long A, long B, const float *coefficients, int steps,
                                     float epsilon, char *memory, unit *panel, Team team) {

@@ -317,7 +317,7 @@ def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
 
     A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x, three and then two steps
     are made of G alone, G <- p(G) G p(G), before the product of their p(G) multiplies x: of a matrix [512, 1376] 0.65 of
-    the work. All five so would let errors of bf16 grow to 100 times x.
+    the work. With all five so, errors of bf16 end at several times x.
     """
     if native.takes_matrices(matrices_EAB, dtype):
         return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)
