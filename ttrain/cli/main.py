@@ -44,6 +44,7 @@ from ttrain.cli.options import (
     stage_words,
     with_option_groups,
 )
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -314,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _problem(error: ClickException) -> str:
     """What is wrong with the command; of an option's value that pydantic refuses, the option, the value and the rule."""
-    refused = getattr(error.__cause__, "errors", list)()
+    refused: list[JsonDict] = getattr(error.__cause__, "errors", list)()
     if isinstance(error, BadParameter) and error.param and refused and refused[0]["type"] != "value_error":
         return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
     problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
