@@ -325,6 +325,22 @@ def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) 
     assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
 
 
+def test_a_card_has_the_newest_evaluation_of_its_model_and_reads_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = publish(tmp_path, "pretrain", "a1")
+    model, other = publish(tmp_path, "sft", "b1", {"base": base}), publish(tmp_path, "sft", "b2", {"base": base})
+    for number in range(3):
+        publish(tmp_path, "evaluate", f"c{number}", {"base": base, "sft": model})
+        publish(tmp_path, "evaluate", f"d{number}", {"base": base, "sft": other})
+    read, store = ArtifactStore.read, ArtifactStore(tmp_path)
+    looked_at: list[str] = []
+    monkeypatch.setattr(ArtifactStore, "read", lambda self, path: looked_at.append(path.name) or read(self, path))
+    evaluations = [History.of(artifact, store).evaluation for artifact in (base, model, publish(tmp_path, "sft", "b3"))]
+    assert [evaluation and evaluation.key[:2] for evaluation in evaluations] == ["d2", "c2", None]
+    assert len([name for name in looked_at if name.startswith("d")]) == 3, "for the base alone"
+
+
 def test_the_chain_of_models_of_any_number_of_nights_is_walked(tmp_path: Path) -> None:
     model, nights = publish(tmp_path, "pretrain", "0"), 150
     for number in range(1, nights):

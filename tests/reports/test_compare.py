@@ -14,7 +14,9 @@ from support.tracked_stores import opened
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
+from ttrain.core.files import write_json
 from ttrain.errors import UsageError
+from ttrain.reports import facts
 from ttrain.reports.compare import RunComparison, compare, labels
 from ttrain.tracking import read_runs
 from ttrain.tracking.datasets import DataInput
@@ -70,6 +72,21 @@ def test_each_setting_that_differs_is_one_line_and_the_rest_are_none(tmp_path: P
     assert lines(found.settings) == {"pretrain.optim.lr": ("0.004", "0.003")}
     assert lines(found.settings_aside) == {"runtime.threads": ("None", "3")}
     assert lines(compared(tmp_path, A, A).settings) == {}
+
+
+def test_a_setting_that_is_retired_counts_only_where_two_records_differ_in_it(tmp_path: Path) -> None:
+    for run, momentum in ((A, 0.9), (B, None), (C, 0.95)):
+        make_run(tmp_path, run, [])
+        if momentum:  # as an earlier version recorded it
+            record = json.loads((path := tmp_path / "runs" / f"{run}.json").read_text())
+            record["settings"]["pretrain"]["optim"]["muon_momentum"] = momentum
+            record["settings"]["runtime"]["fork_server"] = True
+            write_json(path, record)
+    for names in ((A, B), (B, C)):
+        found = compared(tmp_path, *names)
+        assert lines(found.settings) == lines(found.settings_aside) == {}
+    assert lines(compared(tmp_path, A, C).settings) == {"pretrain.optim.muon_momentum": ("0.9", "0.95")}
+    assert facts.changed_settings({"runtime.fork_server": True, "runtime.threads": 3}) == {"runtime.threads": (3, None)}
 
 
 def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_percent(tmp_path: Path) -> None:

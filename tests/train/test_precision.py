@@ -90,7 +90,7 @@ def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(devices: Calla
         devices(1, True)
         assert precision.resolve_device(word).type == word
         devices(0, False)
-        with pytest.raises(UsageError, match=rf"runtime.device is {word}, .* no such device.*runtime.device=auto"):
+        with pytest.raises(UsageError, match=rf"runtime.device is {word}, .* no such device.*; take auto"):
             precision.resolve_device(word)
 
 

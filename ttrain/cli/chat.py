@@ -75,6 +75,14 @@ class LoadingOptions:
     device: Device = "auto"
     dtype: Dtype = "fp32"
 
+    def check_device(self) -> None:
+        """Raise UsageError, before the work, where this machine has no such device."""
+        if self.device not in ("auto", "cpu"):
+            before_torch()
+            from ttrain.train.precision import resolve_device
+
+            resolve_device(self.device, name="--device")
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -121,6 +129,7 @@ def chat(
     from ttrain.pipeline import names as model_names
 
     settings = sampling.settings()
+    loading_options.check_device()
     base, run = loading_options.base, loading_options.run
     was_named = model is not None
     if model is None and gate is None and model_names.run_of([FIRST_CHOICE], run_name=run):
@@ -192,6 +201,7 @@ def generate(
 ) -> None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
     settings = sampling.settings()
+    loading_options.check_device()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
 
@@ -257,6 +267,7 @@ def serve(
     from ttrain.export import serve as serving
 
     outlast_output()
+    loading_options.check_device()
     serving.check()
     [reference] = resolved_models([model], [loading_options.base], loading_options.run)
     key = _api_key()

@@ -45,7 +45,7 @@ NearDuplicates = Annotated[
     option("leave out documents this similar to an earlier one, such as 0.8", min=0, max=1),
 ]
 Workers = Annotated[int | None, option("processes; without it the cores", min=1)]
-RowLength = Annotated[int, option("tokens of a packed row", min=8)]
+RowLength = Annotated[int, option("tokens of a packed row", min=8, max=2**20)]
 SampleMethod = Annotated[Literal["reservoir", "head"], option("which rows are taken: random ones, or the first")]
 Seed = Annotated[int, option("of the reservoir", min=0, max=2**32 - 1)]
 TokenizerDirectory = Annotated[Path | None, option("its directory; without it, found by digest")]
@@ -71,7 +71,7 @@ def data_shard(
     near_duplicates: NearDuplicates = None,
     max_rejected: MaxRejected = 0.01,
     workers: Workers = None,
-    block_bytes: Annotated[int, option("text of one shard", min=1024)] = 16 << 20,
+    block_bytes: Annotated[int, option("text of one shard", min=1024, max=2**30)] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
@@ -197,7 +197,7 @@ def data_stats(
 def tokenizer_train(
     files: Files,
     out: Annotated[Path, option("directory for the tokenizer; it must be empty or missing")],
-    vocab_size: Annotated[int, option("entries, with the 256 bytes and the special tokens", min=300)] = 6400,
+    vocab_size: Annotated[int, option("entries, with the 256 bytes and the special tokens", min=300, max=2**24)] = 6400,
     max_lines: Annotated[int | None, option("documents to learn from; without it all", min=1)] = None,
     sample: SampleMethod = "reservoir",
     seed: Seed = 1,
@@ -256,6 +256,9 @@ def _reading(text_field: str | None, **values: Any) -> Reading:
     return _valid(Reading, **values, **({"text_field": text_field} if text_field is not None else {}))
 
 
+OPTIONS = {"heldout_fraction": "--val-fraction", "rejected_fraction": "--max-rejected"}  # of settings with another name
+
+
 def _valid(section: type[S], **values: Any) -> S:
     """Build a section of the settings from options. Raises UsageError for an invalid value."""
     from pydantic import ValidationError
@@ -263,7 +266,8 @@ def _valid(section: type[S], **values: Any) -> S:
     try:
         return section(**values)
     except ValidationError as error:
-        raise UsageError(invalid_values(error.errors())) from None
+        options = ({**item, "loc": [OPTIONS.get(str(name), f"--{name}") for name in item["loc"]]} for item in error.errors())
+        raise UsageError(invalid_values(options)) from None
 
 
 def _kind(kind: str, text_field: str | None) -> str | None:
@@ -285,7 +289,9 @@ def data_contamination(
         list[str] | None,
         option("a suite, or JSONL with items; without it the records held out beside the shards"),
     ] = None,
-    overlap_bytes: Annotated[int, option("shortest common part that counts, in bytes of UTF-8 letters", min=24)] = 32,
+    overlap_bytes: Annotated[
+        int, option("shortest common part that counts, in bytes of UTF-8 letters", min=24, max=2**12)
+    ] = 32,
     overlap_share: Annotated[float, option("share of an item that a document must contain to count", min=0.01, max=1)] = 0.5,
     tokenizer: TokenizerDirectory = None,
     workers: Workers = None,

@@ -84,6 +84,7 @@ def evaluate(
     from ttrain.pipeline import lineage_names
     from ttrain.pipeline import names as references
 
+    loading_options.check_device()
     named = _load_suites(suite or (), asdict(files))
     loaded_suites = [_changed(loaded, shots=shots, limit=limit, match=match) for loaded in named]
     resolved_models = references.resolve_all(models, base=loading_options.base, from_hub=True, run=loading_options.run)

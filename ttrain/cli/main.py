@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from typer import Abort, Exit, Typer
-from typer._click.exceptions import ClickException, NoArgsIsHelpError
+from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
 
@@ -44,6 +44,7 @@ from ttrain.cli.options import (
     stage_words,
     with_option_groups,
 )
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -54,17 +55,28 @@ from ttrain.core.terminal import (
     show_warnings,
     table,
 )
-from ttrain.errors import TTrainError, exit_code_of, with_fix
+from ttrain.core.text import invalid_values
+from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
 from ttrain.store import layout
 
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
 PANELS = TRAIN, LOOK, USE, DATA, MODELS, SERVE = "Train", "Look", "Use", "Data", "Models", "Serve"  # of the help
 FIRST = ("pipeline", "chat", "models", "report")  # in its panel
+MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
 class _Root(TyperGroup):
-    """Lists the commands in the order of their panels."""
+    """Lists the commands in the order of their panels, and refuses empty words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else args
+        for before, word in zip(("ttrain", *words), words, strict=False):
+            if not word.strip() and before not in MAY_BE_EMPTY:
+                raise UsageError(
+                    f"an empty word follows '{before}': is a variable of the shell not set? write a value there"
+                )
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         def place(name: str) -> tuple[int, bool]:
@@ -230,8 +242,8 @@ def up(
             autocompletion=run_words,
         ),
     ] = None,
-    prefect_port: Annotated[int, option("of the Prefect server")] = 4200,
-    mlflow_port: Annotated[int, option("of the MLflow server")] = 5000,
+    prefect_port: Annotated[int, option("of the Prefect server", min=1, max=65535)] = 4200,
+    mlflow_port: Annotated[int, option("of the MLflow server", min=1, max=65535)] = 5000,
     opens: Annotated[bool, option("open MLflow in the browser", "--open")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -288,8 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except ClickException as error:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
-        problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
-        _print_error(f"{problem[:1].lower()}{problem[1:]}; `{path} --help` shows what it takes")
+        _print_error(f"{_problem(error)}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except Abort:
         sys.exit(130)
@@ -300,6 +311,15 @@ def main(arguments: list[str] | None = None) -> None:
             _print_error(with_fix(error))
         sys.exit(exit_code_of(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _problem(error: ClickException) -> str:
+    """What is wrong with the command; of an option's value that pydantic refuses, the option, the value and the rule."""
+    refused: list[JsonDict] = getattr(error.__cause__, "errors", list)()
+    if isinstance(error, BadParameter) and error.param and refused and refused[0]["type"] != "value_error":
+        return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
+    problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
+    return f"{problem[:1].lower()}{problem[1:]}"
 
 
 def _print_error(message: str) -> None:

@@ -215,14 +215,14 @@ class SelectionOptions:
     resume_key: ContinueKey = None
 
     def to_plan(self) -> JsonDict:
-        """The arguments of `api.plan`. Raises UsageError for an empty name."""
+        """The arguments of `api.plan`. Raises UsageError where --only or --force names no stage."""
         return {
             "extend": self.extend,
             "force": stage_names(self.force),
             "only": stage_names(self.only),
-            "since": checked_name(self.since),
-            "until": checked_name(self.until),
-            "resume_key": checked_name(self.resume_key),
+            "since": (self.since or "").strip(),
+            "until": (self.until or "").strip(),
+            "resume_key": (self.resume_key or "").strip(),
         }
 
     def flags(self) -> list[str]:
@@ -284,22 +284,14 @@ def _environment_of(section: str) -> dict[str, str]:
 
 
 def stage_names(options: list[str] | None) -> frozenset[str]:
-    """Split a repeated, comma-separated option into stage names. Raises UsageError if there are none: an empty shell
-    variable must not mean all stages."""
-
+    """Split a repeated, comma-separated option into stage names. Raises UsageError if there are none: commas alone must not
+    mean all stages."""
     names = frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
     if options and not names:
         raise UsageError(
-            "--only and --force need the name of a stage, and got an empty one; leave the option out for all stages"
+            f"--only and --force need the name of a stage, but got '{' '.join(options)}'; leave them out for all stages"
         )
     return names
-
-
-def checked_name(option: str | None) -> str:
-    """The stripped value of an option with one name, "" if it is not given. Raises UsageError if it is empty."""
-    if option is not None and not option.strip():
-        raise UsageError("--from and --until need the name of a stage, --continue a key, and got an empty one; leave it out")
-    return (option or "").strip()
 
 
 def check_no_artifact(out: Path) -> None:

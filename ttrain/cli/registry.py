@@ -169,7 +169,8 @@ def _find_set(root: Path, model_sets: Sequence[ModelSet], which: str, name: str 
             model_set.members and all(keys.get(name) == model_set.keys[name] for name in model_set.members)
         ):
             return model_set
-    raise references.unknown("registered set of the run", which, names, also="; `ttrain models list` shows them")
+    also = "; `ttrain models list` shows them" if names else ""
+    raise references.unknown("registered set of the run", which, names, also=also)
 
 
 def _print(model_set: ModelSet, status: str, as_json: bool) -> None:

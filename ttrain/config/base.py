@@ -30,6 +30,11 @@ RETIRED = frozenset({
 })  # fmt: skip
 
 
+def is_retired(key: str) -> bool:
+    """Whether the setting of this dotted name is a constant now."""
+    return key.rpartition(".")[2] in RETIRED
+
+
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
 
@@ -52,7 +57,7 @@ class Section(BaseModel):
     def _without_retired(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {key: values[key] for key in values if key in cls.model_fields or key not in RETIRED}
+        return {key: values[key] for key in values if key in cls.model_fields or not is_retired(key)}
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

@@ -105,7 +105,7 @@ class Reading(Section):
 class Tokenizer(Section):
     """A byte-level BPE with the full byte alphabet, or a tokenizer that exists."""
 
-    vocab_size: Count = setting(2048, "entries, the 256 bytes and the special tokens among them", ge=300)
+    vocab_size: Count = setting(2048, "entries, the 256 bytes and the special tokens among them", ge=300, le=2**24)
     template: Literal["ttrain", "tinyseek", "own", "auto"] = setting(
         "ttrain", "chat template; own: the existing one's; auto: that, or ttrain's where it has none"
     )
@@ -130,5 +130,5 @@ class Shards(Section):
         (), "suites, or files with items of evaluations, that training documents are checked against"
     )
     overlapping: Literal["remove", "report"] = setting("remove", "what becomes of documents that hold an item")
-    overlap_bytes: int = setting(32, "letters in UTF-8 from which on a part in common counts", ge=24)
+    overlap_bytes: int = setting(32, "letters in UTF-8 from which on a part in common counts", ge=24, le=2**12)
     overlap_share: float = setting(0.5, "share of an item in such parts that makes a document hold it", gt=0, le=1)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, rules, yaml_text
-from ttrain.config.base import RETIRED
+from ttrain.config.base import is_retired
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
@@ -284,7 +284,7 @@ def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:
     """Raise UsageError for an unknown key, with its nearest neighbour, before validation."""
     if key in valid_keys or any(name.startswith(f"{key}.") for name in valid_keys):
         return
-    if key.rpartition(".")[2] in RETIRED:
+    if is_retired(key):
         raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
     near = [name for name in valid_keys if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
     if not 1 <= len(near) <= SHOWN_NEIGHBOURS:

@@ -215,7 +215,8 @@ def _reusable_files(output: Path, recipe: BlockRecipe) -> dict[str, list[tuple[s
 
 FEW = 4  # workers, of which a thread is one; with more it would hold up the thread that cuts files and hands out blocks
 TASKS_AHEAD = 8  # a worker's, done but for one, behind a slow one such as the first of a process; results are small
-# One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64.
+# One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64. Its
+# threads beside rayon's are set by `encoder`, also in the workers of a Dask cluster, which do not get this environment.
 ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 

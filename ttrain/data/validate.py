@@ -137,10 +137,12 @@ def validate(
     reports = {name: Report(name, measured=measured, tally=Tally(quarantine=quarantine)) for name in locations}
     rule = SimilarityRule(reading.near_duplicates) if reading.near_duplicates else None
     tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED, rule)
+    size = 0
     with contextlib.closing(pool.map(examine, tasks)) as results:
         for block in results:
             reports[block.file].add(block)
-            progress(sum(report.bytes for report in reports.values()))
+            size += block.bytes
+            progress(size)
     for report in reports.values():
         report.check(reading.rejected_fraction, reading.text_field)
     repeated = _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)

@@ -108,16 +108,9 @@ class History:
         if artifact is None:
             return cls((), None, {})
         artifacts = tuple(_artifacts_behind(artifact, home))
-        scored = (
-            candidate
-            for candidate in home.artifacts("evaluate")
-            if any(
-                (used["stage"], used["key"]) == (artifact.stage, artifact.key)
-                for used in candidate.manifest["inputs"].values()
-            )
-        )
         stages = [(candidate.stage, candidate.provenance.get("settings", {})) for candidate in artifacts]
-        return cls(artifacts, next(scored, None), _public_locations(stages), _started_from(stages))
+        evaluation = next(iter(home.made_from(artifact, "evaluate")), None)
+        return cls(artifacts, evaluation, _public_locations(stages), _started_from(stages))
 
 
 def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artifact]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ttrain import tracking
 from ttrain.config import flatten
-from ttrain.config.base import RETIRED
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
@@ -337,8 +336,4 @@ def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
 def settings_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings that differ from today's defaults."""
     changed = changed_settings(dict(flatten(run["settings"])))
-    return [
-        Override(f"run {run['run']}", key, value)
-        for key, (value, _) in changed.items()
-        if key.rpartition(".")[2] not in RETIRED
-    ]
+    return [Override(f"run {run['run']}", key, value) for key, (value, _) in changed.items()]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
-from ttrain.config.base import RETIRED
+from ttrain.config.base import is_retired
 from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
@@ -238,7 +238,7 @@ def _runtime(link: Link) -> tuple[Runtime, list[str]]:
     runtime = link.provenance.get("runtime", {})
     recorded = {name: value for name, value in runtime.items() if name not in UNNEEDED}
     result, remarks = link.manifest["result"], []
-    unknown = sorted(recorded.keys() - Runtime.model_fields.keys() - RETIRED)
+    unknown = sorted(name for name in recorded.keys() - Runtime.model_fields.keys() if not is_retired(name))
     if unknown:
         remarks.append(f"this ttrain has no runtime.{', runtime.'.join(unknown)}")
     nodes = recorded.get("nodes", 1)

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
+from ttrain.config.base import is_retired
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_object
 from ttrain.core.hashing import digest_of
@@ -105,6 +106,8 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     manifests = [{name: view.manifest(name) for name in view.stages} for view in views]
     settings = {True: list[Difference](), False: list[Difference]()}
     for difference in _differences([view.params for view in views]):
+        if is_retired(difference.name) and len({*difference.values} - {ABSENT}) < 2:
+            continue  # newer runs do not record it
         settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ttrain.config import Settings, flatten, rules
+from ttrain.config.base import is_retired
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT
@@ -27,13 +28,14 @@ MAIN_SETTINGS = frozenset({
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the defaults, or not what `auto` makes of the others;
-    also of settings that are texts."""
+    also of settings that are texts. Retired ones have no default any more, and are left out."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
     automatic = {
         name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()
     }
     changed: dict[str, tuple[Any, Any]] = {}
-    for usual in ({name: defaults.get(name, ABSENT) for name in settings}, automatic):
+    present = {name: defaults.get(name, ABSENT) for name in settings if not is_retired(name)}
+    for usual in (present, automatic):
         changed |= {
             name: (settings[name], value)
             for name, value in usual.items()

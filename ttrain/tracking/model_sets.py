@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ from ttrain.tracking.model_description import LOADS, marked, set_description
 from ttrain.tracking.outbox import undelivered_keys
 from ttrain.tracking.runs import TrackedRun
 from ttrain.tracking.uploads import local_path
+
+log = logging.getLogger("ttrain")
 
 CHAMPION = "champion"  # alias of the set of models that is in use
 MEMBER = "ttrain.member."  # tag of a set, followed by the stage's name: NAME/VERSION of its member
@@ -336,19 +339,31 @@ def find_version(home: Path, model: Registered) -> ModelVersion:
 
 
 def _version_by_alias(client: Any, name: str, alias: str) -> Any:
-    """The version with this alias; if NAME-STAGE has no such alias, the member of the set NAME@ALIAS."""
-    try:
-        return client.get_model_version_by_alias(name, alias)
-    except Exception as error:
-        set_name = name.rpartition("-")[0]
-        if not set_name or not is_refusal(error):
-            raise
-        tags = client.get_model_version_by_alias(set_name, alias).tags
-        members = [value.rpartition("/") for tag, value in tags.items() if tag.startswith(MEMBER)]
-        version = next((version for model, _, version in members if model == name), None)
-        if version is None:
-            raise
-    return client.get_model_version(name, version)
+    """The version with this alias. For NAME-STAGE the `champion` and `challenger` of the set NAME decide, as MLflow's
+    page moves them alone; another alias of the set counts for a model that has none of its own."""
+
+    def ask(method: str, *arguments: str) -> tuple[Any, Exception | None]:
+        answer, error = attempt(partial(getattr(client, method), *arguments))
+        if error is not None and not is_refusal(error):
+            raise error
+        return answer, error
+
+    own, refusal = ask("get_model_version_by_alias", name, alias)
+    if own is not None and (alias not in (CHAMPION, CHALLENGER) or own.tags.get(KIND) == SET):
+        return own
+    set_name = name.rpartition("-")[0]
+    holder, _ = ask("get_model_version_by_alias", set_name, alias)
+    members = members_of(holder.tags).values() if holder else ()
+    version = next((member.version for member in members if member.name == name), None)
+    if refusal is not None and version is None:
+        raise refusal
+    if own is not None and version != str(own.version) and ask("get_registered_model", set_name)[0]:
+        log.warning(
+            f"{name}@{alias}: its alias in MLflow is on version {own.version}, but the set {set_name}@{alias}, which "
+            f"decides, has {f'version {version}' if version else 'none'}: version {version or own.version} is used, and "
+            f"`ttrain models list` aligns the alias"
+        )
+    return own if version is None else client.get_model_version(name, version)
 
 
 def _names(models: Iterable[Any]) -> Iterator[str]:

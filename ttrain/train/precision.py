@@ -121,14 +121,15 @@ def is_ampere(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def resolve_device(word: str, local_rank: int = 0) -> torch.device:
-    """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist."""
+def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device") -> torch.device:
+    """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist; it was set by
+    the setting or option `name`."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     requested, word = word, next(name for name in available if available[name]) if word == "auto" else word
     if not available[word]:
         raise UsageError(
-            f"runtime.device is {word}, but torch {torch.__version__} finds no such device here; "
-            f"set runtime.device=auto, or install the driver and a torch that is built for it"
+            f"{name} is {word}, but torch {torch.__version__} finds no such device here; "
+            f"take auto, or install the driver and a torch that is built for it"
         )
     count = torch.cuda.device_count() if word == "cuda" else 1
     if word != "cpu" and local_rank >= count:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ttrain.config.base import RETIRED
+from ttrain.config.base import is_retired
 from ttrain.data.loader import Loader, Order
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.train.callbacks import CallbackList
@@ -65,7 +65,7 @@ def check_resumable(trainer: Resumable, snapshot: Snapshot, allow: frozenset[str
     differences = {
         name: (state["identity"].get(name), trainer.identity.get(name))
         for name in sorted({*state["identity"], *trainer.identity})
-        if name.rpartition(".")[2] not in RETIRED and state["identity"].get(name) != trainer.identity.get(name)
+        if not is_retired(name) and state["identity"].get(name) != trainer.identity.get(name)
     }
     refused = {name: pair for name, pair in differences.items() if name not in allow}
     if refused:
