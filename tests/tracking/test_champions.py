@@ -14,6 +14,7 @@ from ttrain.errors import UsageError
 from ttrain.store.references import Registered
 from ttrain.tracking import Member
 from ttrain.tracking import database as databases
+from ttrain.tracking.champions import recorded_keys
 from ttrain.tracking.model_description import LOADS
 
 WRITES = (
@@ -79,22 +80,21 @@ def test_a_set_opens_as_the_last_of_its_models_that_mlflow_can_load(sets_home: P
 # --- promoting and going back --------------------------------------------------------------------------------------------
 
 
-def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
+def test_all_models_of_a_run_become_champion_together_and_the_home_records_it(sets_home: Path) -> None:
     champions = tracking.Champions(sets_home)
     assert champions.champion("mine") is None
-    assert tracking.champion_keys_here(sets_home, "mine") == {} == tracking.champion_keys_here(sets_home, "mine-base")
+    assert recorded_keys(sets_home, "mine") == {} == tracking.champion_keys_here(sets_home, "mine")
     for version in ("2", "3", "3"):
         promoted = champions.promote("mine", version)
         assert (promoted.version, promoted.aliases) == (version, ("champion",))
         assert aliases(sets_home) == everywhere(version)
-        assert champion(sets_home).keys == tracking.champion_keys_here(sets_home, "mine")
-        assert champion(sets_home).keys["lora"] == f"lora-{version}"
+        assert champion(sets_home).keys["lora"] == recorded_keys(sets_home, "mine")["lora"] == f"lora-{version}"
     assert history(sets_home) == "2 3", "promoted twice is promoted once"
     last = tracking.last_of(tracking.find_version(sets_home, Registered("mine", "champion", None)))
     assert last == Member("mine-lora", "3", "lora", "lora-3")
     assert tracking.last_of(tracking.find_version(sets_home, Registered("mine-base", "champion", None))) is None
     assert champions.rollback("mine").version == "2"
-    assert tracking.champion_keys_here(sets_home, "mine-base") == {}, "a model of a set is none"
+    assert recorded_keys(sets_home, "mine")["lora"] == "lora-2"
 
 
 def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(sets_home: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_champion_chosen_in_mlflow_itself_counts(sets_home: Path, caplog: pyte
     assert champion(sets_home).version == version_of(sets_home, "mine") == version_of(sets_home, "mine-lora") == "3"
     assert "mine-lora@champion: its alias in MLflow is on version 1, but the set mine@champion" in caplog.text
     assert "has version 3: version 3 is used" in caplog.text
-    assert tracking.champion_keys_here(sets_home, "mine")["lora"] == "lora-3"
+    assert tracking.champion_keys_here(sets_home, "mine")["lora"] == "lora-3" == recorded_keys(sets_home, "mine")["lora"]
     tracking.list_sets(sets_home)
     assert aliases(sets_home) == everywhere("3")
     assert tracking.Champions(sets_home).rollback("mine").version == "1"

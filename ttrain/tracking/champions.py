@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ttrain.core.files import JsonObject, exclusive
+from ttrain.core.files import JsonObject, exclusive, read_object, write_json
 from ttrain.errors import TrackingError, UsageError
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_refusal
 from ttrain.tracking.client import cannot_be_queried, need_mlflow, tracking_uri
-from ttrain.tracking.database import LOCKED_SECONDS, UNWRITABLE, database_of, is_missing, open_client
+from ttrain.tracking.database import UNWRITABLE, champions_file, database_of, is_missing, open_client
 from ttrain.tracking.model_description import add_decision
 from ttrain.tracking.model_sets import (
     CHALLENGER,
@@ -31,7 +31,6 @@ from ttrain.tracking.model_sets import (
     SET,
     ModelSet,
     copy_sets,
-    keys_of,
     lock_of,
     read_copied_sets,
     set_of,
@@ -43,10 +42,6 @@ Result = TypeVar("Result")
 
 HISTORY = "ttrain.champions"  # tag of the registered model: versions, the oldest first, the present champion last
 HISTORY_KEPT = 200
-CHAMPION_TAGS = """
-    SELECT tag.key, tag.value FROM model_version_tags AS tag JOIN registered_model_aliases AS alias USING (name, version)
-    WHERE alias.name = ? AND alias.alias = ?
-"""
 
 
 class Champions:
@@ -83,8 +78,9 @@ class Champions:
         version, error = attempt(lambda: client.get_model_version_by_alias(name, CHAMPION))
         if error is not None and not is_refusal(error):
             raise self._tracking_error(error)
-        # by one request: of 400 versions all took 0.8 CPU s
-        return None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
+        chosen = None if version is None or version.tags.get(KIND) != SET else set_of(version, (CHAMPION,))
+        self._record({name: chosen})  # by one request: of 400 versions all took 0.8 CPU s
+        return chosen
 
     def find(self, name: str, version: str) -> ModelSet:
         """A set by its version. Raises UsageError that lists the existing sets."""
@@ -206,7 +202,21 @@ class Champions:
         sets.sort(key=lambda version: (version.created, int(version.version)), reverse=True)
         written = ((model.name, model.tags.get(HISTORY, "").split()) for model in models)
         histories = {model: list(filter(str.isdigit, versions)) for model, versions in written}
-        return _Snapshot(sets, aliases, histories)
+        snapshot = _Snapshot(sets, aliases, histories)
+        names = snapshot.names | ({name} if name else set())
+        self._record({model: snapshot.holder(model, CHAMPION) for model in names})
+        return snapshot
+
+    def _record(self, champions: Mapping[str, ModelSet | None]) -> None:
+        """Keep the keys of the champions in the home, where they are read without MLflow."""
+        if self._uri != f"sqlite:///{database_of(self._home)}":
+            return
+        recorded = read_object(champions_file(self._home))
+        entries = {name: chosen for name, chosen in champions.items() if chosen or name in recorded}
+        updated = {**recorded, **{name: dict(chosen.keys) if chosen else {} for name, chosen in entries.items()}}
+        if updated != recorded:
+            with contextlib.suppress(OSError):
+                write_json(champions_file(self._home), updated)
 
     def _asked(self, action: Callable[[], Result]) -> Result:
         try:
@@ -231,14 +241,16 @@ class Champions:
 
 
 def champion_keys_here(home: Path, name: str) -> dict[str, str]:
-    """Keys of the champion's artifacts by stage, from the home's own database without MLflow, whose import takes 3 s; {} if
-    none was promoted, if MLflow is elsewhere, or if it cannot be read: callers can do without it."""
-    database = database_of(home)
-    if tracking_uri(home) != f"sqlite:///{database}" or not database.exists():
+    """Keys of the champion's artifacts by stage, from the home's own database if MLflow is loaded, else from the home's
+    record of its champions; {} if none was promoted, if MLflow is elsewhere, or if it cannot be read: callers can do
+    without it."""
+    if tracking_uri(home) != f"sqlite:///{database_of(home)}" or not database_of(home).exists():
         return {}
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database, timeout=LOCKED_SECONDS)) as db:
-        tags = dict(db.execute(CHAMPION_TAGS, (name, CHAMPION)))
-        return keys_of(tags) if tags.get(KIND) == SET else {}
+    if "mlflow" not in sys.modules:
+        return recorded_keys(home, name)
+    with contextlib.suppress(TrackingError):
+        model_set = Champions(home).champion(name)
+        return dict(model_set.keys) if model_set else {}
     return {}
 
 
@@ -255,6 +267,11 @@ def list_sets(home: Path, name: str | None = None) -> list[ModelSet]:
         if is_local:
             copy_sets(database, sets)
     return [model_set for model_set in sets if name in (None, model_set.name)]
+
+
+def recorded_keys(home: Path, name: str) -> dict[str, str]:
+    """Keys of the champion's artifacts by stage, as MLflow last told them; {} if there is none."""
+    return dict(read_object(champions_file(home)).get(name) or {})
 
 
 def decision_metrics(decision: JsonObject) -> dict[str, float]:

@@ -42,6 +42,11 @@ def database_of(home: Path) -> Path:
     return home.resolve() / "mlflow" / "mlflow.db"
 
 
+def champions_file(home: Path) -> Path:
+    """The record of the champions that the database last told."""
+    return database_of(home).with_name("champions.json")
+
+
 def is_missing(uri: str, home: Path) -> bool:
     """Whether the URI names the home's own database, and that does not exist yet: a query would create it."""
     return uri == f"sqlite:///{database_of(home)}" and not database_of(home).exists()
@@ -79,13 +84,15 @@ def open_client(uri: str, home: Path) -> Any:
 
 
 def set_damaged_aside(home: Path) -> tuple[str, Path] | None:
-    """Move a damaged database aside; return (damage, new path), or None if it is whole or missing."""
+    """Move a damaged database aside, with the record of its champions; return (damage, new path), or None if it is whole or
+    missing."""
     database = database_of(home)
     if not database.exists():
         return None
     with exclusive(database.with_name("mlflow.lock")):
         if (damage := damage_of(database)) is None:
             return None
+        champions_file(home).unlink(missing_ok=True)
         return damage, set_aside(database)
 
 
