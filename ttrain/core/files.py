@@ -113,7 +113,7 @@ def whole_lines(path: Path) -> bytes:
     return whole
 
 
-INTERRUPTED_WRITE = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
+INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")  # a `temporary_path` and its process, which was killed before the rename
 
 
 class Taken(Exception):
@@ -152,6 +152,11 @@ def write_json(path: Path, value: object, mode: int = 0o666) -> None:
     write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
 
 
+def temporary_path(path: Path) -> Path:
+    """Where this process writes what it then renames to `path`; in a home `artifacts clean` removes what a kill left."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write a file so that a reader sees the old one or the whole new one, if `durable` also after a power cut, which takes
     5 ms and more.
@@ -159,7 +164,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
     `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
     file: whoever has the old one open, as others once could, does not read the new bytes.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     temporary.unlink(missing_ok=True)  # of a process of the same number that was killed: its mode would stay
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -182,7 +187,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        temporary = temporary_path(target)
         shutil.copyfile(source, temporary)
         temporary.replace(target)
 
