@@ -4,7 +4,8 @@ import signal
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, which takes 0.3 s."""
+    """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, which takes 0.3 s, and while
+    Python ends."""
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell put it into the background
     if is_heeded:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -12,7 +13,11 @@ def main() -> None:
 
     if is_heeded:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command_line.main()
+    try:
+        command_line.main()
+    finally:
+        if is_heeded:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,31 @@ def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_i
         assert (done.returncode, done.stdout, done.stderr) == end
 
 
+NATIVE = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from ttrain.__main__ import main
+from ttrain.stages import tokenizer
+def train(paths, output, *_, **named):
+    output.mkdir()
+    os.kill(os.getpid(), signal.SIGINT)
+    ctypes.CDLL(None).sleep(30)  # which looks at no signal
+tokenizer.train_directory = train
+main()
+"""
+
+
+def test_ctrl_c_does_not_wait_for_native_code_that_trains_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    (tmp_path / f".new.{ended.pid}.tmp").mkdir()  # of one that was killed
+    command = [sys.executable, "-c", NATIVE, "tokenizer", "train", "a.jsonl", "--out", "new"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 # --- standard output and error
 
 

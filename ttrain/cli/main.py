@@ -45,6 +45,7 @@ from ttrain.cli.options import (
     stage_words,
     with_option_groups,
 )
+from ttrain.core.signals import is_native_code_running
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -305,6 +306,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not _is_interrupt(error):
             raise
         print("interrupted", file=sys.stderr)
+        if is_native_code_running():
+            os._exit(INTERRUPTED)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 

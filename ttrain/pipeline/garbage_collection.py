@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import INTERRUPTED_WRITE, JsonDict, Taken, exclusive, parse_object, read_object, refuse
+from ttrain.core.files import JsonDict, Taken, exclusive, parse_object, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
@@ -230,8 +230,7 @@ def _find_unneeded(
         for path in sorted(store.root.glob(pattern)):
             add("leftover", "", path, "a process was killed while it removed this")
     for path in sorted(store.root.rglob(".*.tmp")):
-        write = INTERRUPTED_WRITE.fullmatch(path.name)
-        is_over = write and runs.process_started(int(write[1])) is None and _last_change(path) < time.time() - WRITE_SECONDS
+        is_over = runs.is_interrupted_write(path) and _last_change(path) < time.time() - WRITE_SECONDS
         if is_over and not any(path.is_relative_to(candidate.path) for candidate in candidates):
             add("leftover", "", path, "a process was killed while it wrote this")
     freed = _freed_bytes([candidate.path for candidate in candidates])
