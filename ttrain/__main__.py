@@ -4,7 +4,7 @@ import signal
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, which takes 0.3 s, and while
+    """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, for 0.3 s, and while
     Python ends."""
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell put it into the background
     if is_heeded:

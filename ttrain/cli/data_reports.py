@@ -16,7 +16,7 @@ from typer import Exit
 
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
-from ttrain.core.files import JsonDict, JsonObject, exclusive, temporary_path, write_json
+from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
 from ttrain.core.hashing import stamp
 from ttrain.core.signals import interruptible
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
@@ -176,7 +176,7 @@ def report_on(
     has_text = not any(location.endswith((*locations.PACKED, ".parquet")) for location in sources)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(pool_for(sources, workers, SMALL_UNENCODED_BYTES))
-        file = stack.enter_context(rejected.open("wb")) if rejected else None
+        file = stack.enter_context(output_file(rejected)) if rejected else None
         progress = stack.enter_context(bar("reading", "bytes", _total_bytes(sources) if has_text else None))
         reports = validate(
             list(sources), reading, pool=pool, kind=kind, measured=measured, progress=progress,
