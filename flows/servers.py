@@ -191,8 +191,8 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
             for number in range(len(started)):
                 _wait(home, started, number, token)
         except BaseException:
-            for server, _ in started:
-                stop(home, server.name)
+            for name in missing:
+                stop(home, name)
             raise
         finally:
             for _, process in started:
@@ -240,7 +240,11 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
     process = spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
     server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
-    write_json(path.with_suffix(".json"), asdict(server))
+    try:
+        write_json(path.with_suffix(".json"), asdict(server))
+    except BaseException:  # Ctrl-C, a full disk: no later command would know of it
+        process.kill()
+        raise
     return server, process
 
 

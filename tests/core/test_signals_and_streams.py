@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer import Abort
 
+from ttrain.cli.main import main
 from ttrain.core.files import ProgressWriter
 from ttrain.core.terminal import READER_IS_GONE
 
@@ -111,6 +113,73 @@ def test_a_handler_may_print_in_the_middle_of_what_was_being_printed() -> None:
         time.sleep(0.3)  # so that the signal finds it writing
         said = process.stdout.read()
         assert said.count("x") == 1_000_000 and "handled" in said and process.stderr.read() == ""
+
+
+# --- Ctrl-C in a command that takes no handlers of its own
+
+
+BUILDING = ValueError('Error building "default" validator:\n  KeyboardInterrupt: ')  # as pydantic's, of a class
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), BUILDING, EOFError("a cut archive")], ids=["plain", "hidden", "none"]
+)
+def test_ctrl_c_ends_a_command_with_a_word_and_130_also_where_a_library_makes_another_error_of_it(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> Path:
+        raise error
+
+    monkeypatch.setattr("ttrain.cli.artifacts.home", interrupted)
+    is_interrupt = not isinstance(error, EOFError)
+    with pytest.raises(SystemExit if is_interrupt else Abort) as ended:  # Typer's name for an EOFError
+        main(["artifacts", "list"])
+    assert (capsys.readouterr().err == "interrupted\n") == is_interrupt
+    assert not is_interrupt or ended.value.args == (130,)
+
+
+LOADING = """
+import os, signal, sys
+from ttrain.__main__ import main
+if sys.argv[1:]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it puts into the background
+class Loading:
+    def __getattr__(self, name): os.kill(os.getpid(), signal.SIGINT); return self
+    def __call__(self): print("loaded")
+sys.modules["ttrain.cli"] = Loading()
+main()
+"""
+
+
+def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_it_is_ignored() -> None:
+    for words, end in (((), (-signal.SIGINT, "", "")), (("ignored",), (0, "loaded\n", ""))):
+        done = subprocess.run([sys.executable, "-c", LOADING, *words], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == end
+
+
+NATIVE = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from ttrain.__main__ import main
+from ttrain.stages import tokenizer
+def train(paths, output, *_, **named):
+    output.mkdir()
+    os.kill(os.getpid(), signal.SIGINT)
+    ctypes.CDLL(None).sleep(30)  # which looks at no signal
+tokenizer.train_directory = train
+main()
+"""
+
+
+def test_ctrl_c_does_not_wait_for_native_code_that_trains_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    (tmp_path / f".new.{ended.pid}.tmp").mkdir()  # of one that was killed
+    command = [sys.executable, "-c", NATIVE, "tokenizer", "train", "a.jsonl", "--out", "new"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 # --- standard output and error

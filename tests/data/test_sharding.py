@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -113,6 +114,12 @@ def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets:
     one, two = (sets.directory / "1", sets.directory / "2")
     names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in (one, two)]
     assert names[0] == names[1], "of a head, blocks that were made in vain are gone"
+
+
+def test_ctrl_c_of_a_terminal_never_reaches_a_worker_which_would_show_a_traceback_while_it_loads() -> None:
+    with Processes(2) as pool:
+        assert signal.SIGINT in pool.begin()[0].submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_of_equal_rows_the_first_stays_wherever_the_others_stand(sets: Sets) -> None:

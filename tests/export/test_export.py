@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.loadable_models import fresh
 
+from ttrain.core.files import temporary_path
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import export as exporting
@@ -199,7 +200,7 @@ def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def full_disk(*_: object, **__: object) -> int:
-        (tmp_path / f".out.writing-{os.getpid()}" / ADAPTER).write_bytes(b"half")
+        (temporary_path(out) / ADAPTER).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
@@ -209,9 +210,13 @@ def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     for number in (gone.pid, os.getppid()):
-        (tmp_path / f".out.writing-{number}").mkdir()
+        (tmp_path / f".out.{number}.tmp").mkdir()
+    out.rename(tmp_path / f".out.replaced-{gone.pid}")  # killed before the new one had the name
+    with pytest.raises(UsageError, match="not empty"):
+        export(reference, out, Request())
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     export(reference, out, Request(force=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".out.writing-{os.getppid()}", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".out.{os.getppid()}.tmp", "out"]
 
 
 def test_merging_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:

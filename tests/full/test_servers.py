@@ -320,6 +320,18 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path,
     assert not processes_of(faked_home) and servers.running(faked_home) is None
 
 
+def test_a_server_whose_record_ctrl_c_keeps_from_being_written_ends(
+    faked_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path, record: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(servers, "write_json", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_both(faked_home)
+    wait_until(lambda: not processes_of(faked_home))
+
+
 def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_homes_own_servers(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

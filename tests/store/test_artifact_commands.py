@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ from support.kill_points import number_printed_by
 
 from ttrain import tracking
 from ttrain.cli.main import main
-from ttrain.core.files import exclusive, read_json, write_json
+from ttrain.core.files import exclusive, read_json, temporary_path, write_json
+from ttrain.core.sqlite_files import create
 from ttrain.errors import TrackingError
 from ttrain.store import runs
 
@@ -104,6 +106,49 @@ def test_what_was_replaced_stays_while_it_is_young_or_registered(user_home: Home
     user_home.clean([registered.key])
     left = {path.name.partition("-")[0] for path in (user_home.store.root / "replaced").glob("*/*")}
     assert left == keys(young, registered)
+
+
+def test_what_is_damaged_goes_by_the_same_rules_unless_its_manifest_may_be_good(user_home: Home) -> None:
+    names = ("needed", "altered", "young", "cut", "missing", "newer", "unreadable")
+    made = {name: user_home.publish("sft", name) for name in names}
+    manifests = {name: artifact.path / "manifest.json" for name, artifact in made.items()}
+    user_home.run(made["needed"], age=50 * DAY)
+    for name, change in (
+        ("needed", {"seconds": 2}),
+        ("altered", {"seconds": 2}),
+        ("young", {"seconds": 2}),
+        ("newer", {"format": 2}),
+    ):
+        write_json(manifests[name], {**read_json(manifests[name]), **change})
+    os.truncate(manifests["cut"], 40)
+    manifests["missing"].unlink()
+    manifests["unreadable"].unlink()
+    manifests["unreadable"].mkdir()  # as where a disk fails: opening it is an error
+    for name in set(names) - {"young"}:
+        for path in (made[name].path, *made[name].path.rglob("*")):
+            os.utime(path, (1, 1))
+    cleaned = user_home.clean(keep=1)
+    assert {name for name in names if not made[name].path.exists()} == {"altered", "cut", "missing"}
+    reasons = {removal.key: (removal.kind, removal.why) for removal in cleaned.removed}
+    assert reasons.keys() == keys(made["altered"], made["cut"], made["missing"])
+    needless = "and no run or registered model needs it"
+    assert reasons[made["altered"].key] == ("damaged", f"manifest.json was altered after it was written, {needless}")
+    assert cleaned.kept_counts == {"a recent run though damaged": 1, "its age though damaged": 1}
+
+
+def test_what_a_killed_process_was_writing_goes_wherever_it_is_in_the_home(user_home: Home) -> None:
+    root, ended, databases = user_home.store.root, subprocess.Popen(["true"]), list[Path]()
+    root.mkdir()
+    ended.wait()
+    create(root / "mlflow.db", lambda path: (databases.append(path), path.touch()))
+    names = [path.name.replace(str(os.getpid()), "{}") for path in (*databases, temporary_path(root / "digests.json"))]
+    dead, living = ([root / name.format(pid) for name in names] for pid in (ended.pid, os.getpid()))
+    for path in (*dead, *living, root / f".young.{ended.pid}.tmp"):
+        path.touch()
+        os.utime(path, (1, 1) if "young" not in path.name else None)
+    cleaned = user_home.clean()
+    assert {removal.path for removal in cleaned.removed} == {*dead}
+    assert {*root.glob(".*.tmp")} == {*living, root / f".young.{ended.pid}.tmp"}
 
 
 def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_goes(user_home: Home) -> None:

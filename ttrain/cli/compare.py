@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ttrain.cli.options import AsJson, argument, check_output_file, option, run_words, stage_words
+from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
 from ttrain.errors import UsageError
@@ -72,7 +73,7 @@ def compare(
     if html:
         from ttrain.reports.report import comparison_page
 
-        html.write_text(comparison_page(views, comparison, axis=axis, log=log), encoding="utf-8")
+        write_output(html, comparison_page(views, comparison, axis=axis, log=log))
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -119,7 +120,7 @@ def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
     view = read_run(home(), names[0])
     path = options.out or Path(f"{view.name}.html")
     check_output_file(path)
-    path.write_text(report_of(home(), view, axis=options.axis, log=options.log), encoding="utf-8")
+    write_output(path, report_of(home(), view, axis=options.axis, log=options.log))
     for note in view.notes:
         print_escaped(note, stderr=True)
     if options.as_json:

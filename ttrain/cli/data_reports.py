@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -15,8 +16,9 @@ from typer import Exit
 
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
-from ttrain.core.files import JsonDict, JsonObject, exclusive, write_json
+from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
 from ttrain.core.hashing import stamp
+from ttrain.core.signals import interruptible
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, sharding
@@ -29,6 +31,7 @@ from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import COUNTED, INDEX
 from ttrain.data.validate import Report, validate
 from ttrain.errors import DataError, UsageError
+from ttrain.store.runs import remove_interrupted_writes
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
 SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
@@ -173,7 +176,7 @@ def report_on(
     has_text = not any(location.endswith((*locations.PACKED, ".parquet")) for location in sources)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(pool_for(sources, workers, SMALL_UNENCODED_BYTES))
-        file = stack.enter_context(rejected.open("wb")) if rejected else None
+        file = stack.enter_context(output_file(rejected)) if rejected else None
         progress = stack.enter_context(bar("reading", "bytes", _total_bytes(sources) if has_text else None))
         reports = validate(
             list(sources), reading, pool=pool, kind=kind, measured=measured, progress=progress,
@@ -274,10 +277,13 @@ def train_tokenizer(
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which is not empty; name an empty directory or a new one")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
-        work = Path(temporary) / "tokenizer"
-        figures = train_directory(sources, work, config, reading, progress=progress, setting=_sources_label(sources))
+    destination = output.absolute()  # "." has no name
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    remove_interrupted_writes(destination)
+    work = temporary_path(destination)
+    train = partial(train_directory, sources, work, config, reading, progress=progress, setting=_sources_label(sources))
+    try:
+        figures = interruptible(train)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         summary = {
             "out": str(output),
@@ -288,7 +294,9 @@ def train_tokenizer(
         }
         (work / "run").mkdir()
         write_json(work / SUMMARY, summary)
-        work.rename(output)
+        work.rename(destination)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return summary
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, argument, option
-from ttrain.core.files import JsonDict, JsonObject, read_json, user_path
+from ttrain.core.files import JsonDict, JsonObject, output_file, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -307,11 +307,14 @@ def check_writable(path: Path, loaded_suites: Sequence[suites.LoadedSuite]) -> N
 
     with _write_errors_as_usage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
         path.open("ab").close()  # changes nothing of a file that exists
+        if is_new:
+            path.unlink()
     for loaded in loaded_suites:
         read = [] if loaded.file is None else [(f"the suite is {loaded.name}", loaded.file)]
         for usage, file in (*read, *suites.task_files(loaded)):
-            if file.exists() and path.samefile(file):
+            if file.exists() and not is_new and path.samefile(file):
                 raise UsageError(f"--items is {path}, but {usage}, which would be overwritten; name another file")
 
 
@@ -319,7 +322,7 @@ def write_items(path: Path, results: Results) -> None:
     """Write every item of every model as a line of JSON. Raises UsageError if that fails."""
     import orjson
 
-    with _write_errors_as_usage_errors(path), path.open("wb") as file:
+    with _write_errors_as_usage_errors(path), output_file(path) as file:
         file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
 
 

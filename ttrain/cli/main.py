@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from dataclasses import replace
 from typing import Annotated, Any
 
-from typer import Abort, Exit, Typer
+from typer import Exit, Typer
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
@@ -45,6 +46,7 @@ from ttrain.cli.options import (
     with_option_groups,
 )
 from ttrain.core.files import JsonDict
+from ttrain.core.signals import is_native_code_running
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -59,6 +61,7 @@ from ttrain.core.text import invalid_values
 from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
 from ttrain.store import layout
 
+INTERRUPTED = 128 + signal.SIGINT
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
 PANELS = TRAIN, LOOK, USE, DATA, MODELS, SERVE = "Train", "Look", "Use", "Data", "Models", "Serve"  # of the help
@@ -293,6 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         try:
             code = app(arguments, prog_name="ttrain", standalone_mode=False)
+            if code == INTERRUPTED:  # what Typer returns after Ctrl-C
+                raise KeyboardInterrupt
         finally:
             sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
     except NoArgsIsHelpError as error:
@@ -302,14 +307,19 @@ def main(arguments: list[str] | None = None) -> None:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
         _print_error(f"{_problem(error)}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
-    except Abort:
-        sys.exit(130)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
             _print_error(with_fix(error))
         sys.exit(exit_code_of(error))
+    except (Exception, KeyboardInterrupt) as error:
+        if not _is_interrupt(error):
+            raise
+        print("interrupted", file=sys.stderr)
+        if is_native_code_running():
+            os._exit(INTERRUPTED)
+        sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -320,6 +330,13 @@ def _problem(error: ClickException) -> str:
         return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
     problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
     return f"{problem[:1].lower()}{problem[1:]}"
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: pydantic, which is building a class while it comes, raises an error of its own."""
+    while error and not isinstance(error, KeyboardInterrupt) and KeyboardInterrupt.__name__ not in str(error):
+        error = error.__context__
+    return error is not None
 
 
 def _print_error(message: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit
 
 from ttrain.cli.options import AsJson, argument, check_output_file, command, command_group, option
+from ttrain.core.files import write_output
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
@@ -76,7 +77,7 @@ def models_history(
         check_output_file(page)
     pipeline, listed = history.history(home(), name, nights)
     if page:
-        page.write_text(history.render(pipeline, listed), encoding="utf-8")
+        write_output(page, history.render(pipeline, listed))
     if as_json:
         print_json({
             "name": pipeline, "page": str(page) if page else None, "nights": [night.to_json() for night in listed],

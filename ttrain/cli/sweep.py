@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer.core import TyperGroup
 
 from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option
+from ttrain.core.files import write_output
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
 from ttrain.store.layout import home, usable_home
@@ -172,7 +173,7 @@ def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
 
     trials = Study.of(sweep).trials()
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(sweep, trials), encoding="utf-8")
+    write_output(page, render(sweep, trials))
     if as_json:
         print_json({**summary.sweep_json(sweep, trials), "page": str(page)})
         return

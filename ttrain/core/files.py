@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def whole_lines(path: Path) -> bytes:
     return whole
 
 
-INTERRUPTED_WRITE = re.compile(r"\..+\.\d+\.tmp")  # in the middle of `write_json`
+INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")  # a `temporary_path` and its process, which was killed before the rename
 
 
 class Taken(Exception):
@@ -152,6 +152,11 @@ def write_json(path: Path, value: object, mode: int = 0o666) -> None:
     write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
 
 
+def temporary_path(path: Path) -> Path:
+    """Where this process writes what it then renames to `path`; in a home `artifacts clean` removes what a kill left."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write a file so that a reader sees the old one or the whole new one, if `durable` also after a power cut, which takes
     5 ms and more.
@@ -159,7 +164,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
     `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
     file: whoever has the old one open, as others once could, does not read the new bytes.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     temporary.unlink(missing_ok=True)  # of a process of the same number that was killed: its mode would stay
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -177,12 +182,36 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
         fsync(path.parent)
 
 
+@contextlib.contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that the user asked for, which takes its name once it is whole; an old one stays if this is interrupted.
+
+    A link, such as /dev/stdout, a pipe, and a file in a directory that cannot be changed are written themselves.
+    """
+    is_replaced = not path.is_symlink() and (path.is_file() or not path.exists()) and os.access(path.parent, os.W_OK)
+    written = temporary_path(path) if is_replaced else path
+    try:
+        with written.open("wb") as file:
+            yield file
+        if is_replaced:
+            written.replace(path)
+    finally:
+        if is_replaced:
+            written.unlink(missing_ok=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text as `output_file` does."""
+    with output_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """A hard link, which takes no space; a copy, at once whole, where the file system has none."""
     try:
         os.link(source, target)
     except OSError:
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        temporary = temporary_path(target)
         shutil.copyfile(source, temporary)
         temporary.replace(target)
 

@@ -7,10 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from concurrent.futures import Future
+from contextvars import ContextVar, copy_context
 from types import FrameType
+from typing import TypeVar
 
 from ttrain.errors import Interrupted
+
+T = TypeVar("T")
 
 
 def interrupted_twice(signum: int) -> BaseException:
@@ -63,6 +67,29 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number in heeded_signals():
             signal.signal(number, previous[number])
+
+
+NATIVE = "native-code"  # name of a thread
+
+
+def interruptible(function: Callable[[], T]) -> T:
+    """Call a function in a thread, so that Ctrl-C need not wait until its native code returns, as that of training a
+    tokenizer does after 16 s. The thread goes on until the process ends (`is_native_code_running`)."""
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(call,), name=NATIVE, daemon=True).start()
+    return outcome.result()
+
+
+def is_native_code_running() -> bool:
+    """Whether the process has to end by `os._exit`: a thread that returns from native code while Python ends aborts it."""
+    return any(thread.name == NATIVE for thread in threading.enumerate())
 
 
 PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end

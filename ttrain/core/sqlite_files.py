@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from ttrain.core.files import temporary_path
+
 CHECK_STEPS = 10_000  # of SQLite's virtual machine, between two looks at the clock
 # The file need not be durable before it is renamed: without this, migrations flush it some 400 times.
 HASTY = "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;"
@@ -62,7 +64,7 @@ def create(database: Path, fill: str | Callable[[Path], None]) -> None:
 
     `fill` is its schema, or fills the temporary file. A database that another process has made meanwhile stays.
     """
-    temporary = database.with_name(f"{database.name}.{os.getpid()}.part")
+    temporary = temporary_path(database)
     temporary.unlink(missing_ok=True)
     try:
         if callable(fill):

@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +265,13 @@ class Processes:
             )
             self._environment = {name: os.environ.get(name) for name in ENVIRONMENT}
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start, and in the thread at first use
-            for _ in range(others):  # each task starts one
-                processes.submit(shard_worker.begin)
+            resource_tracker.ensure_running()  # which unblocks the signal
+            blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for a worker's life: it inherits
+            try:  # the mask, and would show a traceback while it loads
+                for _ in range(others):  # each task starts one
+                    processes.submit(shard_worker.begin)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
             self._executors = [processes] * others
             if others < self.workers:
                 self._executors.append(ThreadPoolExecutor(1, "shards"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.files import fsync, read_json, read_object, remove_tree, user_path
+from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
@@ -25,7 +26,7 @@ from ttrain.pipeline.names import ADAPTER_CONFIG, BASE, base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
-from ttrain.store.runs import process_started
+from ttrain.store.runs import process_started, remove_interrupted_writes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,11 +92,11 @@ def export(
     target = user_path(target).resolve()
     shard_bytes = size_of(request.shard_size)
     _check_request(reference, request)
+    _remove_left_over(target)
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_over(target)
-    work = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    work = temporary_path(target)
     work.mkdir()
     try:
         exported, remarks = _fill(reference, work, request, shard_bytes, target.name, say)
@@ -243,11 +244,12 @@ def _put(work: Path, target: Path) -> None:
 
 
 def _remove_left_over(target: Path) -> None:
-    """Remove what a killed export left beside the target."""
-    for path in target.parent.glob(f".{target.name}.writing-*"):
-        number = path.name.rpartition("-")[2]
+    """Remove what a killed export left beside the target; what it had moved away and not yet replaced goes back."""
+    remove_interrupted_writes(target)
+    for old in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
+        number = old.name.rpartition("-")[2]
         if number.isdecimal() and process_started(int(number)) is None:
-            remove_tree(path)
+            remove_tree(old) if target.exists() else old.rename(target)
 
 
 SCRIPT = "convert_hf_to_gguf.py"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -17,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, temporary_path
 from ttrain.core.hashing import sha256_file
 from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import import_weights, registry
 from ttrain.model.import_weights import VOCABULARY, ConvertedModel, Settings, Weights
 from ttrain.store.model_files import SECOND_HEAD
+from ttrain.store.runs import remove_interrupted_writes
 
 PICKLED, PLAIN = (".pt", ".pth", ".pkl", ".bin"), (".safetensors",)
 CONFIGS = ("model_config.json", "shared_model_config.json", "config.json")
@@ -65,7 +65,8 @@ def import_model(source: Path, target: Path, *, config: Path | None = None, toke
     converted = convert(read_weights(file), _settings(file, config), str(file))
     logging.disable_progress_bar()
     destination = target.absolute()  # "." has no name, and cannot be replaced
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+    remove_interrupted_writes(destination)
+    temporary = temporary_path(destination)
     temporary.mkdir(parents=True)
     try:
         parameters = _write(converted, temporary)

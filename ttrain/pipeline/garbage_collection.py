@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import JsonDict, Taken, exclusive, read_object, refuse
+from ttrain.core.files import JsonDict, Taken, exclusive, parse_object, read_object, refuse
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
-from ttrain.store.layout import MANIFEST, Artifacts
+from ttrain.store.layout import FORMAT, MANIFEST, Artifacts
 
 DAY_SECONDS = 86400
+WRITE_SECONDS = 3600  # without a change, after which a write is over, also by a process of another machine
 TRASH = "trash"  # under the home: moved there at once, then removed
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
@@ -34,7 +35,7 @@ NIGHT = "the next night"
 class UnneededPath:
     """A path that can be removed. `bytes` is what its removal frees: a file with another hard link frees nothing."""
 
-    kind: str  # "artifact", "work", "replaced" or "leftover"
+    kind: str  # "artifact", "damaged" (one without a manifest to go by), "work", "replaced" or "leftover"
     stage: str
     key: str
     path: Path
@@ -216,16 +217,35 @@ def _find_unneeded(
         replaced_at = int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0  # in seconds since 1970
         if key not in registered and replaced_at < oldest:
             add("replaced", key, path, "it was replaced long ago")
-    for path in sorted((store.root / "store").glob("*/*")):
-        if not (path / MANIFEST).exists() and _last_change(path) < oldest:  # one of a newer version of ttrain stays
-            add("leftover", path.name, path, "it has no manifest")
+    for path, damage in store.unreadable().items():
+        if not _is_lost(path / MANIFEST):
+            continue
+        reason = needs.reason(path.name) or (YOUNG if _last_change(path) >= oldest else None)
+        if reason:
+            kept_counts[f"{reason} though damaged"] = kept_counts.get(f"{reason} though damaged", 0) + 1
+        else:
+            add("damaged", path.name, path, f"{damage}, and no run or registered model needs it")
     # An interrupted removal left them, renamed so that they are not mistaken for complete ones.
     for pattern in ("work/*/.trash-*", "work/*/*/.trash-*", f"{TRASH}/*"):
         for path in sorted(store.root.glob(pattern)):
             add("leftover", "", path, "a process was killed while it removed this")
+    for path in sorted(store.root.rglob(".*.tmp")):
+        is_over = runs.is_interrupted_write(path) and _last_change(path) < time.time() - WRITE_SECONDS
+        if is_over and not any(path.is_relative_to(candidate.path) for candidate in candidates):
+            add("leftover", "", path, "a process was killed while it wrote this")
     freed = _freed_bytes([candidate.path for candidate in candidates])
     removed = [replace(candidate, bytes=freed[candidate.path]) for candidate in candidates]
     return CleanupResult(removed, kept_counts, needs.running)
+
+
+def _is_lost(manifest: Path) -> bool:
+    """Whether a manifest is missing, altered or cut off; not where the disk fails, or a newer version of ttrain wrote it."""
+    try:
+        return bool(parse_object(manifest.read_bytes()).get("format", FORMAT) == FORMAT)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _last_change(path: Path) -> float:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import output_file, parse_json
 from ttrain.core.terminal import escaped
 from ttrain.errors import TTrainError
 from ttrain.reports.charts import Chart, Line
@@ -270,4 +270,6 @@ def save(specification: Spec, path: Path) -> None:
     """Write a picture as PNG, whatever suffix the path has."""
     import vl_convert
 
-    path.write_bytes(vl_convert.vegalite_to_png(dict(specification), scale=SCALE))
+    picture = vl_convert.vegalite_to_png(dict(specification), scale=SCALE)
+    with output_file(path) as file:
+        file.write(picture)

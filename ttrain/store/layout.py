@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ttrain.core.files import JsonDict, JsonObject, misfit, need_object, write_json
+from ttrain.core.files import JsonDict, JsonObject, misfit, need_object, temporary_path, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import TTrainError, UsageError, is_disk_full
 
@@ -117,7 +117,7 @@ def usable_home(root: Path | None = None) -> Path:
     root = home() if root is None else root
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{os.getpid()}"
+        probe = temporary_path(root / "probe")
         probe.touch()
         probe.unlink()
     except OSError as error:

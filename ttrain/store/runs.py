@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import logging
 import os
 import platform
@@ -20,6 +21,7 @@ from typing import Any
 import orjson
 
 from ttrain.core.files import (
+    INTERRUPTED_WRITE,
     PRIVATE_FILE,
     JsonDict,
     JsonObject,
@@ -29,6 +31,8 @@ from ttrain.core.files import (
     private_directory,
     private_opener,
     read_object,
+    remove_tree,
+    temporary_path,
     write_json,
 )
 from ttrain.core.terminal import escaped
@@ -321,6 +325,19 @@ def process_started(pid: int) -> float | None:
         return round(float(psutil.Process(pid).create_time()), 1)
     except psutil.Error:
         return None
+
+
+def is_interrupted_write(path: Path) -> bool:
+    """Whether it is a `temporary_path` of a process of this machine that has ended."""
+    write = INTERRUPTED_WRITE.fullmatch(path.name)
+    return write is not None and process_started(int(write[1])) is None
+
+
+def remove_interrupted_writes(path: Path) -> None:
+    """Remove the directories that ended processes left where they were writing `path`, and what has this one's number."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if is_interrupted_write(left) or left == temporary_path(path):
+            remove_tree(left)
 
 
 TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")

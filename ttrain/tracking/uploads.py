@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from tqdm.utils import CallbackIOWrapper  # type: ignore[import-untyped]
 
+from ttrain.core.files import temporary_path
 from ttrain.tracking.calls import artifact_path
 from ttrain.tracking.outbox import Entry
 
@@ -148,7 +149,7 @@ def write_text(target: Path, text: str) -> None:
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
     """Write a temporary file beside the target and rename it; MLflow's listings leave out its name."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".artifact.uploading.{target.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = temporary_path(target.with_name(f"artifact.uploading.{target.name}.{threading.get_ident()}"))
     try:
         write(temporary)
         temporary.replace(target)
