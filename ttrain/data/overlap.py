@@ -27,6 +27,8 @@ from ttrain.data.shards import Column, Ids, arrow_array, counted_up, offsets_of
 
 SEED_BYTES = 24  # eight Chinese characters, or four to five English words
 
+BLOCK_BYTES = 1 << 20  # searched at a time: each position that is a seed takes some 100 bytes until it is compared
+
 SLICE_BYTES = 1 << 16  # hashed at a time, so that intermediate values stay in the cache
 
 FILTER_PER_SEED = 64  # slots of the filter: one position in 64 passes it by chance
@@ -166,30 +168,34 @@ class TextIndex:
     def _hits(self, comparison: Comparison) -> Iterator[tuple[Places, Places]]:
         """(positions of seeds in the data, positions of the same bytes in the texts), some at a time, without those hits
         whose chain has an earlier one; a position may occur several times."""
-        data = comparison.data
-        place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-        for start in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, SLICE_BYTES):
-            slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
-            passed = np.flatnonzero(self._coarse.take((slice_hashes >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
-            passed = passed[self._filter.take((slice_hashes[passed] >> self._shift).view(np.int64))]
-            place_slices.append(passed + start)
-            hashes.append(slice_hashes[passed])
-        data_places, seed_hashes = np.concatenate(place_slices), np.concatenate(hashes)
-        first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
-        is_hit = first < last
-        data_places, first, last = data_places[is_hit], first[is_hit], last[is_hit]
-        chained = np.flatnonzero(self._chained[first])
-        models = first[chained]
-        is_behind = self._is_behind(comparison, data_places[chained], self._at[models], self._gaps[models])
-        first[chained[is_behind]] += self._chained[models[is_behind]]
-        counts = last - first
-        total = np.cumsum(counts)
-        limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
-        for some in np.split(np.arange(len(counts)), limits):
-            positions = np.repeat(data_places[some], counts[some])
-            text_places = self._at[counted_up(first[some], counts[some])]
-            same = comparison.equal_after(positions, text_places, SEED_BYTES) >= SEED_BYTES
-            yield positions[same], text_places[same]
+        for data_places, seed_hashes in self._passed(comparison.data):
+            first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
+            is_hit = first < last
+            data_places, first, last = data_places[is_hit], first[is_hit], last[is_hit]
+            chained = np.flatnonzero(self._chained[first])
+            models = first[chained]
+            is_behind = self._is_behind(comparison, data_places[chained], self._at[models], self._gaps[models])
+            first[chained[is_behind]] += self._chained[models[is_behind]]
+            counts = last - first
+            total = np.cumsum(counts)
+            limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
+            for some in np.split(np.arange(len(counts)), limits):
+                positions = np.repeat(data_places[some], counts[some])
+                text_places = self._at[counted_up(first[some], counts[some])]
+                same = comparison.equal_after(positions, text_places, SEED_BYTES) >= SEED_BYTES
+                yield positions[same], text_places[same]
+
+    def _passed(self, data: Bytes) -> Iterator[tuple[Places, Hashes]]:
+        """(positions that pass the filters, their hashes), of BLOCK_BYTES at a time."""
+        for begin in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, BLOCK_BYTES):
+            place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+            for start in range(begin, min(begin + BLOCK_BYTES, len(data) - SEED_BYTES + 1), SLICE_BYTES):
+                slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
+                passed = np.flatnonzero(self._coarse.take((slice_hashes >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
+                passed = passed[self._filter.take((slice_hashes[passed] >> self._shift).view(np.int64))]
+                place_slices.append(passed + start)
+                hashes.append(slice_hashes[passed])
+            yield np.concatenate(place_slices), np.concatenate(hashes)
 
     def _parts(self, begins: Places, comparison: Comparison, data_places: Places, text_places: Places) -> Parts:
         """The common parts at these hits that are long enough."""
