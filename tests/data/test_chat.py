@@ -9,6 +9,7 @@ import contextlib
 import functools
 import random
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,15 @@ def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(ch
     context = tuple(Message(turn.role, turn.content, in_loss=turn.content != "jumps") for turn in TALK)
     assert encode_chat(chatml_encoder, context)[0] == encode_chat(chatml_encoder, TALK)[0]
     assert learnt(chatml_encoder, context) == "over\n<|im_end|>", "an answer that is not learnt"
+
+
+def test_a_chat_of_thousands_of_turns_takes_time_in_proportion(chatml_encoder: Encoder) -> None:
+    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(5_000))
+    began = time.process_time()
+    ids, live = encode_chat(chatml_encoder, turns)
+    assert time.process_time() - began < 2, "0.1 s; it was 6 s where the template marks what it generates"
+    assert ids.count(chatml_encoder.end_id) == 5_000
+    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 2_500
 
 
 def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from support.tiny_stages import Home, run_here, stage_settings
 from ttrain.config import Evaluate, EvaluateConfig, Reading, Settings
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination, overlap
+from ttrain.data.common_parts import Comparison, Places
 from ttrain.data.contamination import OverlapRule
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import TextIndex, TextMatch
@@ -253,6 +254,26 @@ def test_what_says_little_of_a_text_and_what_many_begin_with_finds_none_of_them(
     assert alike.searchable.all(), "the last letter tells them apart"
     found = alike.find(np.frombuffer(instruction + b"A", np.uint8), np.array([0]))
     assert {one.text for one in found if one.bytes > len(instruction)} == {0, 50}, "a text that comes twice, each time"
+
+
+@pytest.mark.parametrize("middle", [b"", b"?"])
+def test_what_repeats_a_period_on_both_sides_is_compared_once_a_period(
+    middle: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    period = b"thelazydogsleepswhilethequickfoxjumps"
+    wanted, data = period * 2_000, period * 3_000 + middle + period * 3_000
+    compared = []
+    equal_before = Comparison.equal_before
+
+    def counting(self: Comparison, data_places: Places, text_places: Places, most: int | Places) -> Places:
+        compared.append(len(data_places))
+        return equal_before(self, data_places, text_places, most)
+
+    monkeypatch.setattr(Comparison, "equal_before", counting)
+    assert TextIndex([wanted], 32).find(np.frombuffer(data, np.uint8), np.zeros(1, np.int64)) == [
+        TextMatch(0, 0, len(wanted), len(wanted))
+    ]
+    assert sum(compared) < len(data), "216 seeds of the text are equal to those at each byte of the data"
 
 
 def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -> None:

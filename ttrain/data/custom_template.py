@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ FIXED_DATE_MACRO = (
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 SKELETONS = 4096  # kept; a data set has a few dozen
+SKELETON_TURNS = 1 << 18  # in all that are kept: each turn takes some 300 bytes
+MARK_BYTES = 12  # random ones, of a mark that stands for a content
+MARK_CHARACTERS = 2 + 2 * MARK_BYTES
+MARK = re.compile(rf"(?=(x[0-9a-f]{{{2 * MARK_BYTES}}}x))")  # also one whose first letter ends another's form
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
@@ -63,6 +68,7 @@ class JinjaTemplate(Template):
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
+        self._skeleton_turns = 0  # of all of them
         self._exceeded: DataError | None = None  # a template that exceeded its budget is not rendered again
         segments = self.segments((Message("user", "Q"), Message("assistant", "A")))
         from_answer = itertools.dropwhile(lambda segment: segment != Segment("A", True), segments)
@@ -116,15 +122,20 @@ class JinjaTemplate(Template):
     def _skeleton(self, messages: Messages, *, prompt: bool) -> Skeleton:
         key = (prompt, *((turn.role, turn.content == "") for turn in messages))
         if key not in self._skeletons:
-            if len(self._skeletons) >= SKELETONS:
+            if len(self._skeletons) >= SKELETONS or self._skeleton_turns + len(messages) > SKELETON_TURNS:
                 self._skeletons.clear()
+                self._skeleton_turns = 0
+            self._skeleton_turns += len(messages)
             self._skeletons[key] = self._marked(messages, prompt=prompt)
         return self._skeletons[key]
 
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
-        marks = {number: f"x{secrets.token_hex(12)}x" for number, turn in enumerate(messages) if turn.content}
+        marks = {number: f"x{secrets.token_hex(MARK_BYTES)}x" for number, turn in enumerate(messages) if turn.content}
         ((rendered, spans),) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
+        starts = _starts_of(marks, rendered)
+        in_order = sorted((start, turn) for turn in marks for start in starts[turn])
+        spans_within = _Spans(spans)
         skeleton = Skeleton([], list(marks), [])
         at = 0  # where the text after the last content begins
         previous_turn: int | None = None  # that of the last content
@@ -136,20 +147,21 @@ class JinjaTemplate(Template):
                 is_after_answer = previous_turn is not None and messages[previous_turn].role == "assistant"
                 skeleton.parts.extend(self._encoded(rendered[at:end], previous_turn if is_after_answer else None))
                 return
-            borders = sorted({at, end, *(border for span in spans for border in span if at < border < end)})
+            near = spans_within(at, end)
+            borders = sorted({at, end, *(border for span in near for border in span if at < border < end)})
             for lower, upper in itertools.pairwise(borders):
-                around = [rendered[a:b] for a, b in spans if a <= lower and upper <= b]
-                answer = next((turn for turn, mark in marks.items() if any(mark in text for text in around)), None)
+                turns = [_first_turn(in_order, a, b) for a, b in near if a <= lower and upper <= b]
+                answer = min((turn for turn in turns if turn is not None), default=None)
                 skeleton.parts.append(SkeletonPart(None, tuple(self._encoder.encode_markup(rendered[lower:upper])), answer))
 
-        for turn, mark in marks.items():
+        for turn in marks:
             role = messages[turn].role
-            if rendered.count(mark) != 1:
-                raise self._refused(f"it writes the content of a turn of role '{role}' {rendered.count(mark)} times")
-            start, end = rendered.index(mark), rendered.index(mark) + len(mark)
+            if len(starts[turn]) != 1:
+                raise self._refused(f"it writes the content of a turn of role '{role}' {len(starts[turn])} times")
+            start, end = starts[turn][0], starts[turn][0] + MARK_CHARACTERS
             if start < at:
                 raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
-            inside = [(a, b) for a, b in spans if a < end and start < b]
+            inside = spans_within(start, end)
             if any(a > start or b < end for a, b in inside):
                 raise self._refused("its {% generation %} begins or ends within a content")
             add_text(start)
@@ -195,3 +207,33 @@ class JinjaTemplate(Template):
         return DataError(
             f"tokenizer.template is 'own', but the tokenizer's own chat template cannot be used: {reason}; {FIX}"
         )
+
+
+class _Spans:
+    """Spans of a text, to find the few that a part of it touches: a chat may have a hundred thousand."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._spans = sorted(spans)
+        self._starts = [start for start, _ in self._spans]
+        self._farthest = list(itertools.accumulate((end for _, end in self._spans), max))  # end of any span up to this one
+
+    def __call__(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The spans that begin before the end and end behind the start."""
+        candidates = self._spans[bisect_right(self._farthest, start) : bisect_left(self._starts, end)]
+        return [(a, b) for a, b in candidates if start < b]
+
+
+def _starts_of(marks: Mapping[int, str], text: str) -> dict[int, list[int]]:
+    """Where the mark of each turn stands in the text, in one pass over it."""
+    turns = {mark: turn for turn, mark in marks.items()}
+    starts: dict[int, list[int]] = {turn: [] for turn in marks}
+    for match in MARK.finditer(text):
+        if (turn := turns.get(match[1])) is not None:
+            starts[turn].append(match.start())
+    return starts
+
+
+def _first_turn(in_order: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
+    """The lowest turn of the (start, turn) of marks that stand within this part of the text."""
+    first, last = bisect_left(in_order, (start, -1)), bisect_left(in_order, (end - MARK_CHARACTERS + 1, -1))
+    return min((turn for _, turn in in_order[first:last]), default=None)

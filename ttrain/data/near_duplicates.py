@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from ttrain.core.hashing import digest_of
 from ttrain.data import overlap, shards
-from ttrain.data.overlap import FACTORS, RECORD_BYTES, SEED_BYTES, Bytes, Hashes, Places
+from ttrain.data.common_parts import Bytes, Places
+from ttrain.data.overlap import FACTORS, RECORD_BYTES, SEED_BYTES, Hashes
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
 FORMAT = 1  # of sketches: another one where the values of a text change

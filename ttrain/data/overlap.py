@@ -2,7 +2,7 @@
 
 A common part counts from `ngram` bytes on, or if it is a whole text. Every such part has a seed, since the seeds of a
 text lie so close that any `ngram` bytes hold one; and each hit of a seed is compared byte for byte, so there are no
-false matches.
+false matches. Of the seeds of a common part that follow one another only the first is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 import unicodedata
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,12 +21,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import parse_json
+from ttrain.data.common_parts import MANY_BYTES, WORD_BYTES, Bytes, Comparison, Parts, Places, is_first, merged, padded_words
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.shards import Column, Ids, arrow_array, counted_up, offsets_of
 
 SEED_BYTES = 24  # eight Chinese characters, or four to five English words
 
-WORD_BYTES = 8
+BLOCK_BYTES = 1 << 20  # searched at a time: each position that is a seed takes some 100 bytes until it is compared
 
 SLICE_BYTES = 1 << 16  # hashed at a time, so that intermediate values stay in the cache
 
@@ -46,8 +46,6 @@ MOST_HITS = 1 << 20  # of seeds in memory at once: a long text that repeats itse
 FEWEST_LETTERS = 5  # different bytes of a seed: "hahaha" and "000000" stand everywhere
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-Places = npt.NDArray[np.int64]
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -70,6 +68,7 @@ class TextIndex:
         lengths = np.array([len(text) for text in texts], np.int64)
         self.lengths, self.needed = lengths, np.minimum(lengths, ngram)
         self._data = np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)  # no plain text has a zero
+        self._words = padded_words(self._data, 0)
         self._starts = 1 + offsets_of(lengths + 1)
         places = [
             _places(start, start + length - SEED_BYTES, max(1, needed - SEED_BYTES + 1))
@@ -94,12 +93,51 @@ class TextIndex:
         rarest = np.full(len(self.lengths), len(at) + 1)
         np.minimum.at(rarest, of, alike)
         is_usable = (alike <= MOST_ALIKE) | ((alike == rarest[of]) & (alike <= MOST_PLACES))
-        self._hashes, self._at = hashes[is_usable], at[is_usable]
+        self._chain(hashes[is_usable], at[is_usable])
         bits = max(COARSE_BITS, int(np.ceil(np.log2(max(1, len(self._hashes)) * FILTER_PER_SEED))))
         self._shift = np.uint64(64 - bits)
         self._filter = np.zeros(1 << bits, np.bool_)
         self._filter[(self._hashes >> self._shift).view(np.int64)] = True
         self._coarse = self._filter.reshape(1 << COARSE_BITS, -1).any(axis=1)
+
+    def _chain(self, hashes: Hashes, at: Places) -> None:
+        """Sort the seeds so that of each hash those come first that most often stand behind the same bytes, in a chain.
+
+        Where such a seed is hit behind those bytes, the seed before it is hit too, on the way to the same common part, and
+        the hits of the whole chain add nothing. A text that repeats a period has one chain for each of its bytes, and data
+        with that period would hit at each byte as many seeds as the text has periods.
+        """
+        by_place = np.argsort(at)
+        last, this = by_place[:-1], by_place[1:]
+        gaps, contexts = np.zeros(len(at), np.int64), np.zeros(len(at), np.uint64)
+        gaps[this] = at[this] - at[last]
+        gaps[this] *= (self._text_at(at[this]) == self._text_at(at[last])) & (gaps[this] <= MANY_BYTES)
+        contexts[this] = (hashes[last] ^ gaps[this].astype(np.uint64)) * np.uint64(FACTORS[1])
+        contexts[gaps == 0] = 0
+        order = np.lexsort((contexts, hashes))
+        begins = np.flatnonzero(is_first(hashes[order], contexts[order]))
+        sizes = np.diff(np.append(begins, len(at)))
+        frequency = np.zeros(len(at), np.int64)
+        frequency[order] = np.repeat(sizes, sizes)
+        frequency[gaps == 0] = 0
+        order = np.lexsort((contexts, -frequency, hashes))
+        self._hashes, self._at, gaps = hashes[order], at[order], gaps[order]
+        model = np.searchsorted(self._hashes, self._hashes)
+        texts = Comparison(self._data, self._data, self._words)
+        is_chained = (gaps > 0) & (gaps == gaps[model]) & self._is_behind(texts, self._at, self._at[model], gaps[model])
+        order = np.lexsort((~is_chained, self._hashes))
+        self._hashes, self._at = self._hashes[order], self._at[order]
+        self._gaps = gaps[model][order]
+        self._chained = np.bincount(model[is_chained], minlength=len(at))
+
+    @staticmethod
+    def _is_behind(comparison: Comparison, data_places: Places, text_places: Places, gaps: Places) -> npt.NDArray[np.bool_]:
+        """Whether the seeds at these places are equal, and so many bytes before them."""
+        is_equal = comparison.equal_after(data_places, text_places, SEED_BYTES) >= SEED_BYTES
+        is_equal[is_equal] = (
+            comparison.equal_before(data_places[is_equal], text_places[is_equal], gaps[is_equal]) >= gaps[is_equal]
+        )
+        return is_equal
 
     @property
     def searchable(self) -> npt.NDArray[np.bool_]:
@@ -110,62 +148,64 @@ class TextIndex:
 
     def find(self, data: Bytes, begins: Places) -> list[TextMatch]:
         """Find the texts in the records that begin at these positions of plain text."""
-        parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        for position, at, length in self._parts(data):
-            text = int(self._text_at(at))
-            parts[int(np.searchsorted(begins, position, "right")) - 1, text].append((at, at + length))
-        return [
-            TextMatch(record, text, _covered(spans), max(end - start for start, end in spans))
-            for (record, text), spans in sorted(parts.items())
-        ]
+        comparison = Comparison(data, self._data, self._words)
+        parts = merged([self._parts(begins, comparison, *hits) for hits in self._hits(comparison)])
+        texts = self._text_at(parts.starts)
+        begins_pair = is_first(parts.records, texts)
+        ends_before = np.append(0, parts.ends[:-1])  # of another text it lies before this one, of another record anywhere
+        covered = parts.ends - np.where(begins_pair, parts.starts, np.maximum(parts.starts, ends_before))
+        firsts = np.flatnonzero(begins_pair)
+        if not len(firsts):
+            return []
+        covered, longest = np.add.reduceat(covered, firsts), np.maximum.reduceat(parts.ends - parts.starts, firsts)
+        columns = (parts.records[firsts], texts[firsts], covered, longest)
+        return [TextMatch(*figures) for figures in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _text_at(self, places: npt.ArrayLike) -> Places:
         text_numbers: Places = np.searchsorted(self._starts, places, "right") - 1
         return text_numbers
 
-    def _hits(self, data: Bytes) -> Iterator[tuple[Places, Places]]:
-        """(positions of seeds in the data, positions of the same bytes in the texts), some at a time, in the order of the
-        data; a position may occur several times."""
-        place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-        for start in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, SLICE_BYTES):
-            slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
-            passed = np.flatnonzero(self._coarse.take((slice_hashes >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
-            passed = passed[self._filter.take((slice_hashes[passed] >> self._shift).view(np.int64))]
-            place_slices.append(passed + start)
-            hashes.append(slice_hashes[passed])
-        data_places, seed_hashes = np.concatenate(place_slices), np.concatenate(hashes)
-        first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
-        counts = last - first
-        total = np.cumsum(counts)
-        limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
-        for some in np.split(np.arange(len(counts)), limits):
-            positions = np.repeat(data_places[some], counts[some])
-            text_places = self._at[counted_up(first[some], counts[some])]
-            same = np.ones(len(positions), np.bool_)
-            for byte in range(SEED_BYTES):
-                same &= data[positions + byte] == self._data[text_places + byte]
-            yield positions[same], text_places[same]
+    def _hits(self, comparison: Comparison) -> Iterator[tuple[Places, Places]]:
+        """(positions of seeds in the data, positions of the same bytes in the texts), some at a time, without those hits
+        whose chain has an earlier one; a position may occur several times."""
+        for data_places, seed_hashes in self._passed(comparison.data):
+            first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
+            is_hit = first < last
+            data_places, first, last = data_places[is_hit], first[is_hit], last[is_hit]
+            chained = np.flatnonzero(self._chained[first])
+            models = first[chained]
+            is_behind = self._is_behind(comparison, data_places[chained], self._at[models], self._gaps[models])
+            first[chained[is_behind]] += self._chained[models[is_behind]]
+            counts = last - first
+            total = np.cumsum(counts)
+            limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
+            for some in np.split(np.arange(len(counts)), limits):
+                positions = np.repeat(data_places[some], counts[some])
+                text_places = self._at[counted_up(first[some], counts[some])]
+                same = comparison.equal_after(positions, text_places, SEED_BYTES) >= SEED_BYTES
+                yield positions[same], text_places[same]
 
-    def _parts(self, data: Bytes) -> Iterator[tuple[int, int, int]]:
-        """(position in the data, position in the texts, length) of each common part that is long enough."""
-        reached: dict[int, int] = {}
-        for data_places, text_places in self._hits(data):
-            needed = self.needed[self._text_at(text_places)]
-            most = int(needed.max(initial=0)) - SEED_BYTES
-            bytes_before = _equal_bytes(data, self._data, data_places - 1, text_places - 1, -1, most)
-            bytes_after = _equal_bytes(data, self._data, data_places + SEED_BYTES, text_places + SEED_BYTES, 1, most)
-            enough = bytes_before + bytes_after + SEED_BYTES >= needed
-            offsets, positions = (data_places - text_places)[enough], data_places[enough]
-            order = np.argsort(offsets, kind="stable")
-            firsts = np.flatnonzero(np.diff(offsets[order], prepend=np.iinfo(np.int64).min))
-            for group in np.split(order, firsts[1:]) if len(order) else ():  # parts of one offset follow one another
-                offset, places = int(offsets[group[0]]), positions[group]
-                while len(places := places[np.searchsorted(places, reached.get(offset, 0)) :]):
-                    position, at = int(places[0]), int(places[0]) - offset
-                    before_it = _common_prefix(data[:position][::-1], self._data[:at][::-1])
-                    length = before_it + _common_prefix(data[position:], self._data[at:])
-                    reached[offset] = position - before_it + length
-                    yield position - before_it, at - before_it, length
+    def _passed(self, data: Bytes) -> Iterator[tuple[Places, Hashes]]:
+        """(positions that pass the filters, their hashes), of BLOCK_BYTES at a time."""
+        for begin in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, BLOCK_BYTES):
+            place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+            for start in range(begin, min(begin + BLOCK_BYTES, len(data) - SEED_BYTES + 1), SLICE_BYTES):
+                slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
+                passed = np.flatnonzero(self._coarse.take((slice_hashes >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
+                passed = passed[self._filter.take((slice_hashes[passed] >> self._shift).view(np.int64))]
+                place_slices.append(passed + start)
+                hashes.append(slice_hashes[passed])
+            yield np.concatenate(place_slices), np.concatenate(hashes)
+
+    def _parts(self, begins: Places, comparison: Comparison, data_places: Places, text_places: Places) -> Parts:
+        """The common parts at these hits that are long enough."""
+        needed = self.needed[self._text_at(text_places)]
+        most = int(needed.max(initial=0)) - SEED_BYTES
+        bytes_before = comparison.equal_before(data_places, text_places, most)
+        bytes_after = comparison.equal_after(data_places + SEED_BYTES, text_places + SEED_BYTES, most)
+        enough = bytes_before + bytes_after + SEED_BYTES >= needed
+        data_places, text_places = data_places[enough], text_places[enough]
+        return comparison.parts(np.searchsorted(begins, data_places, "right") - 1, data_places, text_places)
 
 
 def _places(first: int, last: int, step: int) -> Places:
@@ -184,43 +224,6 @@ def seeds(data: Bytes) -> Hashes:
     return hashes
 
 
-def _equal_bytes(data: Bytes, texts: Bytes, data_places: Places, text_places: Places, step: int, most: int) -> Places:
-    """Number of equal bytes from these positions on, in the direction of `step`; at most `most`."""
-    length = np.zeros(len(data_places), np.int64)
-    alive = np.arange(len(data_places))
-    for distance in range(most):
-        data_at, text_at = data_places[alive] + step * distance, text_places[alive] + step * distance
-        inside = (data_at >= 0) & (data_at < len(data)) & (text_at >= 0) & (text_at < len(texts))
-        alive, data_at, text_at = alive[inside], data_at[inside], text_at[inside]
-        alive = alive[data[data_at] == texts[text_at]]
-        if not len(alive):
-            break
-        length[alive] += 1
-    return length
-
-
-def _common_prefix(data: Bytes, texts: Bytes) -> int:
-    """Length of the common prefix in bytes."""
-    done, step = 0, 256
-    size = min(len(data), len(texts))
-    while done < size:
-        end = min(size, done + step)
-        different = np.flatnonzero(data[done:end] != texts[done:end])
-        if len(different):
-            return done + int(different[0])
-        done, step = end, step * 2
-    return size
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """Number of bytes in the union of the spans."""
-    total = end = 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 # Separators of records, and replacements of special tokens: surrogates, which no text has in UTF-8.
 RECORD, SPECIAL = "\ud800", "\ud801"
 
@@ -235,8 +238,6 @@ LETTERS = (range(0x40000), range(0xE0000, 0xE0200))  # Unicode has no letters el
 CHUNK_TOKENS = 500_000
 
 REDUCED_POINTS = 1 << 20
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def plain(text: str) -> bytes:

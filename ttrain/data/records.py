@@ -390,11 +390,11 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             tally.rows += 1
             tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
+        if not line or line.isspace():  # seen before an error of the parser, which takes six times as long as the rest
+            continue
         try:
             value = loads(line)
         except orjson.JSONDecodeError as error:
-            if not line.strip():
-                continue
             tally.rows += 1
             tally.reject(path, number, _reason(line, str(error)), line)
             continue
