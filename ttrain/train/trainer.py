@@ -216,8 +216,9 @@ class Trainer:
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            self._update(step, norm, None if self._deferred is None else torch.zeros((), device=self.ranks.device))
-        self.average.update()
+            prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
+            self._update(step, norm, prevented)
+            self.average.update(prevented)
         self.optimizers.zero_grad()
         self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
         return signalled > 0, callback_stop > 0
@@ -231,8 +232,9 @@ class Trainer:
         self._check_targets(step, live_sum)
         figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
         norm = self._scaled_norm(live_sum)
-        self._update(step, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
-        self.average.update()
+        prevented = deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row)
+        self._update(step, norm, prevented)
+        self.average.update(prevented)
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
             for pending, read_figures, seconds in deferred.read():
