@@ -286,9 +286,11 @@ class NonFinite(TTrainError):
             if config.nonfinite == "skip"
             else (f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})")
         )
+        name = "gradient" if math.isfinite(loss) else "loss"
         super().__init__(
-            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {shown}. "
-            f"The weights are unchanged. Check these rows, lower {config.prefix}optim.lr ({config.optim.lr}){remedy}"
+            f"the {name} of step {step + 1} is not finite (loss {loss}, gradient norm {norm}); its {len(self.rows)} rows: "
+            f"{shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"({config.optim.lr}){remedy}"
         )
 
 

@@ -252,7 +252,10 @@ class Trainer:
 
     def _check_targets(self, step: int, live: float) -> None:
         if live == 0:
-            raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
+            raise TTrainError(
+                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
+                f"give a step more rows"
+            )
 
     def _account(
         self, step: int, figures: Sequence[float], live: float, losses: Mapping[int, Tensor], seconds: float,
