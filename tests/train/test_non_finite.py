@@ -112,12 +112,24 @@ def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture
     assert (result.skipped_steps, result.step) == (1, 7)
     assert same(seen[1], seen[2]) and not same(seen[2], seen[3])
     assert "step 3 is not finite (loss inf" in caplog.text and "it is skipped" in caplog.text
+    assert "in a row" not in caplog.text
     assert len(recorder.figures("loss")) == 6, "the loss of a step that was skipped is in no mean"
     assert recorder.figures("skipped_steps") == [1.0] * 5
 
 
+def test_the_rate_of_a_step_that_is_skipped_is_logged_as_by_a_run_that_was_never_stopped(tmp_path: Path) -> None:
+    found = []
+    for stops in ((None,), (2, None)):
+        recorder, spoilt = Recorder(), {rows_of_step(2)[0]}
+        for stop in stops:
+            directory = tmp_path / str(len(stops))
+            trainer_with(spoilt, "skip", callbacks=[recorder], directory=directory, stop_after=stop).fit()
+        found.append(recorder.figures("lr"))
+    assert found[0] == found[1] and len({*found[0][:3]}) == 3, "it warms up"
+
+
 def test_a_run_that_only_skips_ends() -> None:
-    with pytest.raises(NonFinite, match=f"the loss of step {SKIPS_IN_A_ROW + 1} is not finite"):
+    with pytest.raises(NonFinite, match=f"step {SKIPS_IN_A_ROW + 1} is not finite.*; {SKIPS_IN_A_ROW} steps in a row"):
         config = settings_of_training(nonfinite="skip", tokens=40 * 96)
         model = tiny_model()
         task = WatchedTask(config, model, spoil=lambda passes: math.nan)

@@ -200,6 +200,7 @@ class Trainer:
     ) -> tuple[bool, bool]:
         """Do one optimizer step; returns whether a signal, and whether a callback, asked any rank to stop."""
         self.bare.train()
+        self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
             live, parts, sums, losses = self._backward(step, micro_batches)
             if self._deferred is not None and step > self.first and not sums:  # the first step has the names of the parts
@@ -217,7 +218,7 @@ class Trainer:
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
             prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
-            self._update(step, norm, prevented)
+            self._update(norm, prevented)
             self.average.update(prevented)
         self.optimizers.zero_grad()
         self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
@@ -233,7 +234,7 @@ class Trainer:
         figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
         norm = self._scaled_norm(live_sum)
         prevented = deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row)
-        self._update(step, norm, prevented)
+        self._update(norm, prevented)
         self.average.update(prevented)
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
@@ -317,23 +318,23 @@ class Trainer:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         return global_norm(parameters)
 
-    def _update(self, step: int, norm: Tensor, prevented: Tensor | None = None) -> None:
+    def _update(self, norm: Tensor, prevented: Tensor | None = None) -> None:
         """Clip and update; the gradient is gone afterwards."""
         if clip := self.task.config.optim.clip:
             torch.nn.utils.clip_grads_with_norm_(self.optimizers.parameters, clip, norm)
-        self.optimizers.set_factor(self.factor(step))
         self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
         self.optimizers.zero_grad()
 
     def _not_finite(self, step: int, loss: float, norm: float, losses: Mapping[int, Tensor]) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         rows = rows_to_blame(self.loader.parts(step), losses, self.ranks)
-        error = NonFinite(step, loss, norm, rows, self.task.config)
+        error = NonFinite(step, loss, norm, rows, self.task.config, self.counters.skipped_in_a_row)
         policy = self.task.config.nonfinite
         if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
-            log.warning("%s; it is skipped", error)
+            log.warning("%s", error)
             return
-        self.counters.skipped -= 1
+        self.counters.skipped -= 1  # the state before the step is saved
+        self.counters.skipped_in_a_row -= 1
         if policy != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
