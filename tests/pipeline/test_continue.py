@@ -131,6 +131,13 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any("sft.epochs: 1.0 → " in line for line in planned.why)
 
 
+def test_work_whose_ingredients_are_damaged_is_not_offered(built: House, work: resume.PartialRun) -> None:
+    """They ended each plan of the stage in a KeyError."""
+    for damaged in ({}, {"settings": []}, {**work.ingredients, "code": 5}, [1]):
+        write_json(work.path / resume.INGREDIENTS, damaged)
+        assert not built.plan(SEED)["sft"].why[0].startswith("unfinished")
+
+
 def test_the_furthest_work_is_offered(built: House, changed: Callable[[], None]) -> None:
     near, far = (
         left(built, built.plan(*TOKENS, f"sft.tokens={tokens}")["sft"], s) for tokens, s in ((409600, 5), (819200, 9))

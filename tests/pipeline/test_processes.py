@@ -20,8 +20,8 @@ from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.config import Settings
-from ttrain.errors import Interrupted, StageFailed
-from ttrain.pipeline import launch, processes
+from ttrain.errors import Interrupted, RankLost, StageFailed
+from ttrain.pipeline import launch, processes, stage_worker
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN, STAGES
 from ttrain.store.layout import Artifact
@@ -180,3 +180,22 @@ def test_a_stage_that_cannot_even_write_its_result_names_the_full_disk(
         with pytest.raises(StageFailed, match="ended with exit code 1 without a result") as failed:
             processes._result(*ended)
         assert ("is full: free some space and run the same command again" in str(failed.value)) == is_named
+
+
+def test_a_lost_rank_that_could_not_write_its_result_names_the_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the other ranks is small, and may find room a moment later."""
+    stage_worker.write(tmp_path, 1, {"outcome": "failed", "error": "rank 0 is gone", "kind": RankLost.__name__})
+    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=SimpleNamespace(free=4096)))
+    with pytest.raises(StageFailed, match=f"failed: rank 0 is gone; the disk of {tmp_path} is full: free some space"):
+        processes._result(processes.ProcessGroup(), STAGES["sft"], Settings(), tmp_path, tmp_path / "log.txt", 0, False)
+
+
+def test_a_rank_that_gives_up_ends_though_the_disk_takes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hang for ever, with all that the others wait for."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with pytest.raises(OSError, match="No such file"):
+        stage_worker._give_up(tmp_path / "gone", 1, "rank 0 has not come")
+    assert codes == [1]

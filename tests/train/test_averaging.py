@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Schedule
 from ttrain.train.averaging import MovingAverage
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
+from ttrain.train.losses import NonFinite
 from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Trainer, TrainerOptions
 from ttrain.train.training_options import Cadence
@@ -105,6 +107,24 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     second.fit()
     assert same(weights(whole), weights(second))
     assert same(saved(whole).weights, saved(second).weights) and same(saved(whole).optimizer, saved(second).optimizer)
+
+
+@pytest.mark.parametrize("defer", [False, True], ids=["read", "deferred"])
+def test_an_average_saved_before_a_step_that_is_not_finite_ends_in_the_same_bits(tmp_path: Path, defer: bool) -> None:
+    def trainer(name: str, spoilt: int = 0) -> Trainer:
+        model = tiny_model()
+        task = WatchedTask(CONFIG, model, lambda passes: math.nan if passes == spoilt else 1.0)
+        options: dict[str, Any] = {"how": TrainerOptions(defer=defer), "cadence": Cadence(log=4, checkpoint=4)}
+        return make_trainer(CONFIG, model, ROWS, rows_per_device=6, directory=tmp_path / name, task=task, **options)
+
+    whole = trainer("whole")
+    whole.fit()
+    with pytest.raises(NonFinite, match="step 6"):
+        trainer("stopped", spoilt=6).fit()
+    second = trainer("stopped")
+    assert second.first == 5
+    second.fit()
+    assert same(weights(whole), weights(second)) and same(saved(whole).optimizer, saved(second).optimizer)
 
 
 def plateau_of(trainer: Trainer) -> Snapshot:

@@ -222,7 +222,7 @@ def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(t
     path.write_text("".join(lines) + '{"step": 3, "tok')
     MetricsFile(path).start(4, 8)
     assert path.read_text() == "".join(lines[:2])
-    path.write_text(lines[0] + "\0\0\0\n" + lines[1])
+    path.write_bytes(lines[0].encode() + b"\0\xff\0\n" + lines[1].encode())
     MetricsFile(path).start(4, 8)
     assert path.read_text() == "".join(lines[:2])
     MetricsFile(path).start(0, 8)

@@ -314,3 +314,14 @@ def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path,
     assert not ran.exists()
     pickle.loads(pickle.dumps(Malicious(ran)))
     assert ran.exists(), "the pickle does run where it is loaded"
+
+
+def test_the_end_finishes_what_a_killed_writer_of_the_last_step_left(tmp_path: Path) -> None:
+    """The run that continues there has no step to make, and writes no checkpoint."""
+    write(tmp_path, 4, 8, 12, metrics={12: 0.5})
+    whole = names(tmp_path)
+    shutil.copytree(tmp_path / "step-00000008", tmp_path / "step-00000004")  # not pruned yet
+    (tmp_path / "best").unlink()
+    (tmp_path / "step-00000012").rename(tmp_path / ".writing-00000012")
+    checkpoints(tmp_path).end(12)
+    assert names(tmp_path) == sorted([*whole, "final"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def rows_of_step(step: int) -> list[int]:
 def test_stop_saves_the_state_before_the_step_and_names_the_rows_of_its_micro_batch(tmp_path: Path) -> None:
     rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
-    with pytest.raises(NonFinite, match=r"the loss of step 3 is not finite \(nan.*lower training\.optim\.lr") as error:
+    with pytest.raises(NonFinite, match=r"the loss of step 3 is not finite \(loss nan.*lower training\.optim\.lr") as error:
         trainer.fit()
     assert error.value.rows == rows[2:4], "the two rows of the micro-batch that holds it"
     kept = checkpoint.read(tmp_path / "step-00000002")
@@ -89,7 +90,7 @@ def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
         trainer.fit()
     assert error.value.rows == rows_of_step(1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")], "though the error is kept"
-    assert math.isfinite(float(str(error.value).split("finite (")[1].split(",")[0])), "the loss itself is a number"
+    assert re.match(r"the gradient of step 2 is not finite \(loss \d.*, gradient norm nan\)", str(error.value))
 
 
 def test_raise_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
@@ -110,13 +111,25 @@ def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture
     result = trainer.fit()
     assert (result.skipped_steps, result.step) == (1, 7)
     assert same(seen[1], seen[2]) and not same(seen[2], seen[3])
-    assert "step 3 is not finite (inf" in caplog.text and "it is skipped" in caplog.text
+    assert "step 3 is not finite (loss inf" in caplog.text and "it is skipped" in caplog.text
+    assert "in a row" not in caplog.text
     assert len(recorder.figures("loss")) == 6, "the loss of a step that was skipped is in no mean"
     assert recorder.figures("skipped_steps") == [1.0] * 5
 
 
+def test_the_rate_of_a_step_that_is_skipped_is_logged_as_by_a_run_that_was_never_stopped(tmp_path: Path) -> None:
+    found = []
+    for stops in ((None,), (2, None)):
+        recorder, spoilt = Recorder(), {rows_of_step(2)[0]}
+        for stop in stops:
+            directory = tmp_path / str(len(stops))
+            trainer_with(spoilt, "skip", callbacks=[recorder], directory=directory, stop_after=stop).fit()
+        found.append(recorder.figures("lr"))
+    assert found[0] == found[1] and len({*found[0][:3]}) == 3, "it warms up"
+
+
 def test_a_run_that_only_skips_ends() -> None:
-    with pytest.raises(NonFinite, match=f"the loss of step {SKIPS_IN_A_ROW + 1} is not finite"):
+    with pytest.raises(NonFinite, match=f"step {SKIPS_IN_A_ROW + 1} is not finite.*; {SKIPS_IN_A_ROW} steps in a row"):
         config = settings_of_training(nonfinite="skip", tokens=40 * 96)
         model = tiny_model()
         task = WatchedTask(config, model, spoil=lambda passes: math.nan)

@@ -19,7 +19,7 @@ from typing import IO, Any
 from ttrain.config import DATASETS, Settings
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
-from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, StageFailed
+from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
 from ttrain.pipeline.recipe import Planned
@@ -341,6 +341,8 @@ def _result(
         raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", sent_signal)
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
         location = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
+        if outcome["kind"] == RankLost.__name__:
+            location += _advice_on_full_disk(work)  # the other rank could not write its result
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
         if outcome["kind"] == NothingNew.__name__:
             raise NothingNew(outcome["error"])
@@ -348,9 +350,15 @@ def _result(
         message = f"stage {stage.name} failed{who}: {outcome['error']}{location}"
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
+    raise StageFailed(
+        f"stage {stage.name}: {group.describe_end()}{_advice_on_full_disk(work)}; its log is {log_path}\n{tail}"
+    )
+
+
+def _advice_on_full_disk(work: Path) -> str:
+    """What to add to a stage's message where its disk is full; empty where it is not."""
     is_full = shutil.disk_usage(work).free < LEAST_FREE_BYTES
-    advice = f"; the disk of {work} is full: {FREE_SPACE}" if is_full else ""
-    raise StageFailed(f"stage {stage.name}: {group.describe_end()}{advice}; its log is {log_path}\n{tail}")
+    return f"; the disk of {work} is full: {FREE_SPACE}" if is_full else ""
 
 
 class StageObserver:

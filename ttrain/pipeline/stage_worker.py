@@ -200,10 +200,12 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
 def _give_up(work: Path, rank: int, why: str) -> None:
     """End this rank from the watchdog thread; the main thread may be blocked forever."""
     message = f"{why}; all ranks were ended, the last checkpoint is complete: run the same command again"
-    log.error("%s", message)
-    sys.stdout.flush()
-    write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
-    os._exit(1)
+    try:
+        log.error("%s", message)
+        sys.stdout.flush()
+        write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
+    finally:
+        os._exit(1)  # also where a full disk takes no result
 
 
 RESULT = "result.json"

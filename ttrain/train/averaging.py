@@ -27,19 +27,25 @@ class MovingAverage:
         has an effect."""
         self._names = dict(names) if share else {}
         self._decay = 0.5 ** (1 / max(1, round(share * steps))) if share else 0.0
-        self._count = 0
+        self._count: int | Tensor = 0  # a tensor once the device alone knows which steps were prevented
         self._averages: list[Tensor] = []
 
-    def update(self) -> None:
-        """Count in the weights of a step."""
+    def update(self, prevented: Tensor | None = None) -> None:
+        """Count in the weights of a step; where `prevented` is 1.0, on the device, the average stays as it is."""
         if not self._names:
             return
         newest = _parts(self._names)
         if not self._averages:
             self._averages = [tensor.detach().clone() for tensor in self._names]
-        decay = min(self._decay, (1 + self._count) / (1 + FIRST_STEPS + self._count))
-        torch._foreach_lerp_(_parts(self._averages), newest, 1 - decay)
-        self._count += 1
+        decay = (1 + self._count) / (1 + FIRST_STEPS + self._count)
+        if prevented is None:
+            torch._foreach_lerp_(_parts(self._averages), newest, 1 - min(self._decay, float(decay)))
+            self._count += 1
+            return
+        applied = 1 - prevented.double()
+        share = (1 - torch.as_tensor(decay, dtype=torch.float64).clamp(max=self._decay)) * applied
+        torch._foreach_lerp_(_parts(self._averages), newest, [share.float()] * len(newest))
+        self._count = self._count + applied
 
     @contextlib.contextmanager
     def as_weights(self) -> Iterator[None]:
@@ -60,7 +66,7 @@ class MovingAverage:
         if not self._averages:
             return {}
         newest = {f"{ITERATE}|{name}": held for name, held in zip(self._names.values(), self._averages, strict=True)}
-        return {**newest, **{f"{COUNT}|{name}": torch.tensor(self._count) for name in self._names.values()}}
+        return {**newest, **{f"{COUNT}|{name}": torch.tensor(int(self._count)) for name in self._names.values()}}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""

@@ -131,14 +131,14 @@ def truncate_after(path: Path, step: int) -> None:
     lines if step is 0."""
     kept_lines = []
     if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n") and step and _step_of(line) <= step:
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n") and step and _step_of(line) <= step:
                 kept_lines.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, "".join(kept_lines).encode())
+    write_bytes(path, b"".join(kept_lines))
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):

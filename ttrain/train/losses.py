@@ -278,17 +278,19 @@ SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non
 class NonFinite(TTrainError):
     """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
 
-    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop) -> None:
+    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
+        """`in_a_row`: such steps up to this one."""
         self.step, self.rows = step + 1, list(rows)
         shown = first_of(self.rows, SHOWN_ROWS)
-        remedy = (
-            f"; {SKIPS_IN_A_ROW} steps in a row were skipped before"
-            if config.nonfinite == "skip"
-            else (f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})")
-        )
+        remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
+        if config.nonfinite == "skip":
+            skipped = f"{SKIPS_IN_A_ROW} steps in a row were skipped before"
+            remedy = f"; {skipped if in_a_row > SKIPS_IN_A_ROW else 'it is skipped'}"
+        name = "gradient" if math.isfinite(loss) else "loss"
         super().__init__(
-            f"the loss of step {step + 1} is not finite ({loss}, gradient norm {norm}); its {len(self.rows)} rows: {shown}. "
-            f"The weights are unchanged. Check these rows, lower {config.prefix}optim.lr ({config.optim.lr}){remedy}"
+            f"the {name} of step {step + 1} is not finite (loss {loss}, gradient norm {norm}); its {len(self.rows)} rows: "
+            f"{shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"({config.optim.lr}){remedy}"
         )
 
 

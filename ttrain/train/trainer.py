@@ -200,6 +200,7 @@ class Trainer:
     ) -> tuple[bool, bool]:
         """Do one optimizer step; returns whether a signal, and whether a callback, asked any rank to stop."""
         self.bare.train()
+        self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
             live, parts, sums, losses = self._backward(step, micro_batches)
             if self._deferred is not None and step > self.first and not sums:  # the first step has the names of the parts
@@ -216,8 +217,9 @@ class Trainer:
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total_sum) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            self._update(step, factor, norm, None if self._deferred is None else torch.zeros((), device=self.ranks.device))
-        self.average.update()
+            prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
+            self._update(factor, norm, prevented)
+            self.average.update(prevented)
         self.optimizers.zero_grad()
         self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
         return signalled > 0, callback_stop > 0
@@ -231,8 +233,9 @@ class Trainer:
         self._check_targets(step, live_sum)
         figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
         factor, norm = self._norm(live_sum)
-        self._update(step, factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
-        self.average.update()
+        prevented = deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row)
+        self._update(factor, norm, prevented)
+        self.average.update(prevented)
         deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
         if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
             for pending, read_figures, seconds in deferred.read():
@@ -250,7 +253,10 @@ class Trainer:
 
     def _check_targets(self, step: int, live: float) -> None:
         if live == 0:
-            raise TTrainError(f"step {step + 1} has no token to learn from; every label of its rows is masked")
+            raise TTrainError(
+                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
+                f"give a step more rows"
+            )
 
     def _account(
         self, step: int, figures: Sequence[float], live: float, losses: Mapping[int, Tensor], seconds: float,
@@ -310,25 +316,25 @@ class Trainer:
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         return factor, global_norm(self.optimizers.parameters) * factor
 
-    def _update(self, step: int, factor: float, norm: Tensor, prevented: Tensor | None = None) -> None:
+    def _update(self, factor: float, norm: Tensor, prevented: Tensor | None = None) -> None:
         """Multiply the gradient by the factor, clip it, and update; it is gone afterwards."""
         gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
         clip = self.task.config.optim.clip
         # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
         torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
-        self.optimizers.set_factor(self.factor(step))
         self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
         self.optimizers.zero_grad()
 
     def _not_finite(self, step: int, loss: float, norm: float, losses: Mapping[int, Tensor]) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         rows = rows_to_blame(self.loader.parts(step), losses, self.ranks)
-        error = NonFinite(step, loss, norm, rows, self.task.config)
+        error = NonFinite(step, loss, norm, rows, self.task.config, self.counters.skipped_in_a_row)
         policy = self.task.config.nonfinite
         if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
-            log.warning("%s; it is skipped", error)
+            log.warning("%s", error)
             return
-        self.counters.skipped -= 1
+        self.counters.skipped -= 1  # the state before the step is saved
+        self.counters.skipped_in_a_row -= 1
         if policy != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
