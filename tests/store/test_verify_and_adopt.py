@@ -199,7 +199,7 @@ def test_the_list_names_state_size_and_newest_run_of_each(user_home: Home, capsy
     (broken.path / "model" / "weights.bin").unlink()
     user_home.run(whole, age=DAY)
     user_home.run(whole)
-    write_json(user_home.work("pretrain", "a" * 64) / "ingredients.json", {"stage": "pretrain"})
+    write_json(user_home.work("pretrain", "a" * 64) / "ingredients.json", {"settings": {}})
     first, *_ = rows = json.loads(printed(capsys, "artifacts", "list", "--json"))
     states = {row["key"]: row["state"].partition(":")[0] for row in rows}
     assert list(states.items()) == [(whole.key, "finished"), (broken.key, "damaged"), ("a" * 64, "unfinished at step 7")]
