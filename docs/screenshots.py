@@ -103,7 +103,7 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
 def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
     """The report of a run, in the dark, and a comparison."""
     report, compared = folder / "report.html", folder / "compare.html"
-    cli("report", runs[-1], "--out", str(report), settings=False)
+    cli("report", runs[0], "--out", str(report), settings=False)
     cli("compare", *runs, "--html", str(compared), settings=False)
     shots = (
         (report, "report-dark.png", 1200, 900, True),
@@ -121,7 +121,8 @@ def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
 def served(cli: Cli, runs: list[str]) -> Iterator[dict[str, Any]]:
     """The addresses that `ttrain up` names, while it serves them."""
     try:
-        yield json.loads(cli("up", *runs, "--json", settings=False))
+        output = cli("up", *runs, "--json", settings=False)  # with what it says while it starts the servers
+        yield json.loads(output[output.index("{") : output.rindex("}") + 1])
     finally:
         cli("down", settings=False)
 
