@@ -120,6 +120,18 @@ def test_what_did_not_change_is_not_written_and_what_a_user_wrote_stays(two: tup
     assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"], "a damaged view is written anew"
 
 
+def test_no_two_of_the_newest_runs_have_one_colour_and_what_a_user_chose_stays(two: tuple[Path, dict[str, str]]) -> None:
+    home, runs = two
+    client, found = experiment(home)
+    first, second = runs.values()
+    for run in (first, second):
+        client.set_tag(run, mlflow_views.RUN_COLOUR, mlflow_views.COLOURS[0])
+    client.delete_tag(second, mlflow_views.RUN_COLOUR)
+    mlflow_views.write_views(client, found.experiment_id)
+    colours = [client.get_run(run).data.tags[mlflow_views.RUN_COLOUR] for run in (first, second)]
+    assert colours == list(mlflow_views.COLOURS[:2])
+
+
 def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_left_alone(
     two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,12 @@ SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
 NAME = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
 LETTER_WIDTH, MARGIN, LEAST_WIDTH = 5.7, 22, 84  # pixels of a column's title; MLflow's 100 a column cut the names off
 WIDTHS = {NAME: 230, "attributes.`Description`": 260, "attributes.`Dataset`": 160}
+
+# MLflow colours a run by its id, one of some twenty: of ten runs two mostly have the same.
+RUN_COLOUR = "mlflow.runColor"
+COLOURS = (
+    "#2563eb", "#d9480f", "#0f8a5f", "#9333ea", "#b7791f", "#0891b2", "#db2777", "#4b5563", "#65a30d", "#7f1d1d",
+)  # fmt: skip
 
 DESCRIPTION = """\
 Each row is one run of a pipeline. Lower is better for bits per byte and losses; the settings beside them show why.
@@ -99,7 +106,7 @@ def refresh_views(store: AnyStore) -> None:
 def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> None:
     """Bring the views of an experiment up to date with its newest runs; writes only what changed.
 
-    A description that a user wrote stays as it is. Raises what MLflow does.
+    A description that a user wrote stays as it is, and so does a run's colour. Raises what MLflow does.
     """
     runs = client.search_runs([experiment_id], PIPELINES, max_results=newest, order_by=["attributes.start_time DESC"])
     tags = client.get_experiment(experiment_id).tags
@@ -116,6 +123,12 @@ def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> N
         pages = Addresses("", experiment_id)
         text = DESCRIPTION.format(table=pages.table, curves=pages.curves)
         client.set_experiment_tag(experiment_id, NOTE, text)
+    colours = Counter(run.data.tags.get(RUN_COLOUR) for run in runs)
+    for run in reversed(runs):
+        if RUN_COLOUR not in run.data.tags:
+            colour = min(COLOURS, key=colours.__getitem__)  # the first of those that the fewest runs have
+            colours[colour] += 1
+            client.set_tag(run.info.run_id, RUN_COLOUR, colour)
 
 
 def state_of(columns: Sequence[str]) -> JsonDict:
