@@ -339,6 +339,16 @@ def test_an_output_that_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_
     assert old.read_text() == "whole" and [*tmp_path.iterdir()] == [old]
 
 
+def test_an_output_that_replaces_a_file_keeps_who_may_read_it_while_it_is_written_too(tmp_path: Path) -> None:
+    path = tmp_path / "rejected.jsonl"
+    write_output(path, "old")
+    path.chmod(0o600)
+    with output_file(path) as file:
+        file.write(b"new")
+        assert {one.stat().st_mode & 0o777 for one in tmp_path.iterdir()} == {0o600}
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+
+
 def test_an_output_that_is_a_link_or_a_pipe_is_written_itself(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file")

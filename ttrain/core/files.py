@@ -192,6 +192,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     written = temporary_path(path) if is_replaced else path
     try:
         with written.open("wb") as file:
+            if is_replaced and path.exists():
+                shutil.copymode(path, written)  # before there is anything to read: it may be for its owner alone
             yield file
         if is_replaced:
             written.replace(path)
