@@ -37,14 +37,14 @@ class MovingAverage:
         newest = _parts(self._names)
         if not self._averages:
             self._averages = [tensor.detach().clone() for tensor in self._names]
-        decay = (1 + self._count) / (1 + FIRST_STEPS + self._count)
+        share = FIRST_STEPS / (1 + FIRST_STEPS + self._count)  # of the newest weights
         if prevented is None:
-            torch._foreach_lerp_(_parts(self._averages), newest, 1 - min(self._decay, float(decay)))
+            torch._foreach_lerp_(_parts(self._averages), newest, max(1 - self._decay, float(share)))
             self._count += 1
             return
-        applied = 1 - prevented.double()
-        share = (1 - torch.as_tensor(decay, dtype=torch.float64).clamp(max=self._decay)) * applied
-        torch._foreach_lerp_(_parts(self._averages), newest, [share.float()] * len(newest))
+        applied = 1 - prevented
+        share = torch.as_tensor(share).clamp(min=1 - self._decay) * applied
+        torch._foreach_lerp_(_parts(self._averages), newest, [share] * len(newest))
         self._count = self._count + applied
 
     @contextlib.contextmanager
