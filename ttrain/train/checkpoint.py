@@ -160,9 +160,10 @@ class Checkpoints:
     def end(self, step: int) -> None:
         """Write the `final` pointer: the trained model has the weights of this step. Waits for the writer."""
         self.wait()
-        if self._durable is None and (paths := list_checkpoints(self.directory)):  # its writer may have been killed
+        if self._durable is None and list_checkpoints(self.directory):  # the writer of the newest may have been killed
             _clear_interrupted_writes(self.directory, self._weights_file)
-            self._update_pointers(step_of(paths[-1]), logged_metric(paths[-1].with_name(f"step-{step_of(paths[-1]):08d}")))
+            newest = list_checkpoints(self.directory)[-1]
+            self._update_pointers(step_of(newest), logged_metric(newest))
             self._prune()
         with name_file_in_errors(self.directory / FINAL):
             write_json(self.directory / FINAL, {"step": step})
