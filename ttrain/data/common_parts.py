@@ -41,9 +41,8 @@ class Parts(NamedTuple):
         order = np.lexsort((-self.ends, self.starts, self.records))
         records, starts, ends = (values[order] for values in self)
         past = int(self.ends.max(initial=0)) + 1
-        farthest = np.maximum.accumulate(
-            records * past + ends
-        )  # the end of a part that begins earlier, or in an earlier record
+        # The largest end of the parts that begin earlier, or in an earlier record.
+        farthest = np.maximum.accumulate(records * past + ends)
         is_maximal = np.ones(len(order), np.bool_)
         is_maximal[1:] = (records * past + ends)[1:] > farthest[:-1]
         return Parts(records[is_maximal], starts[is_maximal], ends[is_maximal])
@@ -108,34 +107,34 @@ class Comparison:
             sizes = np.diff(np.append(firsts, len(records)))
             # In the middle of the data the part is as long as anywhere, and where it is not, half of the rest is shorter.
             chosen = firsts + sizes // 2
-            before, after = self._extents(data_at[chosen], text_at[chosen])
-            parts.append(Parts(records[chosen], text_at[chosen] - before, text_at[chosen] + after))
-            before, after = np.repeat(before, sizes), np.repeat(after, sizes)
+            bytes_before, bytes_after = self._extents(data_at[chosen], text_at[chosen])
+            parts.append(Parts(records[chosen], text_at[chosen] - bytes_before, text_at[chosen] + bytes_after))
+            bytes_before, bytes_after = np.repeat(bytes_before, sizes), np.repeat(bytes_after, sizes)
             # A part that does not have the first byte beyond the chosen one's, on either side, lies within it.
-            past = self.data_words[np.minimum(data_at + after, len(self.data)) + WORD_BYTES]
-            ahead = self.data_words[np.maximum(data_at - before, 0)]
-            goes_on = (past ^ self.text_words[text_at + after + WORD_BYTES]) & np.uint64(0xFF) == 0
-            goes_on |= (ahead ^ self.text_words[text_at - before]) >> np.uint64(56) == 0
+            past = self.data_words[np.minimum(data_at + bytes_after, len(self.data)) + WORD_BYTES]
+            ahead = self.data_words[np.maximum(data_at - bytes_before, 0)]
+            goes_on = (past ^ self.text_words[text_at + bytes_after + WORD_BYTES]) & np.uint64(0xFF) == 0
+            goes_on |= (ahead ^ self.text_words[text_at - bytes_before]) >> np.uint64(56) == 0
             goes_on[chosen] = False
             records, data_at, text_at = records[goes_on], data_at[goes_on], text_at[goes_on]
             if not len(data_at):
                 break
-        before, after = self._extents(data_at, text_at)
-        return merged([*parts, Parts(records, text_at - before, text_at + after)])
+        bytes_before, bytes_after = self._extents(data_at, text_at)
+        return merged([*parts, Parts(records, text_at - bytes_before, text_at + bytes_after)])
 
     def _extents(self, data_at: Places, text_at: Places) -> tuple[Places, Places]:
         """The numbers of equal bytes before these places and from them on."""
-        before = self.equal_before(data_at, text_at, MANY_BYTES)
-        after = self.equal_after(data_at, text_at, MANY_BYTES)
-        for number in np.flatnonzero((before >= MANY_BYTES) | (after >= MANY_BYTES)).tolist():
+        bytes_before = self.equal_before(data_at, text_at, MANY_BYTES)
+        bytes_after = self.equal_after(data_at, text_at, MANY_BYTES)
+        for number in np.flatnonzero((bytes_before >= MANY_BYTES) | (bytes_after >= MANY_BYTES)).tolist():
             place, offset = int(data_at[number]), int(data_at[number] - text_at[number])
             start, end = self._long.get(offset, (0, 0))
             if not start <= place < end:
                 start = place - _common_suffix(self.data[:place], self.texts[: place - offset])
                 end = place + _common_prefix(self.data[place:], self.texts[place - offset :])
                 self._long[offset] = start, end
-            before[number], after[number] = place - start, end - place
-        return before, after
+            bytes_before[number], bytes_after[number] = place - start, end - place
+        return bytes_before, bytes_after
 
 
 def is_first(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -122,13 +122,15 @@ class TextIndex:
         frequency[gaps == 0] = 0
         order = np.lexsort((contexts, -frequency, hashes))
         self._hashes, self._at, gaps = hashes[order], at[order], gaps[order]
-        model = np.searchsorted(self._hashes, self._hashes)
+        first_alike = np.searchsorted(self._hashes, self._hashes)  # the first seed of the same hash
         texts = Comparison(self._data, self._data, self._words)
-        is_chained = (gaps > 0) & (gaps == gaps[model]) & self._is_behind(texts, self._at, self._at[model], gaps[model])
+        is_behind = self._is_behind(texts, self._at, self._at[first_alike], gaps[first_alike])
+        is_chained = (gaps > 0) & (gaps == gaps[first_alike]) & is_behind
         order = np.lexsort((~is_chained, self._hashes))
         self._hashes, self._at = self._hashes[order], self._at[order]
-        self._gaps = gaps[model][order]
-        self._chained = np.bincount(model[is_chained], minlength=len(at))
+        # Of the first seed of each hash: its distance from the seed before it, and the number of seeds in its chain.
+        self._gaps = gaps[first_alike][order]
+        self._chained = np.bincount(first_alike[is_chained], minlength=len(at))
 
     @staticmethod
     def _is_behind(comparison: Comparison, data_places: Places, text_places: Places, gaps: Places) -> npt.NDArray[np.bool_]:
@@ -173,9 +175,9 @@ class TextIndex:
             is_hit = first < last
             data_places, first, last = data_places[is_hit], first[is_hit], last[is_hit]
             chained = np.flatnonzero(self._chained[first])
-            models = first[chained]
-            is_behind = self._is_behind(comparison, data_places[chained], self._at[models], self._gaps[models])
-            first[chained[is_behind]] += self._chained[models[is_behind]]
+            firsts = first[chained]
+            is_behind = self._is_behind(comparison, data_places[chained], self._at[firsts], self._gaps[firsts])
+            first[chained[is_behind]] += self._chained[firsts[is_behind]]
             counts = last - first
             total = np.cumsum(counts)
             limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))

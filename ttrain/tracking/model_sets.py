@@ -342,22 +342,22 @@ def _version_by_alias(client: Any, name: str, alias: str) -> Any:
     """The version with this alias. For NAME-STAGE the `champion` and `challenger` of the set NAME decide, as MLflow's
     page moves them alone; another alias of the set counts for a model that has none of its own."""
 
-    def ask(method: str, *arguments: str) -> tuple[Any, Exception | None]:
-        answer, error = attempt(partial(getattr(client, method), *arguments))
+    def ask(query: Callable[..., Any], *arguments: str) -> tuple[Any, Exception | None]:
+        answer, error = attempt(partial(query, *arguments))
         if error is not None and not is_refusal(error):
             raise error
         return answer, error
 
-    own, refusal = ask("get_model_version_by_alias", name, alias)
+    own, refusal = ask(client.get_model_version_by_alias, name, alias)
     if own is not None and (alias not in (CHAMPION, CHALLENGER) or own.tags.get(KIND) == SET):
         return own
     set_name = name.rpartition("-")[0]
-    holder, _ = ask("get_model_version_by_alias", set_name, alias)
+    holder, _ = ask(client.get_model_version_by_alias, set_name, alias)
     members = members_of(holder.tags).values() if holder else ()
     version = next((member.version for member in members if member.name == name), None)
     if refusal is not None and version is None:
         raise refusal
-    if own is not None and version != str(own.version) and ask("get_registered_model", set_name)[0]:
+    if own is not None and version != str(own.version) and ask(client.get_registered_model, set_name)[0]:
         log.warning(
             f"{name}@{alias}: its alias in MLflow is on version {own.version}, but the set {set_name}@{alias}, which "
             f"decides, has {f'version {version}' if version else 'none'}: version {version or own.version} is used, and "

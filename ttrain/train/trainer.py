@@ -312,7 +312,7 @@ class Trainer:
         return live, parts, sums, losses
 
     def _norm(self, live: float) -> tuple[float, Tensor]:
-        """What makes the gradient of the sum that of the mean over the targets of the whole step, and the norm of that."""
+        """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         return factor, global_norm(self.optimizers.parameters) * factor
 
