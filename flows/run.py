@@ -57,6 +57,10 @@ def run_pipeline(
         raise UsageError(
             f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
         )
+    if settings.runtime.device in ("cuda", "mps") and any(p.state == "run" and p.stage.loads_torch for p in stages):
+        from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
+
+        resolve_device(settings.runtime.device)  # not after minutes, at the first training
     chosen = planned_part(own_recipe or recipe(pipeline), stages)
     with _screen(console, display) as shown_on:
         if engine == "prefect":

@@ -70,6 +70,15 @@ def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], m
     assert done.err.count("\n") == 1 and "─" not in done.err
 
 
+def test_a_device_that_is_not_there_is_refused_before_any_stage(
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = run("pipeline", "run", "full", "--engine", "none", "runtime.device=cuda")
+    assert done.code == 2 and "error: runtime.device is cuda, but torch" in done.err
+    assert not (home / "runs").exists()
+
+
 def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:
     record = RunRecord(home, "full", ["sft"], {})
     assert options.stage_words("shards-s") == ["shards-sft"]
