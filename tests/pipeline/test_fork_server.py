@@ -29,7 +29,7 @@ from ttrain.stages import PRETRAIN, TOKENIZER, Stage
 
 PACKAGE = Path(fork_server.__file__).parents[1]
 ERRAND = """
-import json, os, random, signal, sys, threading, time
+import gc, json, os, random, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from ttrain import VALUE
@@ -43,6 +43,7 @@ def main():
             "directory": os.getcwd(), "random": [random.random(), numpy.random.random()], "value": VALUE,
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "threads": threading.active_count(),
             "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "input": sys.stdin.read(),
+            "collects": gc.isenabled(),
             "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
                                   and os.path.lexists(f"/proc/self/fd/{fd}")),
         }))

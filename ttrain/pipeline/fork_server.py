@@ -217,6 +217,7 @@ def main() -> NoReturn:
     launcher, control = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     stop_watching_parent = end_with_parent(launcher)
     began = time.time_ns()
+    gc.disable()  # while it loads: 3.6 s instead of 4.6
     for name in LEFT_OUT:
         sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
     for name in sys.argv[3:]:
@@ -234,6 +235,7 @@ def main() -> NoReturn:
         sys.exit(f"{threads()} threads run after loading {', '.join(sys.argv[3:])}")
     gc.collect()
     gc.freeze()  # so that no collection in a child touches, hence copies, what all of them share
+    gc.enable()
     with contextlib.suppress(OSError):  # the launcher has ended
         control.send(LOADED)
     request = _serve(control, launcher)
