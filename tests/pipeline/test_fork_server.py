@@ -171,7 +171,7 @@ def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, tmp_pat
     expected = {**os.environ, "MARK": "a b\udcff", PARENT: str(server.pid)}
     assert {name: found["environment"].get(name) for name in expected} == expected
     assert {*found["environment"]} - {*expected} == set(), "what keeps the server at one thread is its own"
-    assert found["handler"] and found["input"] == "" and found["threads"] == 1
+    assert found["handler"] and found["collects"] and found["input"] == "" and found["threads"] == 1
     assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], "until it has handlers"
     assert [name for name in found["descriptors"] if "socket" in name or "pidfd" in name] == []
 
