@@ -44,8 +44,8 @@ from ttrain.train.checkpoint_format import list_checkpoints as checkpoints_in
 from ttrain.train.checkpoint_format import step_of
 from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.local_group import LocalGroup
-from ttrain.train.losses import NonFinite
 from ttrain.train.precision import Precision
+from ttrain.train.step_figures import NonFinite
 
 LOSS_ROWS = 8
 
