@@ -18,8 +18,8 @@ from ttrain.config import Schedule
 from ttrain.train.averaging import MovingAverage
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
-from ttrain.train.losses import NonFinite
 from ttrain.train.optim import Optimizers
+from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer, TrainerOptions
 from ttrain.train.training_options import Cadence
 

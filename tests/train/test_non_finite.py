@@ -18,7 +18,7 @@ from ttrain.data.packing import Batch
 from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.distributed import Ranks
-from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite
+from ttrain.train.step_figures import SKIPS_IN_A_ROW, NonFinite
 from ttrain.train.trainer import Cadence, Trainer
 
 ALWAYS = Cadence(log=1, checkpoint=100)

@@ -85,12 +85,18 @@ class StateDictReader:
             raise ArtifactError(f"the weights in {self._origin} do not fit their layout:\n  " + "\n  ".join(problems))
 
 
-def setting_or_default(settings: Settings, name: str, default: Any, assumed: dict[str, Any]) -> Any:
-    """A setting of the config, else the default, which is then recorded in `assumed`."""
-    if settings.get(name) is not None:
-        return settings[name]
-    assumed[name] = default
-    return default
+class SettingsOrDefaults:
+    """Settings of a config; the defaults of those that it lacks are recorded in `assumed`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self.assumed = settings, dict[str, Any]()
+
+    def get(self, name: str, default: Any) -> Any:
+        """A setting, else the default."""
+        if self._settings.get(name) is not None:
+            return self._settings[name]
+        self.assumed[name] = default
+        return default
 
 
 def check_sizes(settings: Settings, shapes: Mapping[str, int], origin: str) -> None:
@@ -131,7 +137,8 @@ def convert_minimind(weights: Weights, settings: Settings, origin: str) -> Conve
             f"it to false: positions up to 2048 need none"
         )
     try:
-        sizes = _Sizes(weights, settings)
+        lookup = SettingsOrDefaults(settings)
+        sizes = _Sizes(weights, lookup)
     except (KeyError, ValueError, IndexError) as error:
         raise ArtifactError(f"{origin} has MiniMind's embedding, but {error} is missing or mis-shaped") from None
     if sizes.K * sizes.heads != sizes.query or sizes.key % sizes.K:
@@ -149,15 +156,14 @@ def convert_minimind(weights: Weights, settings: Settings, origin: str) -> Conve
     for number in range(sizes.layers):
         tensors |= _minimind_layer(source, f"model.layers.{number}", sizes)
     source.finish()
-    return ConvertedModel("MiniMind", _config(sizes, settings, tied, origin), tensors, sizes.assumed)
+    return ConvertedModel("MiniMind", _config(sizes, lookup, tied, origin), tensors, lookup.assumed)
 
 
 class _Sizes:
     """Sizes of the model, from shapes or else settings. D width, F inner width, E experts, S shared ones, K of a head."""
 
-    def __init__(self, weights: Weights, settings: Settings) -> None:
+    def __init__(self, weights: Weights, lookup: SettingsOrDefaults) -> None:
         first = "model.layers.0"
-        self.assumed: dict[str, Any] = {}
         self.V, self.D = weights[MINIMIND_EMBEDDING].shape
         self.layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
         self.query, self.key = (weights[f"{first}.self_attn.{name}.weight"].shape[0] for name in ("q_proj", "k_proj"))
@@ -166,7 +172,7 @@ class _Sizes:
             self.K = weights[f"{first}.self_attn.q_norm.weight"].shape[0]
             self.heads = self.query // self.K
         else:
-            self.heads = max(1, int(setting_or_default(settings, "num_attention_heads", HEADS, self.assumed)))
+            self.heads = max(1, int(lookup.get("num_attention_heads", HEADS)))
             self.K = max(1, self.query // self.heads)
         mlp = f"{first}.mlp"
         self.E, self.S = (
@@ -218,29 +224,28 @@ def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> Weight
     return tensors
 
 
-def _config(sizes: _Sizes, settings: Settings, tied: bool, origin: str) -> PretrainedConfig:
+def _config(sizes: _Sizes, lookup: SettingsOrDefaults, tied: bool, origin: str) -> PretrainedConfig:
     from transformers import GraniteMoeSharedConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-    assumed = sizes.assumed
-    theta = float(setting_or_default(settings, "rope_theta", THETA, assumed))
+    theta = float(lookup.get("rope_theta", THETA))
     common: dict[str, Any] = {
-        **{name: setting_or_default(settings, name, value, assumed) for name, value in IDS.items()},
+        **{name: lookup.get(name, value) for name, value in IDS.items()},
         "vocab_size": sizes.V,
         "hidden_size": sizes.D,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.key // sizes.K,
-        "hidden_act": setting_or_default(settings, "hidden_act", "silu", assumed),
-        "max_position_embeddings": setting_or_default(settings, "max_position_embeddings", MINIMIND_LENGTH, assumed),
-        "rms_norm_eps": setting_or_default(settings, "rms_norm_eps", EPS[sizes.normed], assumed),
+        "hidden_act": lookup.get("hidden_act", "silu"),
+        "max_position_embeddings": lookup.get("max_position_embeddings", MINIMIND_LENGTH),
+        "rms_norm_eps": lookup.get("rms_norm_eps", EPS[sizes.normed]),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": tied,
     }
     kind = Qwen3Config if sizes.normed else LlamaConfig
     if not sizes.E:
         return kind(**common, intermediate_size=sizes.F, head_dim=sizes.K)
-    top_k = setting_or_default(settings, "num_experts_per_tok", TOP_K[sizes.normed], assumed)
-    normalised = setting_or_default(settings, "norm_topk_prob", True, assumed)
+    top_k = lookup.get("num_experts_per_tok", TOP_K[sizes.normed])
+    normalised = lookup.get("norm_topk_prob", True)
     if sizes.normed:
         experts = {"num_experts": sizes.E, "moe_intermediate_size": sizes.F, "norm_topk_prob": normalised}
         if sizes.S:
@@ -291,7 +296,7 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
             )
     sizes = _sizes(weights, SHARED if shared else f"{LAYERS}.0", origin)
     check_sizes(settings, sizes, origin)
-    assumed: dict[str, Any] = {}
+    lookup = SettingsOrDefaults(settings)
     config = TinySeekConfig(
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["d_model"],
@@ -307,14 +312,14 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
         share_layers=shared,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": setting_or_default(settings, "ro_theta", ROPE_THETA, assumed),
+            "rope_theta": lookup.get("ro_theta", ROPE_THETA),
         },
-        dropout=setting_or_default(settings, "dropout", DROPOUT, assumed),
-        router_aux_loss_coef=setting_or_default(settings, "alpha", ALPHA, assumed),
+        dropout=lookup.get("dropout", DROPOUT),
+        router_aux_loss_coef=lookup.get("alpha", ALPHA),
         layer_norm_eps=NORM_EPS,
-        max_position_embeddings=setting_or_default(settings, "max_len", TINYSEEK_LENGTH, assumed),
-        pad_token_id=setting_or_default(settings, "pad_idx", TINYSEEK_PAD, assumed),
-        eos_token_id=setting_or_default(settings, "eos_token_id", TINYSEEK_END, assumed),
+        max_position_embeddings=lookup.get("max_len", TINYSEEK_LENGTH),
+        pad_token_id=lookup.get("pad_idx", TINYSEEK_PAD),
+        eos_token_id=lookup.get("eos_token_id", TINYSEEK_END),
         tie_word_embeddings=False,
     )
     if not shared:
@@ -328,7 +333,7 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
     second = {} if shared else source.linear("fc2", "second", V, D)
     source.finish()
     second_head = {name.removeprefix("second."): tensor for name, tensor in second.items()}
-    return ConvertedModel("TinySeek", config, tensors | head, assumed, second_head)
+    return ConvertedModel("TinySeek", config, tensors | head, lookup.assumed, second_head)
 
 
 def _sizes(weights: Weights, layer: str, origin: str) -> dict[str, int]:

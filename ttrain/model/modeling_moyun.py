@@ -13,50 +13,34 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .modeling_shared import OwnForCausalLM, OwnModel, OwnPreTrainedModel, check_heads, eager_attention
+from .modeling_shared import (
+    OwnConfig,
+    OwnForCausalLM,
+    OwnModel,
+    OwnPreTrainedModel,
+    PostNormLayer,
+    ReluMLP,
+    eager_attention,
+)
 
 WAVELENGTH = 10_000.0  # of the slowest pair of dimensions, over 2 pi; arXiv:1706.03762, section 3.5
 
 
 @strict
-class MoyunConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no types
+class MoyunConfig(OwnConfig):
     """Sizes. `dropout` acts on attention weights, within the feed-forward layer, and on what both add."""
 
     model_type = "moyun"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    class_name = "Moyun"
     attribute_map: ClassVar[dict[str, str]] = {"attention_dropout": "dropout"}
 
-    vocab_size: int = 32_000
-    hidden_size: int = 512
     intermediate_size: int = 2048
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
     max_position_embeddings: int = 5000
-    dropout: float | int = 0.0
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **others: Any) -> None:
-        super().__post_init__(**others)
-        self.auto_map = {
-            "AutoConfig": "modeling_moyun.MoyunConfig",
-            "AutoModelForCausalLM": "modeling_moyun.MoyunForCausalLM",
-        }
-
-    def validate_architecture(self) -> None:
-        """Raise ValueError if heads do not divide the width."""
-        check_heads(self)
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -112,34 +96,12 @@ class MoyunAttention(nn.Module):
         return self.o_proj(mixed.reshape(x_BTD.shape)), weights
 
 
-class MoyunMLP(nn.Module):
-    """Two linear layers with biases and a ReLU between them."""
-
-    def __init__(self, config: MoyunConfig) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.dropout(self.up_proj(x_BTD).relu()))
-        return output
-
-
-class MoyunLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Each part adds to its input, and the sum is normalised after it (post-norm)."""
+class MoyunLayer(PostNormLayer):
+    """Attention and a feed-forward layer."""
 
     def __init__(self, config: MoyunConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = MoyunAttention(config, layer), MoyunMLP(config)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BTD: Tensor, **others: Any) -> Tensor:
-        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(self.self_attn(x_BTD, **others)[0]))
-        output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
-        return output
+        attention = MoyunAttention(config, layer)
+        super().__init__(config, attention, ReluMLP(config.hidden_size, config.intermediate_size, config.dropout))
 
 
 class MoyunPreTrainedModel(OwnPreTrainedModel):
@@ -162,11 +124,9 @@ class MoyunModel(OwnModel, MoyunPreTrainedModel):
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.positions = MoyunPositions(config)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(MoyunLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.gradient_checkpointing = False
         self.post_init()
 
     def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:

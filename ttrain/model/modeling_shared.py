@@ -1,4 +1,4 @@
-"""What ttrain's own architectures share: attention with its weights, and the passes around the layers.
+"""What ttrain's own architectures share: their config, post-norm layers, attention with its weights, and the passes.
 
 This file needs only transformers and its dependencies. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py` beside
 the weights of such a model.
@@ -10,20 +10,48 @@ import math
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 
-def check_heads(config: Any) -> None:
-    """Raise ValueError if heads do not divide the width."""
-    if config.hidden_size % config.num_attention_heads:
-        heads = config.num_attention_heads
-        raise ValueError(f"hidden_size is {config.hidden_size} but must be a multiple of num_attention_heads {heads}")
+@strict
+class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no types
+    """Sizes that both architectures have."""
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    class_name: ClassVar[str]  # of the classes, before Config and ForCausalLM
+
+    vocab_size: int = 32_000
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 2048
+    dropout: float | int = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **others: Any) -> None:
+        super().__post_init__(**others)
+        prefix = f"modeling_{self.model_type}.{self.class_name}"
+        self.auto_map = {"AutoConfig": f"{prefix}Config", "AutoModelForCausalLM": f"{prefix}ForCausalLM"}
+
+    def validate_architecture(self) -> None:
+        """Raise ValueError if sizes do not fit each other: heads must divide the width."""
+        heads = self.num_attention_heads
+        if self.hidden_size % heads:
+            raise ValueError(f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}")
 
 
 def eager_attention(
@@ -37,6 +65,36 @@ def eager_attention(
     weights_BHTS = nn.functional.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTK.dtype)
     mixed = nn.functional.dropout(weights_BHTS, dropout, module.training) @ v_BHSK
     return mixed.transpose(1, 2).contiguous(), weights_BHTS
+
+
+class ReluMLP(nn.Module):
+    """Two linear layers with biases and a ReLU between them."""
+
+    def __init__(self, width: int, inner: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.dropout(self.up_proj(x).relu()))
+        return output
+
+
+class PostNormLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """Each part adds to its input, and the sum is normalised after it (post-norm)."""
+
+    def __init__(self, config: OwnConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.post_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, *arguments: Any, **others: Any) -> Tensor:
+        mixed, _ = self.self_attn(x_BTD, *arguments, **others)
+        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(mixed))
+        output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
+        return output
 
 
 class OwnPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers has no types
@@ -53,7 +111,11 @@ class OwnModel:
     """The forward pass of a decoder: `decode` is what its layers make of the embeddings."""
 
     config: Any
-    embed_tokens: nn.Module
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]  # of the architecture's PreTrainedModel
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.gradient_checkpointing = False
 
     def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
         """Hidden states after the last layer. `past_length`: positions in the cache; `others` go to each layer."""

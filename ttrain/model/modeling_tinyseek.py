@@ -13,22 +13,29 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.integrations import use_experts_implementation
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
-from .modeling_shared import OwnForCausalLM, OwnModel, OwnPreTrainedModel, check_heads, eager_attention
+from .modeling_shared import (
+    OwnConfig,
+    OwnForCausalLM,
+    OwnModel,
+    OwnPreTrainedModel,
+    PostNormLayer,
+    ReluMLP,
+    eager_attention,
+)
 
 ALIGNED = 8  # what sizes must be a multiple of for grouped products: rows of 16 bytes, also in bf16
 
 
 @strict
-class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no types
+class TinySeekConfig(OwnConfig):
     """Sizes; in brackets what TinySeek's own `model_config.json` calls them.
 
     latent_size             what queries, and keys with values, are made from (d_c)
@@ -43,7 +50,7 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
     """
 
     model_type = "tinyseek"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    class_name = "TinySeek"
     attribute_map: ClassVar[dict[str, str]] = {
         "attention_dropout": "dropout",
         "num_experts": "num_local_experts",
@@ -51,11 +58,8 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
     }
 
     vocab_size: int = 5000
-    hidden_size: int = 512
     latent_size: int | None = None
     rope_head_dim: int = 8
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
     moe_intermediate_size: int = 32
     num_local_experts: int = 64
     num_experts_per_tok: int = 8
@@ -63,29 +67,16 @@ class TinySeekConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers ha
     router_noise: bool = True
     router_aux_loss_coef: float = 0.01
     share_layers: bool = False
-    max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
-    dropout: float | int = 0.0
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
 
     def __post_init__(self, **others: Any) -> None:
         self.latent_size = self.latent_size or max(self.rope_head_dim, self.hidden_size // 4)
         self.rope_parameters = self.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0}
         super().__post_init__(**others)
-        self.auto_map = {
-            "AutoConfig": "modeling_tinyseek.TinySeekConfig",
-            "AutoModelForCausalLM": "modeling_tinyseek.TinySeekForCausalLM",
-        }
 
     def validate_architecture(self) -> None:
         """Raise ValueError if sizes do not fit each other."""
-        check_heads(self)
+        super().validate_architecture()
         if self.rope_head_dim % 2:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim} but must be even")
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
@@ -144,18 +135,6 @@ class TinySeekAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         mixed, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **others)
         return self.o_proj(mixed.reshape(x_BTD.shape)), weights
-
-
-class TinySeekMLP(nn.Module):
-    """Two linear layers with biases and a ReLU between them; shared experts, whose outputs are summed, are one wide one."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.up_proj(x).relu())
-        return output
 
 
 @use_experts_implementation(has_bias=True, has_gate=False)
@@ -228,7 +207,7 @@ class TinySeekMoE(nn.Module):
         super().__init__()
         self.gate, self.experts = TinySeekTopKRouter(config), TinySeekExperts(config)
         inner = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = TinySeekMLP(config.hidden_size, inner) if inner else None
+        self.shared_experts = ReluMLP(config.hidden_size, inner) if inner else None  # one wide one: outputs are summed
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
@@ -239,21 +218,11 @@ class TinySeekMoE(nn.Module):
         return output.view(x_BTD.shape)
 
 
-class TinySeekLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Each part adds to its input, and the sum is normalised after it (post-norm)."""
+class TinySeekLayer(PostNormLayer):
+    """Latent attention and experts."""
 
     def __init__(self, config: TinySeekConfig) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = TinySeekAttention(config), TinySeekMoE(config)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BTD: Tensor, number: int, position_ids: Tensor, **others: Any) -> Tensor:
-        mixed, _ = self.self_attn(x_BTD, number, position_ids, **others)
-        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(mixed))
-        output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
-        return output
+        super().__init__(config, TinySeekAttention(config), TinySeekMoE(config))
 
 
 class TinySeekPreTrainedModel(OwnPreTrainedModel):
@@ -288,10 +257,8 @@ class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layer_count = 1 if config.share_layers else config.num_hidden_layers
         self.layers = nn.ModuleList(TinySeekLayer(config) for _ in range(layer_count))
-        self.gradient_checkpointing = False
         self.post_init()
 
     def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:

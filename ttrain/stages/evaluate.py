@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ttrain.config.training import BITS_PER_BYTE, PREFERENCE_ACCURACY
 from ttrain.core.files import finite, write_json
 from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
+from ttrain.data.preferences import Preference
 from ttrain.data.records import LABELS
 from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
@@ -32,7 +33,7 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.stages import BASE_OF, heldout
-from ttrain.stages.job import Figures, StageContext
+from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.model_files import weights_digest
 from ttrain.train import precision
@@ -49,6 +50,52 @@ PARTS = len(PART_NAMES) + 1  # of a model's evaluation; the last one is its suit
 log = logging.getLogger("ttrain")
 
 
+@dataclass(frozen=True)
+class HeldoutRecords:
+    """The held-out records that models are scored on; `tokens`: those of each record, by part."""
+
+    documents: list[dict[str, Any]]
+    chats: dict[str, list[chat_templates.Messages]]  # by part
+    pairs: list[Preference]
+    tokens: Data
+
+    @classmethod
+    def read(cls, inputs: Inputs, settings: Evaluate, encoder: Encoder) -> HeldoutRecords:
+        """Those parts that are among the inputs of the stage."""
+        documents = _documents(inputs["documents"], settings.max_bytes) if "documents" in inputs else []
+        chats = {name: _read_chats(inputs[name], settings.max_chats) for name in LOSSES if name in inputs}
+        pairs = preferences.heldout_pairs(heldout_records(inputs[PAIRS]), settings.max_chats) if PAIRS in inputs else []
+        texts = encoder.encode([record["text"] for record in documents])
+        tokens: dict[str, Sequence[perplexity.Tokens]] = {"documents": [_document(encoder, ids) for ids in texts]}
+        for name in LOSSES:
+            tokens[name] = [chat.encode_chat(encoder, messages) for messages in chats.get(name, ())]
+        tokens[PAIRS] = preferences.sequences(encoder, pairs)
+        return cls(documents, chats, pairs, tokens)
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' text."""
+        return [record["text"] for record in self.documents]
+
+    def table(self) -> task_result.ScoreTable:
+        """A table of all records, without scores."""
+        table = task_result.ScoreTable()
+        table.part("documents", self.texts, [len(text.encode("utf-8")) for text in self.texts])
+        for name, chats in self.chats.items():
+            table.part(name, [[(message.role, message.content) for message in messages] for messages in chats])
+        if self.pairs:
+            table.part(PAIRS, [pair.content().decode() for pair in self.pairs])
+        return table
+
+    def counts(self) -> dict[str, int]:
+        """Records of each part, bytes, and tokens that are scored."""
+        scored = {name: sum(sum(live) for _, live in records) for name, records in self.tokens.items()}
+        counts = {name: len(records) for name, records in self.tokens.items() if name != PAIRS or records}
+        counts |= {f"{loss.removesuffix('_loss')}_tokens": scored[name] for name, loss in LOSSES.items()}
+        document_bytes = len("".join(self.texts).encode("utf-8"))
+        return {**counts, "document_bytes": document_bytes, "document_tokens": scored["documents"]}
+
+
 def run(config: EvaluateConfig, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
@@ -57,68 +104,35 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
     rest.
     """
     settings, ranks = config.evaluate, join_ranks(job.runtime)
-    device = ranks.device
     encoder = Encoder(job.inputs["base"] / "model")
-    documents = _documents(job.inputs["documents"], settings.max_bytes) if "documents" in job.inputs else []
-    texts = [record["text"] for record in documents]
-    chats = {
-        part_name: _read_chats(job.inputs[part_name], settings.max_chats) for part_name in LOSSES if part_name in job.inputs
-    }
-    data: dict[str, Sequence[perplexity.Tokens]] = {"documents": [_document(encoder, ids) for ids in encoder.encode(texts)]}
-    for part_name in LOSSES:
-        data[part_name] = [chat.encode_chat(encoder, messages) for messages in chats.get(part_name, ())]
-    pairs = preferences.heldout_pairs(heldout_records(job.inputs[PAIRS]), settings.max_chats) if PAIRS in job.inputs else []
-    data[PAIRS] = preferences.sequences(encoder, pairs)
-    shared = _shared_scores(data, settings, job, ranks) if ranks.world > 1 else {}
+    records = HeldoutRecords.read(job.inputs, settings, encoder)
+    shared = _shared_scores(records.tokens, settings, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
         return {}
-    sizes = [len(text.encode("utf-8")) for text in texts]
-    table = task_result.ScoreTable()
-    table.part("documents", texts, sizes)
-    for part_name, conversations in chats.items():
-        table.part(part_name, [[(message.role, message.content) for message in messages] for messages in conversations])
-    if pairs:
-        table.part(PAIRS, [pair.content().decode() for pair in pairs])
-    metrics: dict[str, float] = {
-        BITS_PER_BYTE.of(name): value for name, value in baselines.bits_per_byte("".join(texts).encode("utf-8")).items()
-    }
-    samples_by_model: dict[str, Any] = {}
-    items_by_model, outcomes, labels = _read_items(settings, job), list[TaskResult](), items_of.groups(documents, LABELS)[0]
+    compressed = baselines.bits_per_byte("".join(records.texts).encode("utf-8"))
+    metrics = {BITS_PER_BYTE.of(name): value for name, value in compressed.items()}
+    table, labels = records.table(), items_of.groups(records.documents, LABELS)[0]
+    items_by_model, samples_by_model, outcomes = _read_items(settings, job), dict[str, Any](), list[TaskResult]()
     for number, name in enumerate(_models(job)):
-        model = _load(name, job, device)
-        of_rows = shared.get(name) or _scores(model, data, settings, job, number, ranks)
-        for part_name, scored in of_rows.items():
-            metric = METRICS[part_name].of(name)
-            if part_name == PAIRS:
-                metrics |= _preference_figures(table, name, scored)
-                continue
-            per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
-            metrics[metric] = table.figure(metric, part_name, name, scored, per=per, factor=factor)
-            if part_name == "documents":
-                metrics |= table.groups(metric, labels)
-        samples_by_model[name] = _samples(model, encoder, settings, device)
+        model = _load(name, job, ranks.device)
+        scores = shared.get(name) or _scores(model, records.tokens, settings, job, number, ranks)
+        metrics |= _heldout_metrics(table, name, scores, labels)
+        samples_by_model[name] = _samples(model, encoder, settings, ranks.device)
         if items_by_model[name]:
             subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
-            outcomes += running.ask(items_by_model[name], subject, _task_progress(job, number * PARTS + len(data)))
+            progress = _task_progress(job, number * PARTS + len(records.tokens))
+            outcomes += running.ask(items_by_model[name], subject, progress)
     for outcome in outcomes:
         table.outcome(outcome)
-    rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
-    figures = table.figures()
+    rule, figures = statistics.Rule(settings.confidence, settings.resamples, settings.seed), table.figures()
     intervals = {name: statistics.interval(figure, rule) for name, figure in figures.items()}
     results = Results(outcomes, rule)
-    metrics |= {name: value for name, value in results.metrics().items() if math.isfinite(value)}
-    counts = {
-        "documents": len(texts),
-        "document_bytes": sum(sizes),
-        "document_tokens": sum(sum(live) for _, live in data["documents"]),
+    evaluation: dict[str, Any] = {
+        "metrics": {**metrics, **{name: value for name, value in results.metrics().items() if math.isfinite(value)}},
+        "counts": {**records.counts(), **results.counts()},
+        "intervals": {name: list(interval) for name, interval in intervals.items() if interval},
+        "paired": _paired(figures, _models(job), rule),
     }
-    for part_name, loss in LOSSES.items():
-        counts[part_name] = len(data[part_name])
-        counts[f"{loss.removesuffix('_loss')}_tokens"] = sum(sum(live) for _, live in data[part_name])
-    counts |= {**({PAIRS: len(pairs)} if pairs else {}), **results.counts()}
-    evaluation: dict[str, Any] = {"metrics": metrics, "counts": counts}
-    evaluation["intervals"] = {name: list(interval) for name, interval in intervals.items() if interval}
-    evaluation["paired"] = _paired(figures, _models(job), rule)
     if outcomes:
         evaluation["suites"] = results.to_json()
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
@@ -127,6 +141,23 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
     write_json(job.output / "samples.json", samples_by_model)
     table.write(job.output)
     return {**evaluation, "samples": samples_by_model}
+
+
+def _heldout_metrics(
+    table: task_result.ScoreTable, model: str, scores: Scores, labels: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Add a model's scores to the table; its metrics over each part, and over the documents of each label."""
+    metrics: dict[str, float] = {}
+    for part_name, scored in scores.items():
+        metric = METRICS[part_name].of(model)
+        if part_name == PAIRS:
+            metrics |= _preference_figures(table, model, scored)
+            continue
+        per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
+        metrics[metric] = table.figure(metric, part_name, model, scored, per=per, factor=factor)
+        if part_name == "documents":
+            metrics |= table.groups(metric, labels)
+    return metrics
 
 
 def _paired(

@@ -205,16 +205,6 @@ def read(home: Path, name: str) -> JsonDict | None:
     return _as_it_is_now(home, run) if misfit(run, TYPES) is None else None
 
 
-def makers(home: Path) -> dict[str, str]:
-    """The newest run that built each key, for manifests of earlier versions, which do not name their run."""
-    run_by_key: dict[str, str] = {}
-    for run in newest_first(home):
-        for stage in run["stages"]:
-            if stage.get("key") and stage["outcome"] in BUILT:
-                run_by_key.setdefault(stage["key"], run["run"])
-    return run_by_key
-
-
 def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
     """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
     for stage in run["stages"]:

@@ -245,12 +245,7 @@ class _RunReader:
         """The name of the run that made a stage's artifact."""
         if match.record and entry["outcome"] in runs.BUILT:
             return str(match.record["run"])
-        made_by = stage_run.tags["ttrain.run"] if stage_run else _maker_in(manifest)
-        return made_by or self._makers.get(entry.get("key") or "")
-
-    @cached_property
-    def _makers(self) -> Mapping[str, str]:
-        return runs.makers(self._home)
+        return stage_run.tags["ttrain.run"] if stage_run else _maker_in(manifest)
 
     @cached_property
     def _decisions(self) -> Mapping[str, Mapping[str, float]]:

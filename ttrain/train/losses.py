@@ -7,22 +7,15 @@ vocabulary.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ttrain.config import Loop
-from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE
-from ttrain.errors import TTrainError
 from ttrain.train import native
-from ttrain.train.distributed import Ranks
 from ttrain.train.precision import autocast_dtype
 
 FEW_ROWS = 64
@@ -79,12 +72,16 @@ def linear_token_loss_sum(
     torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
     CPU than the plain way (247 ms against 205 ms).
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
-    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients, compiled
-    )
+    arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
+    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled)  # type: ignore[no-untyped-call]  # torch's
     return loss
+
+
+def _arguments(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None) -> tuple[Any, ...]:
+    """Of both functions below, which see positions in one row; the last one: whether gradients are recorded."""
+    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
+    return hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -131,11 +128,8 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
     chunk, in the backward pass.
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
-    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
-    losses_N: Tensor = _LinearTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
-    )
+    arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
+    losses_N: Tensor = _LinearTokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     return losses_N.view_as(labels_BT)
 
 
@@ -268,81 +262,3 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
     if first.device.type == "cuda":
         return torch.mm(first, second, out_dtype=torch.float32)
     return first.float() @ second.float()
-
-
-SHOWN_ROWS = 16
-
-SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
-
-
-class NonFinite(TTrainError):
-    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
-
-    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
-        """`in_a_row`: such steps up to this one."""
-        self.step, self.rows = step + 1, list(rows)
-        shown = first_of(self.rows, SHOWN_ROWS)
-        remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
-        if config.nonfinite == "skip":
-            skipped = f"{SKIPS_IN_A_ROW} steps in a row were skipped before"
-            remedy = f"; {skipped if in_a_row > SKIPS_IN_A_ROW else 'it is skipped'}"
-        name = "gradient" if math.isfinite(loss) else "loss"
-        super().__init__(
-            f"the {name} of step {step + 1} is not finite (loss {loss}, gradient norm {norm}); its {len(self.rows)} rows: "
-            f"{shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
-            f"({config.optim.lr}){remedy}"
-        )
-
-
-def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
-    """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
-    bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
-    blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]
-    return [int(row) for micro_batch_rows in blamed or parts for row in micro_batch_rows]
-
-
-Sums = Mapping[str, Sequence[float]]
-
-
-def added(sums: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of the loss, with those of one more micro-batch."""
-    return {**sums, **{name: vector.detach().flatten() + sums.get(name, 0) for name, vector in vectors.items()}}
-
-
-class ReducedSums:
-    """Packs the parts of the loss and other sums into one list of numbers. The first step fixes the names."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._parts: list[str] | None = None
-        self._sums: list[tuple[str, int]] = []
-
-    def flat(self, parts: Mapping[str, float], sums: Sums) -> list[float]:
-        """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
-        if self._parts is None:
-            agreed_names = self._ranks.union(
-                [f"0/{name}" for name in parts] + [f"{len(sums[name])}/{name}" for name in sums]
-            )
-            split = [(name.partition("/")[2], int(name.partition("/")[0])) for name in agreed_names]
-            self._parts = [name for name, length in split if not length]
-            self._sums = [(name, length) for name, length in split if length]
-        unknown = sorted({*parts} - {*self._parts}) or sorted({*sums} - {name for name, _ in self._sums})
-        if unknown:
-            raise TTrainError(
-                f"the loss has the part {unknown[0]!r}, which the first step did not have; return the same parts from "
-                f"every training step, with 0 for an absent one"
-            )
-        values = [parts.get(name, 0.0) for name in self._parts]
-        for name, length in self._sums:
-            values += sums.get(name, [0.0] * length)
-        return values
-
-    def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Unpack a list made by `flat`: the parts, and the other sums."""
-        assert self._parts is not None, "flat() comes first"
-        start = len(self._parts)
-        parts, sums = dict(zip(self._parts, values[:start], strict=True)), dict[str, list[float]]()
-        for name, length in self._sums:
-            sums[name] = [*values[start : start + length]]
-            start += length
-        return parts, sums

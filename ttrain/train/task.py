@@ -1,9 +1,8 @@
-"""Base class of training tasks: the model, its optimizer, its loss as a sum and a count, over validation batches too."""
+"""Base class of training tasks: the model, its optimizer, its loss as a sum and a count."""
 
 from __future__ import annotations
 
 import difflib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from ttrain.config import TaskConfig, Training
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.train import optim
-from ttrain.train.distributed import Ranks
-from ttrain.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -88,30 +85,6 @@ class TrainingTask(ABC):
     def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
         """Figures for the log, from the means of the loss and its parts (`loss`, `loss_NAME`) since the last one."""
         return {}
-
-
-def measure(
-    task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
-) -> tuple[float, dict[str, float]]:
-    """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
-    from ttrain.train.losses import ReducedSums, added  # imports torch._dynamo, 1 s: not where a task is only named
-
-    was_training = model.training
-    model.eval()
-    total, count = 0.0, 0
-    sums: dict[str, Tensor] = {}
-    for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
-        filler = number >= len(batches)  # sharded models must be called equally often on all ranks
-        batch = batches[0].without_targets() if filler else batches[number]
-        with precision.autocast():
-            loss = task.validation_step(model, batch, ranks.device)
-        total, count, sums = total + float(loss.total), count + loss.count, added(sums, loss.sums)
-    model.train(was_training)
-    packed = ReducedSums(ranks)
-    mine = packed.flat({}, {name: vector.tolist() for name, vector in sums.items()})
-    total, live, *values = ranks.sum([total, float(count), *mine])
-    summed = packed.named(values)[1]
-    return total / live if live else math.nan, dict(task.figures(summed)) if summed else {}
 
 
 GROUP = "ttrain.tasks"

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,46 @@ from ttrain.train import resume
 from ttrain.train.averaging import MovingAverage
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
-from ttrain.train.deferred import MOST_STEPS, DeferredStep, DeferredSteps
 from ttrain.train.distributed import Ranks, full_tensor, global_norm
-from ttrain.train.losses import SKIPS_IN_A_ROW, NonFinite, ReducedSums, added, rows_to_blame
 from ttrain.train.parallel import place
 from ttrain.train.precision import LossScale, Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
-from ttrain.train.task import TrainingTask, measure
-from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, Cadence, FitResult, TrainerOptions, Weights
+from ttrain.train.step_figures import (
+    DeferredStep,
+    DeferredSteps,
+    FinishedStep,
+    MicroBatchSums,
+    NonFinite,
+    ReducedSums,
+    measure,
+    rows_to_blame,
+)
+from ttrain.train.task import TrainingTask
+from ttrain.train.training_options import (
+    COMPLETED,
+    INTERRUPTED,
+    STOPPED,
+    Cadence,
+    FitResult,
+    Origin,
+    TrainerOptions,
+    Validation,
+    Weights,
+)  # fmt: skip
 
-CADENCE, OPTIONS = Cadence(), TrainerOptions()  # unless others are given
+CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
 QUICK = "validation_loss_quick"
 log = logging.getLogger("ttrain")
+
+
+class Votes(NamedTuple):
+    """How many ranks ask to stop by a signal, to stop by a callback, and to work as in the night."""
+
+    signal: float = 0.0
+    callback: float = 0.0
+    night: float = 0.0
 
 
 class Trainer:
@@ -51,33 +77,26 @@ class Trainer:
         precision: Precision,
         weights: Weights,
         checkpoints: Checkpoints | None = None,
-        validation: Sequence[Any] = (),
-        quick: Sequence[Any] = (),
+        validation: Validation = VALIDATION,
         callbacks: Sequence[Callback] = (),
         cadence: Cadence = CADENCE,
         stop_requested: Callable[[], bool] = lambda: False,
         options: TrainerOptions = OPTIONS,
         night: NightThrottle | None = None,
-        start: Snapshot | None = None,
-        plateau: Snapshot | None = None,
-        identity: Mapping[str, Any] | None = None,
-        allow: frozenset[str] = frozenset(),
+        origin: Origin = ORIGIN,
     ) -> None:
-        """`quick`: batches of a few rows whose loss is logged while training; it selects no checkpoint and stops nothing.
-        `start`: a checkpoint of a shorter run. `plateau`: weights and optimizer state of another run, with which the first
-        step begins. `identity`: settings that are saved in checkpoints and must be equal when
-        one is continued, except those in `allow`. Raises UsageError if they differ.
-        """
+        """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
         self.callback_list, self.night = CallbackList(callbacks, ranks, loader.order), night
-        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
+        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(origin.identity)
         self.steps = loader.order.steps
-        self.quick, self._quick_steps = quick, spread_steps(self.steps, cadence.quick_validations if quick else 0)
-        snapshot = (checkpoints.newest() if checkpoints else None) or start
+        self._quick_steps = spread_steps(self.steps, cadence.quick_validations if validation.quick else 0)
+        newest = checkpoints.newest() if checkpoints else None
+        snapshot = newest or origin.start
         self.bare = task.build_model()
-        self.first = self.step = resume.check_resumable(self, snapshot, allow) if snapshot else 0
-        if tensors := snapshot or plateau:
+        self.first = self.step = resume.check_resumable(self, snapshot, origin.allow) if snapshot else 0
+        if tensors := snapshot or origin.plateau:
             weights.load(dict(tensors.weights))
         whole = options.parallel != "fsdp" or ranks.world == 1
         if whole:  # else each rank moves only its shard
@@ -91,21 +110,20 @@ class Trainer:
         self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, self.steps)
         self.factor = task.build_scheduler(self.steps)
         self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
-        self._totals = ReducedSums(ranks)
+        self._totals, self._votes = ReducedSums(ranks), Votes()
         defers = ranks.device.type == "cuda" if options.defer is None else options.defer
         can_defer = whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
-        most_skips = SKIPS_IN_A_ROW if task.config.nonfinite == "skip" else 0
-        self._deferred = DeferredSteps(ranks.device, most_skips) if defers and can_defer else None
+        self._deferred = DeferredSteps(ranks.device, task.config) if defers and can_defer else None
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
-        elif plateau:
-            self.optimizers.load_state(self.average.load_state(plateau.optimizer))
+        elif origin.plateau:
+            self.optimizers.load_state(self.average.load_state(origin.plateau.optimizer))
         self.loader.load_state_dict({"consumed_steps": self.first})
-        self._saved = self.first if snapshot and snapshot is not start else -1
-        self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
+        self._saved = self.first if newest else -1
+        self._recount = newest is not None and self.first < newest.step
 
     @property
     def compiled(self) -> bool:
@@ -121,10 +139,9 @@ class Trainer:
             self.callback_list.dispatch("start", self.first, self.steps)
             if self._recount:
                 self._drop_outdated_checkpoints()
-            self._night_due = self.ranks.sum([float(self._is_night())])[0]
-            signalled, callback_stop = self._agree_on_stop(False, False)  # a callback may remember that the run was over
+            self._vote()  # a callback may remember that the run was over
             with contextlib.closing(self.loader):
-                reason = INTERRUPTED if signalled else STOPPED if callback_stop else self._loop()
+                reason = self._stop_reason() or self._loop()
             final_step = self.step
             self.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
@@ -166,131 +183,121 @@ class Trainer:
             self.callback_list.epoch_start(step, continued=step == self.first)
             self.callback_list.dispatch("step_start", step + 1)
             began = time.monotonic()
-            micro_batches = next(batches)
-            signalled, callback_stop = self._train_step(step, micro_batches, began, time.monotonic() - began)
+            self._train_step(step, next(batches), began)
             self.step = step + 1
-            last = self.step == self.steps
             improved = False
             if self.step in self._quick_steps:
                 self._validate_quickly()
             if self._validates(self.step):
-                improved = self._validated(*self._measure(self.validation))
-                signalled, callback_stop = self._agree_on_stop(signalled, callback_stop)
-            reason = INTERRUPTED if signalled and not last else STOPPED if callback_stop else None
-            if last or reason or improved or self._save_due(self.step):
+                improved = self._validated(*self._measure(self.validation.batches))
+                self._vote()
+            reason = self._stop_reason()
+            if self.step == self.steps or reason or improved or self._save_due(self.step):
                 self._save(self.step)
             self.callback_list.epoch_end(step)
             if reason:
                 return reason
         return COMPLETED
 
-    def _is_night(self) -> bool:
-        """Whether it is night by the clock of rank 0, which decides for all ranks."""
-        return self.night is not None and self.ranks.first and self.night.is_night()
+    def _votes_of_rank(self) -> Votes:
+        """What this rank asks for. Whether it is night is decided by the clock of rank 0."""
+        is_night = self.night is not None and self.ranks.first and self.night.is_night()
+        return Votes(float(self.stop_requested()), float(self.callback_list.wants_stop()), float(is_night))
+
+    def _vote(self) -> None:
+        """Let the ranks vote between two steps; those of the last step still count."""
+        self._votes = Votes(*map(max, self._votes, self.ranks.sum([*self._votes_of_rank()])))
+
+    def _stop_reason(self) -> str | None:
+        """Why the run ends here; a signal in the last step changes nothing."""
+        if self._votes.signal and self.step < self.steps:
+            return INTERRUPTED
+        return STOPPED if self._votes.callback else None
 
     def _apply_night_throttle(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """Switch the micro-batch size when night begins or ends; batches prefetched in the old size are made again."""
-        if self.night is None or self.night.on == bool(self._night_due):
+        if self.night is None or self.night.on == bool(self._votes.night):
             return batches
-        self.loader.rows_per_device = self.night.set(bool(self._night_due))
+        self.loader.rows_per_device = self.night.set(bool(self._votes.night))
         return iter(self.loader)
 
-    def _train_step(
-        self, step: int, micro_batches: Sequence[MicroBatch], began: float, data_seconds: float
-    ) -> tuple[bool, bool]:
-        """Do one optimizer step; returns whether a signal, and whether a callback, asked any rank to stop."""
+    def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
+        """Do one optimizer step, which began to wait for its rows at this time of `time.monotonic`."""
+        data_seconds = time.monotonic() - began
         self.bare.train()
         self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
-            live, parts, sums, losses = self._backward(step, micro_batches)
-            if self._deferred is not None and step > self.first and not sums:  # the first step has the names of the parts
-                return self._defer_step(self._deferred, step, live, parts, losses, began, data_seconds)
-            total = math.fsum(float(losses[number]) for number in sorted(losses))
-            others = self._totals.flat(
-                {name: float(value) for name, value in parts.items()},
-                {name: vector.tolist() for name, vector in sums.items()},
-            )
-        reduced = self.ranks.sum([total, float(live), *self._asks(), *others])
-        total_sum, live_sum, signalled, callback_stop, self._night_due, *further = reduced
-        self._check_targets(step, live_sum)
-        factor, norm = self._norm(live_sum)
+            sums = self._backward(step, micro_batches)
+            if self._deferred is not None and step > self.first and not sums.others:  # the first one names the parts
+                self._defer_step(self._deferred, step, sums, began, data_seconds)
+                return
+            losses = (float(sums.losses[number]) for number in sorted(sums.losses))
+            figures = [math.fsum(losses), *self._totals.flat(*sums.read())]
+        live, (total, *others) = self._agree(step, sums.live, figures)
+        factor, norm = self._norm(live)
         whole_norm = float(full_tensor(norm))
-        if math.isfinite(total_sum) and math.isfinite(whole_norm):
+        if math.isfinite(total) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
             prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
             self._update(factor, norm, prevented)
-            self.average.update(prevented)
         self.optimizers.zero_grad()
-        self._account(step, (total_sum, whole_norm, *further), live_sum, losses, time.monotonic() - began, data_seconds)
-        return signalled > 0, callback_stop > 0
+        seconds = time.monotonic() - began
+        self._account(FinishedStep(step, live, sums.losses, total, whole_norm, others, seconds, data_seconds))
 
     def _defer_step(
-        self, deferred: DeferredSteps, step: int, live: int, parts: dict[str, Any], losses: dict[int, Tensor],
-        began: float, data_seconds: float,
-    ) -> tuple[bool, bool]:  # fmt: skip
+        self, deferred: DeferredSteps, step: int, sums: MicroBatchSums, began: float, data_seconds: float
+    ) -> None:
         """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
-        live_sum, signalled, callback_stop, self._night_due = self.ranks.sum([float(live), *self._asks()])
-        self._check_targets(step, live_sum)
-        figures = self.ranks.add_up(deferred.stacked(losses, self._totals.flat(parts, {})))
-        factor, norm = self._norm(live_sum)
-        prevented = deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row)
-        self._update(factor, norm, prevented)
-        self.average.update(prevented)
-        deferred.add(DeferredStep(step, live_sum, figures, norm, losses, data_seconds), began)
-        if signalled or callback_stop or len(deferred) >= MOST_STEPS or self._reads(step + 1):
-            for pending, read_figures, seconds in deferred.read():
-                self._account(pending.step, read_figures, pending.live, pending.losses, seconds, pending.data_seconds)
-        return signalled > 0, callback_stop > 0
+        live, _ = self._agree(step, sums.live)
+        figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.parts, {})))
+        factor, norm = self._norm(live)
+        self._update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
+        deferred.add(DeferredStep(step, live, sums.losses, figures, norm, data_seconds), began)
+        if self._votes.signal or self._votes.callback or deferred.is_full or self._reads(step + 1):
+            for finished in deferred.read():
+                self._account(finished)
+
+    def _agree(self, step: int, live: int, figures: Sequence[float] = ()) -> tuple[float, list[float]]:
+        """The targets and figures of a step, summed over all ranks, which vote with the same message."""
+        live_sum, signal, callback, night, *summed = self.ranks.sum([float(live), *self._votes_of_rank(), *figures])
+        self._votes = Votes(signal, callback, night)
+        if not live_sum:
+            raise TTrainError(
+                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
+                f"give a step more rows"
+            )
+        return live_sum, summed
 
     def _reads(self, done: int) -> bool:
         """Whether figures, or the weights as they are after them, are needed after so many steps."""
         due = self._due(self.cadence.log, done) or self._due(self.cadence.validate, done) or self._save_due(done)
         return due or done == self.steps or done in self._quick_steps
 
-    def _asks(self) -> list[float]:
-        """What this rank asks of all: to stop by a signal, to stop by a callback, and to work as in the night."""
-        return [float(self.stop_requested()), float(self.callback_list.wants_stop()), float(self._is_night())]
-
-    def _check_targets(self, step: int, live: float) -> None:
-        if live == 0:
-            raise TTrainError(
-                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
-                f"give a step more rows"
-            )
-
-    def _account(
-        self, step: int, figures: Sequence[float], live: float, losses: Mapping[int, Tensor], seconds: float,
-        data_seconds: float,
-    ) -> None:  # fmt: skip
-        """Count a step that is done, or was skipped, and pass it to the callbacks. `figures`: sum of the losses, norm before
-        the clip, and other sums."""
-        total, norm, *others = figures
-        finite = math.isfinite(total) and math.isfinite(norm)
-        self.counters.skipped_in_a_row = 0 if finite else self.counters.skipped_in_a_row + 1
-        if not finite:
+    def _account(self, finished: FinishedStep) -> None:
+        """Count a step that is done, or was skipped, and pass it to the callbacks."""
+        self.counters.skipped_in_a_row = 0 if finished.finite else self.counters.skipped_in_a_row + 1
+        if not finished.finite:
             self.counters.skipped += 1
             if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
-                self._not_finite(step, total / live, norm, losses)
-        self.loss_scale.update(finite)
-        if finite:
-            parts, sums = self._totals.named(others)
+                self._not_finite(finished)
+        self.loss_scale.update(finished.finite)
+        if finished.finite:
+            parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
-            self.counters.add(total, live, norm, parts, sums)
-        self.counters.live_tokens += int(live)
-        done = step + 1
-        rows = partial(self.loader.order.step_rows, step)
-        record = StepRecord(done, self.steps, total / live, norm, int(live), not finite, seconds, data_seconds, rows)
+            self.counters.add(finished.total, finished.live, finished.norm, parts, sums)
+        self.counters.live_tokens += int(finished.live)
+        done = finished.step + 1
+        record = StepRecord(
+            done, self.steps, finished.loss, finished.norm, int(finished.live), not finished.finite, finished.seconds,
+            finished.data_seconds, partial(self.loader.order.step_rows, finished.step),
+        )  # fmt: skip
         self.callback_list.dispatch("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
 
-    def _backward(
-        self, step: int, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[int, dict[str, Any], dict[str, Tensor], dict[int, Tensor]]:
-        """Targets, sums of the parts, other sums, and the loss of each of this rank's micro-batches, on the device; the
-        parameters then hold the (scaled) gradient of the step over all ranks.
-        """
-        live, parts, sums, losses = 0, dict[str, Any](), dict[str, Tensor](), dict[int, Tensor]()
+    def _backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> MicroBatchSums:
+        """Pass through this rank's micro-batches; the parameters then hold the (scaled) gradient over all ranks."""
+        sums = MicroBatchSums()
         ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
         for micro in ordered:
             seed = _seed(self.task.config.seed, step, micro.number)
@@ -303,39 +310,37 @@ class Trainer:
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
                 (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
             self.parallel.after_backward(micro)
-            losses[micro.number] = loss.total.detach()
-            live += loss.count
-            for name, value in loss.parts.items():
-                parts[name] = parts.get(name, 0.0) + value.detach()
-            sums = added(sums, loss.sums)
+            sums.add(micro.number, loss)
         self.parallel.finish()
-        return live, parts, sums, losses
+        return sums
 
     def _norm(self, live: float) -> tuple[float, Tensor]:
         """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         return factor, global_norm(self.optimizers.parameters) * factor
 
-    def _update(self, factor: float, norm: Tensor, prevented: Tensor | None = None) -> None:
-        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards."""
+    def _update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
+        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the
+        device, weights and state stay as they are."""
         gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
         clip = self.task.config.optim.clip
         # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
         torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
         self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
         self.optimizers.zero_grad()
+        self.average.update(prevented)
 
-    def _not_finite(self, step: int, loss: float, norm: float, losses: Mapping[int, Tensor]) -> None:
+    def _not_finite(self, finished: FinishedStep) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
-        rows = rows_to_blame(self.loader.parts(step), losses, self.ranks)
-        error = NonFinite(step, loss, norm, rows, self.task.config, self.counters.skipped_in_a_row)
-        policy = self.task.config.nonfinite
-        if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
+        step = finished.step
+        rows = rows_to_blame(self.loader.parts(step), finished.losses, self.ranks)
+        error = NonFinite(finished, rows, self.task.config, self.counters.skipped_in_a_row)
+        if error.is_skipped:
             log.warning("%s", error)
             return
         self.counters.skipped -= 1  # the state before the step is saved
         self.counters.skipped_in_a_row -= 1
-        if policy != "raise" and step > max(0, self._saved):
+        if self.task.config.nonfinite != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
             with self.ranks.busy("saving"):
@@ -344,7 +349,7 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        self._log(self.step, {QUICK: self.validate(self.quick)})
+        self._log(self.step, {QUICK: self.validate(self.validation.quick)})
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -373,18 +378,11 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.callback_list.dispatch("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
 
-    def _agree_on_stop(self, signalled: bool, callback_stop: bool) -> tuple[bool, bool]:
-        """Whether any rank has meanwhile been asked to stop, by a signal or by a callback."""
-        sums = self.ranks.sum(
-            [float(signalled or self.stop_requested()), float(callback_stop or self.callback_list.wants_stop())]
-        )
-        return sums[0] > 0, sums[1] > 0
-
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
     def _validates(self, step: int) -> bool:
-        return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
+        return bool(self.validation.batches) and (step == self.steps or self._due(self.cadence.validate, step))
 
     def _save_due(self, step: int) -> bool:
         is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps

@@ -17,7 +17,7 @@ from ttrain.config import Optim
 from ttrain.train import losses, optim
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
-from ttrain.train.losses import NonFinite
+from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
 
 DEFERRED = TrainerOptions(defer=True)

@@ -1,0 +1,225 @@
+"""The figures of optimizer steps and validations: summed over micro-batches and ranks, and read at once or later.
+
+Figures of a step may stay on the device until a logging step, so that the host does not wait for a GPU in between. It
+cannot see then whether a gradient is finite before it asks for the update. So the device decides: the update of a step that
+is not finite changes nothing, as if it had been skipped, and the host learns of it when it reads the figures.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ttrain.config import Loop
+from ttrain.core.text import first_of
+from ttrain.errors import TTrainError
+from ttrain.train.distributed import Ranks
+from ttrain.train.precision import Precision
+from ttrain.train.task import LossSum, TrainingTask
+
+MOST_STEPS = 64  # more are read before, so that a run without logging steps keeps few micro-batches' losses
+
+
+@dataclass
+class MicroBatchSums:
+    """Sums over the micro-batches of a step on one rank: of their targets, losses, parts of these and other vectors."""
+
+    live: int = 0
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by the number of the micro-batch, on the device
+    parts: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, number: int, loss: LossSum) -> None:
+        """Add a micro-batch."""
+        self.live += loss.count
+        self.losses[number] = loss.total.detach()
+        for name, value in loss.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value.detach()
+        for name, vector in loss.sums.items():
+            self.others[name] = vector.detach().flatten() + self.others.get(name, 0)
+
+    def read(self) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """The parts and the other vectors as numbers, for which the host waits for the device."""
+        parts = {name: float(value) for name, value in self.parts.items()}
+        return parts, {name: vector.tolist() for name, vector in self.others.items()}
+
+
+class ReducedSums:
+    """Packs the parts of the loss and other sums into one list of numbers. The first step fixes the names."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parts: list[str] | None = None
+        self._sums: list[tuple[str, int]] = []
+
+    def flat(self, parts: Mapping[str, float], sums: Mapping[str, Sequence[float]]) -> list[float]:
+        """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
+        if self._parts is None:
+            agreed_names = self._ranks.union(
+                [f"0/{name}" for name in parts] + [f"{len(sums[name])}/{name}" for name in sums]
+            )
+            split = [(name.partition("/")[2], int(name.partition("/")[0])) for name in agreed_names]
+            self._parts = [name for name, length in split if not length]
+            self._sums = [(name, length) for name, length in split if length]
+        unknown = sorted({*parts} - {*self._parts}) or sorted({*sums} - {name for name, _ in self._sums})
+        if unknown:
+            raise TTrainError(
+                f"the loss has the part {unknown[0]!r}, which the first step did not have; return the same parts from "
+                f"every training step, with 0 for an absent one"
+            )
+        values = [parts.get(name, 0.0) for name in self._parts]
+        for name, length in self._sums:
+            values += sums.get(name, [0.0] * length)
+        return values
+
+    def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Unpack a list made by `flat`: the parts, and the other sums."""
+        assert self._parts is not None, "flat() comes first"
+        start = len(self._parts)
+        parts, sums = dict(zip(self._parts, values[:start], strict=True)), dict[str, list[float]]()
+        for name, length in self._sums:
+            sums[name] = [*values[start : start + length]]
+            start += length
+        return parts, sums
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that was done or skipped; sums are over all ranks, the losses those of this rank's micro-batches."""
+
+    step: int
+    live: float
+    losses: Mapping[int, Tensor]
+    total: float  # of the losses
+    norm: float  # of the gradient of the mean, before the clip
+    others: Sequence[float]  # as `ReducedSums` packs them
+    seconds: float
+    data_seconds: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether the weights were updated."""
+        return math.isfinite(self.total) and math.isfinite(self.norm)
+
+    @property
+    def loss(self) -> float:
+        """Mean per target."""
+        return self.total / self.live
+
+
+@dataclass(frozen=True)
+class DeferredStep:
+    """A step that the device may not have finished yet."""
+
+    step: int
+    live: float
+    losses: Mapping[int, Tensor]
+    figures: Tensor  # of `stacked`
+    norm: Tensor
+    data_seconds: float
+
+
+class DeferredSteps:
+    """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
+
+    def __init__(self, device: torch.device, config: Loop) -> None:
+        self._steps: list[DeferredStep] = []
+        self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
+        self._over = torch.zeros((), device=device)
+        self._skips: Tensor | None = None  # in a row
+        self._began = time.monotonic()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether they must be read before more are added."""
+        return len(self._steps) >= MOST_STEPS
+
+    def stacked(self, losses: Mapping[int, Tensor], others: Sequence[Tensor | float]) -> Tensor:
+        """The sum of the losses and the other sums in fp64."""
+        total = torch.stack([losses[number].double() for number in sorted(losses)]).sum()
+        return torch.stack([total, *(torch.as_tensor(figure, device=self._device).double() for figure in others)])
+
+    def prevents(self, total: Tensor, norm: Tensor, skips: int) -> Tensor:
+        """1.0 where the step may not be applied, else 0.0, on the device. `skips`: in a row before the first of all."""
+        if self._skips is None:
+            self._skips = torch.full((), float(skips), device=self._device)
+        bad = (~(torch.isfinite(total) & torch.isfinite(norm))).float()
+        self._skips = (self._skips + 1) * bad
+        self._over = torch.maximum(self._over, (self._skips > self._most_skips).float())
+        return torch.maximum(bad, self._over)
+
+    def add(self, step: DeferredStep, began: float) -> None:
+        """Add a step that began at this time of `time.monotonic`."""
+        if not self._steps:
+            self._began = began
+        self._steps.append(step)
+
+    def read(self) -> Iterator[FinishedStep]:
+        """Wait for the device; the steps since the last reading, each with its share of the seconds."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        figures = torch.stack([torch.cat([step.norm.double().view(1), step.figures]) for step in steps]).tolist()
+        seconds = (time.monotonic() - self._began) / len(steps)
+        for step, (norm, total, *others) in zip(steps, figures, strict=True):
+            yield FinishedStep(step.step, step.live, step.losses, total, norm, others, seconds, step.data_seconds)
+
+
+def measure(
+    task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
+) -> tuple[float, dict[str, float]]:
+    """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
+    was_training, total, sums = model.training, 0.0, MicroBatchSums()
+    model.eval()
+    for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
+        is_filler = number >= len(batches)  # sharded models must be called equally often on all ranks
+        batch = batches[0].without_targets() if is_filler else batches[number]
+        with precision.autocast():
+            loss = task.validation_step(model, batch, ranks.device)
+        total += float(loss.total)
+        sums.add(number, loss)
+    model.train(was_training)
+    packed = ReducedSums(ranks)
+    total, live, *values = ranks.sum([total, float(sums.live), *packed.flat({}, sums.read()[1])])
+    _, others = packed.named(values)
+    return total / live if live else math.nan, dict(task.figures(others)) if others else {}
+
+
+SHOWN_ROWS = 16
+
+SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
+
+
+class NonFinite(TTrainError):
+    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
+
+    def __init__(self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
+        """`in_a_row`: such steps up to this one."""
+        self.step, self.rows = finished.step + 1, list(rows)
+        self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW  # else the run ends
+        shown = first_of(self.rows, SHOWN_ROWS)
+        remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
+        if config.nonfinite == "skip":
+            skipped = f"{SKIPS_IN_A_ROW} steps in a row were skipped before"
+            remedy = f"; {'it is skipped' if self.is_skipped else skipped}"
+        name = "gradient" if math.isfinite(finished.loss) else "loss"
+        super().__init__(
+            f"the {name} of step {self.step} is not finite (loss {finished.loss}, gradient norm {finished.norm}); its "
+            f"{len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"({config.optim.lr}){remedy}"
+        )
+
+
+def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
+    """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
+    bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
+    blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]
+    return [int(row) for micro_batch_rows in blamed or parts for row in micro_batch_rows]
