@@ -21,6 +21,8 @@ CELL_CHARACTERS = 80  # characters of a list in a table
 KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
 
 artifacts_app = command_group(
+    "artifacts",
+    "Look",
     help="Find, check, keep and remove the outputs of stages.",
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
