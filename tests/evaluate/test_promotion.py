@@ -16,8 +16,8 @@ from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
-from ttrain.evaluate.scores import Evaluation, Scores
-from ttrain.evaluate.task_result import FILE, ScoreTable
+from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import FILE, Scores, ScoreTable
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
