@@ -99,7 +99,7 @@ NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
 )
 HIGHER = re.compile(
-    r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
+    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
 )
 LOWER = re.compile(
     rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
