@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain.core.files import read_object
+from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import task_result
 from ttrain.evaluate.task_result import Scores
@@ -26,7 +27,7 @@ class Evaluation:
         """That of an artifact. Raises ArtifactError if its records were not fetched."""
         if task_result.FILE in artifact.absent:  # without them it would be compared like a metric without records
             raise ArtifactError(
-                f"{task_result.FILE} of {artifact.stage} {artifact.key[:12]} is missing; it was not fetched yet"
+                f"{task_result.FILE} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
             )
         return cls(artifact.path, artifact.result["metrics"])
 

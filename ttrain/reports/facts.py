@@ -11,13 +11,11 @@ from ttrain.config import Settings, flatten, rules
 from ttrain.config.base import is_retired
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
-from ttrain.core.text import ABSENT
+from ttrain.core.text import ABSENT, short_digest
 from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
 
 T = TypeVar("T")
-
-SHOWN_DIGEST = 12  # letters of a digest that are shown
 
 
 MAIN_SETTINGS = frozenset({
@@ -67,12 +65,12 @@ def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
     """(role, name, short digest) of the files that a stage read itself."""
     for role, files in manifest.get("ingredients", {}).get("files", {}).items():
         for file in files:
-            yield role, file["name"], file["sha256"][:SHOWN_DIGEST]
+            yield role, file["name"], short_digest(file["sha256"])
 
 
 def code_of(manifest: Manifest) -> str:
     """The short digest of a stage's code."""
-    return digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
+    return short_digest(digest_of(manifest["ingredients"].get("code", {})))
 
 
 def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.core.text import counted, format_duration, format_number
+from ttrain.core.text import counted, format_duration, format_number, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -153,7 +153,7 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
     log = stage.get("log") or ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
-        log = log.replace(stage["key"], f"{stage['key'][:12]}*")
+        log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
     with contextlib.suppress(ValueError):
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
