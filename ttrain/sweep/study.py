@@ -162,17 +162,21 @@ class Study:
 
     def _drawn(self, number: int) -> Values:
         """Values that no trial had, in the form in which Optuna draws them."""
-        tried = [trial.values for trial in self.trials()]
-        if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
+        tried = {_label(trial.values) for trial in self.trials()}  # as text: 1 equals true and 1.0
+        if self.sampler == "tpe" and number <= STARTUP_TRIALS and _label(values := self._spread(number)) not in tried:
             return self._params(values)
         history = optuna.create_study(direction=self._study.direction)  # in memory: what is drawn again leaves no trace
         history.add_trials(self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
         for draw in range(DRAWS if self.sampler != "grid" else 0):
             history.sampler = self._sampler(number, draw)
             params = history.ask(self._distributions).params
-            if {key: _value(self.space.dimensions[key], drawn) for key, drawn in params.items()} not in tried:
+            if (
+                _label({key: _value(dimension, params[key]) for key, dimension in self.space.dimensions.items()})
+                not in tried
+            ):
                 return params
-        return self._params(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
+        combinations = map(self.space.combination, range(self.space.size or 0))
+        return self._params(next(values for values in combinations if _label(values) not in tried))
 
     def _params(self, values: Values) -> Values:
         return {key: _drawn_for(dimension, values[key]) for key, dimension in self.space.dimensions.items()}
@@ -260,5 +264,5 @@ def _drawn_for(dimension: Dimension, value: Any) -> Any:
 
 
 def _label(value: Any) -> str:
-    """A choice as text: Optuna's categories are plain values, a setting's may be lists."""
+    """A choice, or the values of a trial, as text: Optuna's categories are plain values, a setting's may be lists."""
     return json.dumps(value)
