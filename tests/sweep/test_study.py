@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ttrain.errors import UsageError
 from ttrain.sweep.space import IntegerRange, Interval, Space, ValueList
 from ttrain.sweep.study import COMPLETED, DIVERGED, FAILED, PRUNED, RUNNING, STARTUP_TRIALS, Study, Trial, upcoming
 
@@ -25,10 +27,10 @@ def loss(trial: Trial) -> float:
     return 3.0 + abs(math.log10(trial.values[LR] / 1e-2)) + (trial.values["kind"] == "adamw")
 
 
-def run(study: Study, count: int) -> None:
+def run(study: Study, count: int, measure: Callable[[Trial], float] = loss) -> None:
     for _ in range(count):
         trial = study.ask()
-        study.tell(trial.number, COMPLETED, loss(trial))
+        study.tell(trial.number, COMPLETED, measure(trial))
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -90,6 +92,9 @@ def test_no_values_are_tried_twice_until_all_were(tmp_path: Path, sampler: str) 
     found = [json.dumps(trial.values) for trial in study.trials()]
     assert sorted(found) == sorted(combinations), "each value with its type, through the journal: 1 is not true"
     assert sampler != "grid" or found == combinations
+    narrow = study_of(None, Space({LR: Interval(1e-4, 1.001e-4)}, {}), sampler=sampler.replace("grid", "random"))
+    with pytest.raises(UsageError, match=r"pretrain\.optim\.lr have no values left for trial 3; vary them more widely"):
+        run(narrow, 3, lambda trial: 1.0)
 
 
 def test_what_was_running_when_its_process_was_killed_is_still_to_be_done(tmp_path: Path) -> None:
