@@ -20,6 +20,7 @@ from ttrain.core.files import JsonDict, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
+from ttrain.store import references
 
 SHOWN_ERRORS = 20
 
@@ -71,9 +72,7 @@ def find(name: str) -> Path:
         return path.absolute()
     shipped = _shipped() / f"{name}.yaml"
     if not shipped.is_file():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(names())}, or a file that ends in .yaml"
-        raise UsageError(f"there is no suite '{name}'; {hint}")
+        raise references.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
     return shipped
 
 
