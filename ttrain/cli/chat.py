@@ -135,21 +135,15 @@ def chat(
     from ttrain.cli import chat_screen
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
-    from ttrain.inference.loading import need_second_head
 
-    choices: list[ModelSelector] = []
+    selectors: list[ModelSelector] = []
     if gate is not None:
-        choices.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
+        selectors.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
-        loaded_models = _load([reference, *(more_adapters if number == 0 else ())], loading_options)
-        has_adapters = len(loaded_models) > 1
-        choices.append(
-            gate_router.AdapterSelector(loaded_models) if has_adapters else gate_router.single_model(loaded_models[0])
-        )
-        if speculative:
-            need_second_head(loaded_models[0])
+        adapters_of_model = more_adapters if number == 0 else []
+        selectors.append(_selector([reference, *adapters_of_model], loading_options, needs_second_head=speculative))
     names = [reference.text for reference in references] or [str(gate)]
-    chats = [Chat(choice, settings, system=system, draft=speculative) for choice in choices]
+    chats = [Chat(selector, settings, system=system, draft=speculative) for selector in selectors]
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     shown: chat_screen.ChatScreen = (
         chat_screen.Terminal(names)
@@ -161,6 +155,17 @@ def chat(
         examples = "".join(f"\n  {escaped(question)}" for question in questions)
         shown.say(f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}")
     chat_screen.run(shown, chats)
+
+
+def _selector(references: list[Reference], options: LoadingOptions, *, needs_second_head: bool) -> ModelSelector:
+    """Load a model, or adapters on one base between which the chat switches. Raises UsageError for a missing second head."""
+    from ttrain.inference import gate_router
+    from ttrain.inference.loading import need_second_head
+
+    loaded_models = _load(references, options)
+    if needs_second_head:
+        need_second_head(loaded_models[0])
+    return gate_router.AdapterSelector(loaded_models) if len(loaded_models) > 1 else gate_router.single_model(*loaded_models)
 
 
 def _sample_questions(reference: Reference) -> list[str]:
