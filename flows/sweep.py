@@ -20,7 +20,6 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_dependencies
 from ttrain.pipeline.system_metrics import visible
-from ttrain.reports import facts
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.sweep import measure, records, space
@@ -137,13 +136,10 @@ def sweep_request(
             "run the pipeline once before: what trials share is then in the store"
         )
     graph = graph_of(recipe(pipeline), settings)
-    chosen = measure.choose(
-        settings, list(search_space.dimensions), graph, metric=metric, until=until, maximize=bool(maximize)
-    )
-    if maximize is None:
-        chosen = dataclasses.replace(chosen, maximize=facts.better(chosen.metric) > 0)
+    keys = list(search_space.dimensions)
+    chosen = measure.choose(settings, keys, graph, metric=metric, until=until, maximize=maximize)
     if prune:
-        _check_pruning(settings, chosen, list(search_space.dimensions))
+        _check_pruning(settings, chosen, keys)
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
     trial_count = trials or (sampler == "grid" and search_space.size) or TRIALS
     return SweepRequest(

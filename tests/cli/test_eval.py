@@ -126,7 +126,7 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
         (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
         (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, so"),
-        (("pretrain", "--suite", "heldot"), "did you mean 'heldout'"),
+        (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
         (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
         (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),

@@ -15,7 +15,8 @@ from support.data_commands import Run
 from typer.main import get_command
 
 from ttrain.cli import options
-from ttrain.cli.main import PANELS, app
+from ttrain.cli.main import app
+from ttrain.cli.options import PANELS
 from ttrain.store import runs
 from ttrain.store.runs import RunRecord
 

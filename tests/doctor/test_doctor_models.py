@@ -131,10 +131,11 @@ def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
 def test_how_rows_are_divided_does_not_matter(
-    case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]]
+    case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ok(model.accumulation(learner_of(case), ROWS, CPU))
-    ok(model.two_ranks(learner_of(case), ROWS, lambda learner, rows: steps_of_ranks[case]))
+    monkeypatch.setattr(model, "spawned", lambda learner, rows: steps_of_ranks[case])
+    ok(model.two_ranks(learner_of(case), ROWS))
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)

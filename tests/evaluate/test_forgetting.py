@@ -14,7 +14,7 @@ from ttrain.config import Promotion
 from ttrain.evaluate import forgetting
 from ttrain.evaluate.forgetting import BestFigure, HeldoutText, TextFigure, heldout_texts
 from ttrain.evaluate.promotion import Decision, baseline_of, decide
-from ttrain.evaluate.scores import Scores
+from ttrain.evaluate.task_result import Scores
 
 COUNT = 40  # records of each night
 

@@ -111,6 +111,18 @@ def saying(subject: EvaluatedModel, *texts: str) -> EvaluatedModel:
     return subject_of(subject.model, subject.encoder, generate=generate, max_length=None)
 
 
+def watching(subject: EvaluatedModel, answer: list[int], **changes: Any) -> tuple[EvaluatedModel, list[list[int]]]:
+    """(the model, answering each prompt so; the prompts that it gets)."""
+    given: list[list[int]] = []
+
+    def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
+        given.extend(map(list, prompts))
+        assert count == 20
+        return [(answer, True)] * len(prompts)
+
+    return subject_of(subject.model, subject.encoder, generate=generate, **changes), given
+
+
 @pytest.mark.parametrize("table", [RESULTS, SIGNS, GROUPS, WORDS, UNITS], ids=["plain", "signs", "groups", "words", "units"])
 def test_the_result_of_a_text(table: dict[str, str | None]) -> None:
     assert {text: answer_in(text) for text in table} == {text: result and Fraction(result) for text, result in table.items()}
@@ -244,30 +256,21 @@ def test_no_batch_and_no_piece_changes_an_answer(
 
 def test_prompts_that_are_too_long_lose_their_oldest_examples_first(tmp_path: Path, subject: EvaluatedModel) -> None:
     rows = [{"question": f"{number} {'word ' * 5}?", "answer": str(number)} for number in range(6)]
-    given: list[list[int]] = []
-
-    def generate(prompts: Sequence[Sequence[int]], count: int) -> Any:
-        given.extend(map(list, prompts))
-        assert count == 20
-        return [([], True)] * len(prompts)
-
-    watched = subject_of(subject.model, subject.encoder, generate=generate)
+    watched, given = watching(subject, [])
     outcome = asked(tmp_path, rows, watched, shots=5)
+    unlimited, wholes = watching(subject, [], max_length=None)
+    asked(tmp_path, rows, unlimited, shots=5)
     assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in given)
     texts = [subject.encoder.decode(ids) for ids in given]
     assert all(text.startswith("Question: ") and text.endswith("Answer:") for text in texts)
+    whole = "".join(map(subject.encoder.decode, wholes))
+    assert all(text in whole and len(text) < len(whole) / len(rows) for text in texts)
     assert outcome.figures[-1].name == "cut"
 
 
 def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: EvaluatedModel) -> None:
     rows = [{"question": "first?", "answer": "1"}, {"question": "second?", "answer": "2"}]
-    given: list[list[int]] = []
-
-    def generate(prompts: Sequence[Sequence[int]], count: int) -> Any:
-        given.extend(map(list, prompts))
-        return [(subject.encoder.encode(["2"])[0], True)] * len(prompts)
-
-    watched = subject_of(subject.model, subject.encoder, generate=generate)
+    watched, given = watching(subject, subject.encoder.encode(["2"])[0])
     outcome = asked(tmp_path, rows, watched, shots=1, chat=True)
     turns = (Message("user", "second?"), Message("assistant", "2"), Message("user", "first?"))
     assert prompt_ids(subject.encoder, turns) in given

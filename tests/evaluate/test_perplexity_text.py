@@ -143,16 +143,6 @@ def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_pa
     assert sorted(items.groups) == ["source=s0", "source=s1", "source=s2"]
 
 
-def test_a_key_that_tells_most_rows_apart_makes_no_groups(tmp_path: Path) -> None:
-    rows = [{"text": f"text {n}", "source": f"page {n}", "lang": "zh" if n % 2 else "en"} for n in range(21)]
-    items = perplexity.read("prose", task(by=("source", "lang")), places(tmp_path, rows))
-    assert {name: len(numbers) for name, numbers in items.groups.items()} == {"lang=en": 11, "lang=zh": 10}
-    few = perplexity.read("prose", task(), places(tmp_path, rows[:20]))
-    assert len(few.groups) == 22, "these keys are looked at by themselves"
-    alike = perplexity.read("prose", task(), places(tmp_path, rows[1:20:2]))
-    assert alike.groups.keys() == {f"source=page {n}" for n in range(1, 20, 2)}
-
-
 def test_a_model_that_knows_no_begin_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     subject = subject_of(tiny_model(vocab=2), encoder)
     with pytest.raises(UsageError, match="the model tiny knows no token that begins or ends a text"):

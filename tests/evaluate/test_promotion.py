@@ -16,8 +16,8 @@ from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
-from ttrain.evaluate.scores import Evaluation, Scores
-from ttrain.evaluate.task_result import FILE, ScoreTable
+from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import FILE, Scores, ScoreTable
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
@@ -84,26 +84,20 @@ def test_decisions_follow_the_table(
     assert why in found.reason, found.reason
 
 
-def test_the_figures_of_a_decision_are_those_that_it_was_made_from() -> None:
-    challenger, champion = scores(0.1, spread=0.05), scores(spread=0.05, seed=2)
-    found = decide(challenger, champion, Promotion(margin=0.01))
-    assert (found.challenger, found.champion, found.samples) == (challenger.value, champion.value, RECORDS)
-    assert found.difference == pytest.approx(champion.value - challenger.value) and found.margin == 0.01
-    assert found.interval is not None
-    assert found.interval[0] < found.difference < found.interval[1]
-    assert json.loads(json.dumps(found.to_json()))["interval"] == list(found.interval)
-    assert dict(found.rows())["decision"] == "promoted"
-    assert decide(challenger, champion, Promotion(margin=0.01)) == found, "the same draws each time"
-    assert json.dumps(decide(figure(math.nan), champion, Promotion()).to_json(), allow_nan=False)
-
-
-def test_a_decision_says_which_difference_its_records_would_show() -> None:
+def test_a_decision_has_the_figures_that_it_was_made_from_and_says_which_difference_its_records_would_show() -> None:
     """What was found beyond it is promoted, what lies below half of it mostly is not: the decision names the border."""
-    champion = scores(spread=0.05, seed=2)
-    near, far = (decide(scores(by, spread=0.05), champion, Promotion()) for by in (0.001, 0.1))
+    champion, rules = scores(spread=0.05, seed=2), Promotion(margin=0.01)
+    near, far = (decide(scores(by, spread=0.05), champion, rules) for by in (0.011, 0.1))
+    assert (far.challenger, far.champion) == (scores(0.1, spread=0.05).value, champion.value)
+    assert (far.samples, far.margin) == (RECORDS, 0.01) and far.difference == pytest.approx(champion.value - far.challenger)
+    assert far.interval is not None and far.interval[0] < far.difference < far.interval[1]
+    assert json.loads(json.dumps(far.to_json()))["interval"] == list(far.interval)
+    assert dict(far.rows())["decision"] == "promoted"
+    assert decide(scores(0.1, spread=0.05), champion, rules) == far, "the same draws each time"
+    assert json.dumps(decide(figure(math.nan), champion, rules).to_json(), allow_nan=False)
     assert near.smallest_difference is not None and far.smallest_difference is not None
     assert not near.promote and f"the minimum detectable difference is about {near.smallest_difference:.5f}" in near.reason
-    assert far.promote and (far.difference or 0) > far.smallest_difference
+    assert far.promote and far.difference > far.smallest_difference
     assert dict(far.rows())["minimum detectable"] == f"{far.smallest_difference:.5f}"
     assert far.to_json()["smallest_difference"] == far.smallest_difference
 

@@ -116,6 +116,8 @@ def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
     by = ("lang", "langg", "id", "same")
     found, unused = groups(rows, by)
     assert set(found) == {"lang=a", "lang=b"}
+    assert len(groups(rows[:20], by)[0]) == 22, "each of 20 values is a group, and of 21 none"
+    assert set(groups(rows[:21], by)[0]) == set(found)
     read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), (), found, unused)
     assert Results([], Rule(), [read]).notes() == [
         "poems: by names 'langg', which forms no groups: no item has it as a text or a whole number",

@@ -47,12 +47,12 @@ def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: 
     return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
 
 
-def scored(bits: list[float], first: str = "r0") -> Made:
+def scored(bits: list[float], first: str = "r0", metric: str = "bits_per_byte", **direction: bool) -> Made:
     """An evaluation with the bits of each held-out document, each of eight bytes."""
     records = [first, *(f"r{number}" for number in range(1, len(bits)))]
     part = {"records": records, "bytes": [8] * len(bits), "tokens": [2] * len(bits), "nats": {"base": bits}}
-    figure = {"part": "documents", "model": "base", "per": "bytes", "factor": 1.0}
-    scores = {"parts": {"documents": part}, "metrics": {"bits_per_byte": figure}}
+    figure = {"part": "documents", "model": "base", "per": "bytes", "factor": 1.0, **direction}
+    scores = {"parts": {"documents": part}, "metrics": {metric: figure}}
     made = evaluation({}, heldout=f"{bits} {first}")
     return Made("evaluate", result=made.result, inputs=made.inputs, texts={"scores.json": json.dumps(scores)})
 
@@ -192,6 +192,17 @@ def test_the_verdict_says_how_sure_it_is(tmp_path: Path, bits: list[float], told
         make_run(tmp_path, name, [scored(found)], metrics={"eval/bits_per_byte": sum(found) / (8 * len(found))})
     verdict = compared(tmp_path, A, B).verdict
     assert verdict.startswith("B is better") and re.search(told, verdict), verdict
+
+
+def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
+    for name, right in ((A, 8), (B, 32)):
+        scores = scored(
+            [8.0 * (number < right) for number in range(40)], metric="preference_accuracy/dpo", higher_is_better=True
+        )
+        make_run(tmp_path, name, [scores], metrics={"eval/preference_accuracy/dpo": right / 40})
+    verdict = compared(tmp_path, A, B).verdict
+    assert verdict.startswith("B is better") and "interval of the difference is 0." in verdict, verdict
+    assert "chance" not in verdict
 
 
 def test_one_other_held_out_record_makes_evaluations_incomparable(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines
-from ttrain.evaluate.task_result import sums_of
+from ttrain.evaluate.task_result import read_scores
 from ttrain.model import factory
 from ttrain.stages import evaluate, lora, sft
 from ttrain.stages.shards import heldout_records, recipe_of
@@ -92,7 +92,7 @@ def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_an
     pairs = [record for record in heldout_records(evaluated.inputs["pairs"]) if "chosen" in record]
     for model in ("base", "sft", "lora"):
         name = f"preference_accuracy/{model}"
-        recorded = sums_of(evaluated.root / "output", name)
+        recorded = read_scores(evaluated.root / "output", name)
         assert recorded is not None and recorded.higher_is_better
         assert set(recorded.sums) <= {0.0, 0.5, 1.0} and len(recorded.sums) == len(set(recorded.records)) == len(pairs)
         value = evaluated.result["metrics"][name]
@@ -124,20 +124,20 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     """By hand: every document after its first token, its own tokens only, over the bytes of the text; each also alone."""
     metrics, counts, output = evaluated.result["metrics"], evaluated.result["counts"], evaluated.root / "output"
     for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
-        found = sums_of(output, metric)
+        found = read_scores(output, metric)
         assert found is not None
-        sums, sizes, records, *_ = found
-        assert len(sums) == len(sizes) == len(records) > 1
-        assert sum(sums) / sum(sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
-    assert sums_of(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
+        assert len(found.sums) == len(found.sizes) == len(found.records) > 1
+        assert sum(found.sums) / sum(found.sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
+    assert read_scores(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
     files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
     texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
     sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
     size = sum(len(text.encode()) for text in texts)
     whole, alone = (score_of(model, some, 32, 16).nats / math.log(2) for some in (sequences, sequences[:1]))
-    sums, sizes, *_ = sums_of(output, "bits_per_byte") or ([], [], [])
-    assert (sums[0], sizes[0]) == (pytest.approx(alone, rel=1e-6), len(texts[0].encode()))
+    by_document = read_scores(output, "bits_per_byte")
+    assert by_document is not None and by_document.sums[0] == pytest.approx(alone, rel=1e-6)
+    assert by_document.sizes[0] == len(texts[0].encode())
     assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
     assert counts["document_bytes"] == size
     assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
@@ -153,9 +153,9 @@ def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any,
     metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
     assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
-    ours, theirs = (sums_of(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path))
+    ours, theirs = (read_scores(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path))
     assert ours is not None and theirs is not None
-    assert ours[1:] == theirs[1:] and ours[0] != theirs[0]
+    assert (ours.sizes, ours.records) == (theirs.sizes, theirs.records) and ours.sums != theirs.sums
 
 
 def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,11 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
     assert asked(LR, metric="pretrain/tokens_per_second").measure.maximize
     assert asked(LR, maximize=True).measure.maximize
     assert not asked(LR, metric="pretrain/tokens_per_second", maximize=False).measure.maximize
+    beta = ("dpo.beta=choice(0.1,0.2)", "data.dpo=pairs.jsonl", "lora.start_from=dpo")
+    by_default = asked(*beta).measure
+    assert by_default == asked(*beta, metric="eval/preference_accuracy/dpo").measure and by_default.maximize
+    assert asked(*beta, metric="eval/preference_margin/dpo").measure.maximize
+    assert not asked(*beta, maximize=False).measure.maximize
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_what_is_asked_leaves_random_numbers_modes_and_gradients_as_they_were() 
 def test_what_cannot_be_asked_is_refused_before_the_first_stage_and_the_path_of_a_suite_is_recorded_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, said in (("englsh", "did you mean 'english'"), (str(tmp_path / "no.yaml"), "there is no suite file")):
+    for name, said in (("englsh", "did you mean english"), (str(tmp_path / "no.yaml"), "there is no suite file")):
         settings = load([f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"], environment={}).settings
         with pytest.raises(UsageError, match=said):
             plan.plan(full, settings, ArtifactStore(tmp_path))

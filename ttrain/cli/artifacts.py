@@ -10,9 +10,9 @@ from typer import Exit
 
 from ttrain.cli.options import AsJson, SettingsOptions, argument, command, command_group, option, stage_words
 from ttrain.core.terminal import bar, print_json, table
-from ttrain.core.text import format_size, format_time
+from ttrain.core.text import format_size, format_time, short_digest
 from ttrain.store import references
-from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
 from ttrain.store.runs import ELSEWHERE_DAYS
 
@@ -21,6 +21,8 @@ CELL_CHARACTERS = 80  # characters of a list in a table
 KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
 
 artifacts_app = command_group(
+    "artifacts",
+    "Look",
     help="Find, check, keep and remove the outputs of stages.",
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
@@ -51,7 +53,7 @@ def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
         print_json(artifacts)
         return
     shown = [
-        (row.stage, row.key[:SHOWN_KEY], format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")
+        (row.stage, short_digest(row.key), format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")
         for row in artifacts
     ]
     table(("stage", "key", "published", "state", "size", "run"), shown)
@@ -85,10 +87,13 @@ def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> 
             ("published", f"{format_time(manifest['published'])}, after {manifest.get('seconds', 0.0):.1f} s"),
             ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
             *(
-                (f"adopted from {entry['key'][:12]}", "; ".join(entry["differences"]))
+                (f"adopted from {short_digest(entry['key'])}", "; ".join(entry["differences"]))
                 for entry in manifest.get("adopted", [])
             ),
-            *((f"input {name}", f"{entry['stage']} {entry['key'][:12]}") for name, entry in manifest["inputs"].items()),
+            *(
+                (f"input {name}", f"{entry['stage']} {short_digest(entry['key'])}")
+                for name, entry in manifest["inputs"].items()
+            ),
             *((f"{role} file", file["name"]) for role, files in ingredients.get("files", {}).items() for file in files),
             *((f"library {name}", version) for name, version in artifact.provenance.get("libraries", {}).items()),
             *((name, _shown(value)) for name, value in ingredients.get("settings", {}).items()),
@@ -124,7 +129,7 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
         return stage, key
     matches = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
     if len(matches) > 1:
-        raise references.ambiguous(stage, "keys", [f"{name} {full[:12]}" for name, full in matches])
+        raise references.ambiguous(stage, "keys", [f"{name} {short_digest(full)}" for name, full in matches])
     return matches[0] if matches else (stage, key)
 
 
@@ -163,7 +168,7 @@ def artifacts_verify(
         ]
         print_json({"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "set_aside": set_aside})
     elif damaged:
-        table(("stage", "key", "damage"), [(entry.stage, entry.key[:12], entry.why) for entry in damaged])
+        table(("stage", "key", "damage"), [(entry.stage, short_digest(entry.key), entry.why) for entry in damaged])
         next_step = (
             "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
         )
@@ -209,7 +214,8 @@ def artifacts_adopt(
         )
         return
     adoption = artifact.manifest["adopted"][-1]
-    print(f"{stage} {adoption['key'][:12]} is kept as {artifact.key[:12]}, although {'; '.join(adoption['differences'])}")
+    old_key, differences = short_digest(adoption["key"]), "; ".join(adoption["differences"])
+    print(f"{stage} {old_key} is kept as {short_digest(artifact.key)}, although {differences}")
 
 
 @command(artifacts_app, "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7")
@@ -255,7 +261,7 @@ def artifacts_clean(
             (
                 removal.kind,
                 removal.stage,
-                removal.key[:12] or removal.path.relative_to(store.root).as_posix(),
+                short_digest(removal.key) or removal.path.relative_to(store.root).as_posix(),
                 format_size(removal.bytes),
                 removal.why,
             )

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Context, Exit
 
 from ttrain.cli.options import (
+    MODEL_HELP,
+    AdapterBase,
     AsJson,
     RunName,
+    app,
     argument,
     check_output_file,
+    command,
     model_words,
     option,
     resolved_models,
@@ -35,35 +39,12 @@ if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
     from ttrain.inference.sampling import Sampling
 
-CHAT_EPILOG = (
-    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
-    "ttrain chat lora --adapter ./other-adapter\n\necho 'What is a list?' | ttrain chat sft --json"
-)
-GENERATE_EPILOG = (
-    "Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
-    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8"
-)
-SERVE_EPILOG = "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching"
-MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, argument(MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
+LAST_MODEL = f"{MODEL_HELP}; without one, the newest run's last model"
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
-ChatModel = Annotated[
-    str | None,
-    argument(
-        f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words
-    ),
-]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")]
-Base = Annotated[str | None, option("the full model of an adapter, where it cannot be found by itself")]
 System = Annotated[str, option("a system prompt", callback=encodable)]
 Temperature = Annotated[float, option("0: always the most likely token")]
 TopP = Annotated[float, option("keep the likeliest tokens that together have this share; 1: all")]
-TopK = Annotated[int, option("keep that many of the likeliest tokens; 0: all")]
-Penalty = Annotated[float, option("above 1, tokens that the answer already contains become less likely")]
-MaxTokens = Annotated[int, option("longest answer, in tokens")]
-Seed = Annotated[int, option("the same seed, the same answers")]
 
 
 @dataclass(frozen=True)
@@ -71,9 +52,9 @@ class LoadingOptions:
     """The options of the commands that load a model."""
 
     run: RunName = None
-    base: Base = None
-    device: Device = "auto"
-    dtype: Dtype = "fp32"
+    base: AdapterBase = None
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")] = "auto"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")] = "fp32"
 
     def check_device(self) -> None:
         """Raise UsageError, before the work, where this machine has no such device."""
@@ -90,10 +71,10 @@ class SamplingOptions:
 
     temperature: Temperature = 0.7
     top_p: TopP = 0.95
-    top_k: TopK = 0
-    repetition_penalty: Penalty = 1.0
-    max_tokens: MaxTokens = 256
-    seed: Seed = 1
+    top_k: Annotated[int, option("keep that many of the likeliest tokens; 0: all")] = 0
+    repetition_penalty: Annotated[float, option("above 1, tokens that the answer already contains become less likely")] = 1.0
+    max_tokens: Annotated[int, option("longest answer, in tokens")] = 256
+    seed: Annotated[int, option("the same seed, the same answers")] = 1
 
     def settings(self) -> Sampling:
         """The checked settings. Raises UsageError."""
@@ -110,8 +91,17 @@ class GreedyOptions(SamplingOptions):
     top_p: TopP = 1.0
 
 
+@command(
+    app,
+    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "ttrain chat lora --adapter ./other-adapter\n\necho 'What is a list?' | ttrain chat sft --json",
+    "Use",
+)
 def chat(
-    model: ChatModel = None,
+    model: Annotated[
+        str | None,
+        argument(f"{MODEL_HELP}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words),
+    ] = None,
     versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
     adapter: Annotated[
         list[str] | None,
@@ -145,21 +135,15 @@ def chat(
     from ttrain.cli import chat_screen
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
-    from ttrain.inference.loading import need_second_head
 
-    choices: list[ModelSelector] = []
+    selectors: list[ModelSelector] = []
     if gate is not None:
-        choices.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
+        selectors.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
-        loaded_models = _load([reference, *(more_adapters if number == 0 else ())], loading_options)
-        has_adapters = len(loaded_models) > 1
-        choices.append(
-            gate_router.AdapterSelector(loaded_models) if has_adapters else gate_router.single_model(loaded_models[0])
-        )
-        if speculative:
-            need_second_head(loaded_models[0])
+        adapters_of_model = more_adapters if number == 0 else []
+        selectors.append(_selector([reference, *adapters_of_model], loading_options, needs_second_head=speculative))
     names = [reference.text for reference in references] or [str(gate)]
-    chats = [Chat(choice, settings, system=system, draft=speculative) for choice in choices]
+    chats = [Chat(selector, settings, system=system, draft=speculative) for selector in selectors]
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     shown: chat_screen.ChatScreen = (
         chat_screen.Terminal(names)
@@ -171,6 +155,17 @@ def chat(
         examples = "".join(f"\n  {escaped(question)}" for question in questions)
         shown.say(f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}")
     chat_screen.run(shown, chats)
+
+
+def _selector(references: list[Reference], options: LoadingOptions, *, needs_second_head: bool) -> ModelSelector:
+    """Load a model, or adapters on one base between which the chat switches. Raises UsageError for a missing second head."""
+    from ttrain.inference import gate_router
+    from ttrain.inference.loading import need_second_head
+
+    loaded_models = _load(references, options)
+    if needs_second_head:
+        need_second_head(loaded_models[0])
+    return gate_router.AdapterSelector(loaded_models) if len(loaded_models) > 1 else gate_router.single_model(*loaded_models)
 
 
 def _sample_questions(reference: Reference) -> list[str]:
@@ -186,9 +181,15 @@ def _sample_questions(reference: Reference) -> list[str]:
         return []
 
 
+@command(
+    app,
+    "Examples:  ttrain generate questions.txt --model sft --out answers.jsonl\n\n"
+    "ttrain generate beginnings.txt --model pretrain --raw --temperature 0.8",
+    "Use",
+)
 def generate(
     prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, option(MODEL_HELP, "--model", "-m")] = None,
+    model: Annotated[str | None, option(LAST_MODEL, "--model", "-m")] = None,
     out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
     raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
     system: System = "",
@@ -251,9 +252,15 @@ def generate(
         table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
 
 
+@command(
+    app,
+    "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
+    "Use",
+    context_settings={"allow_extra_args": True},
+)
 def serve(
     context: Context,
-    model: Model = None,
+    model: Annotated[str | None, argument(LAST_MODEL, metavar="[MODEL]", autocompletion=model_words)] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
     max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
     as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ttrain.cli.options import AsJson, argument, check_output_file, option, run_words, stage_words
+from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words, stage_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
@@ -23,33 +23,18 @@ SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SAMPLES_OF_A_MODEL = 2
 FIGURES_OF_MANY = 3
 
-Metrics = Annotated[list[str] | None, option("with --png: a curve; may be repeated", "--metric", "-m")]
-PlottedStages = Annotated[
-    list[str] | None,
-    option("with --png: only curves of this stage; may be repeated", autocompletion=stage_words),
-]
-ReportedRuns = Annotated[
-    list[str] | None,
-    argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
-]
 Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
 Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")]
-RunReferences = Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)]
 
 
-COMPARE_EPILOG = (
+@command(
+    app,
     "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
-    "--html compared.html\n\nttrain compare latest full-20261121-160222 --json"
+    "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
+    "Look",
 )
-REPORT_EPILOG = (
-    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-    "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
-    "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png"
-)
-
-
 def compare(
-    runs: RunReferences,
+    runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
@@ -91,14 +76,30 @@ class ReportOptions:
         option("the file; default: RUN.html or RUN.png here", "--out", "-o"),
     ] = None
     png: Annotated[bool, option("draw curves as a picture, of several runs too", "--png")] = False
-    metric: Metrics = None
-    stage: PlottedStages = None
+    metric: Annotated[list[str] | None, option("with --png: a curve; may be repeated", "--metric", "-m")] = None
+    stage: Annotated[
+        list[str] | None,
+        option("with --png: only curves of this stage; may be repeated", autocompletion=stage_words),
+    ] = None
     axis: Axis = "tokens"
     log: Log = False
     as_json: AsJson = False
 
 
-def report(options: ReportOptions, runs: ReportedRuns = None) -> None:
+@command(
+    app,
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
+    "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
+    "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
+    "Look",
+)
+def report(
+    options: ReportOptions,
+    runs: Annotated[
+        list[str] | None,
+        argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
+    ] = None,
+) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
 
     With --png: curves of one or more runs as a picture: losses, perplexity and learning rate, or the metrics named.

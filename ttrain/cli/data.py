@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     S = TypeVar("S", bound=Section)
 
 data_app = command_group(
+    "data",
+    "Data",
     help="Check, shard, inspect and count training data.",
     epilog="Begin with:  ttrain data validate docs.jsonl",
 )
 tokenizer_app = command_group(
+    "tokenizer",
+    "Data",
     help="Train or inspect a tokenizer.",
     epilog="Example:  ttrain tokenizer train docs.jsonl --out tokenizer",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, argument, option
+from ttrain.cli.options import AsJson, app, argument, command, option
 from ttrain.core.files import JsonDict, JsonObject, output_file, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -28,20 +28,10 @@ if TYPE_CHECKING:
     from ttrain.evaluate.task_result import TaskResult
 
 
-EPILOG = (
-    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
-    "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
-    "ttrain eval owner/name ./model --suite english --limit 200"
-)
-
 MODELS_HELP = (
     "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the others are "
     "compared with the first"
 )
-
-ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")]
-
-Suites = Annotated[list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")]
 
 
 def _file(name: str, shape: str) -> Any:
@@ -60,9 +50,19 @@ class TaskFiles:
     generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None
 
 
+@command(
+    app,
+    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
+    "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
+    "ttrain eval owner/name ./model --suite english --limit 200",
+    "Use",
+    name="eval",
+)
 def evaluate(
-    models: ModelNames,
-    suite: Suites = None,
+    models: Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")],
+    suite: Annotated[
+        list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")
+    ] = None,
     *,
     files: TaskFiles,
     match: Annotated[

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 gate_app = command_group(
+    "gate",
+    "Use",
     help="Train a router over several finished models, and inspect it.",
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )

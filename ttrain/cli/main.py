@@ -9,14 +9,13 @@ import signal
 import sys
 import traceback
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
-from typer import Exit, Typer
+from typer import Exit
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
-from typer.core import TyperGroup
 
-from ttrain.cli import (
+from ttrain.cli import (  # noqa: F401  # each registers its commands
     artifacts,
     chat,
     compare,
@@ -24,7 +23,6 @@ from ttrain.cli import (
     evaluate,
     gate,
     model,
-    nightly,
     pipeline,
     registry,
     sweep,
@@ -34,8 +32,8 @@ from ttrain.cli import (
 from ttrain.cli.options import (
     AsJson,
     Extend,
-    Force,
     SettingsOptions,
+    app,
     argument,
     command,
     command_group,
@@ -43,7 +41,6 @@ from ttrain.cli.options import (
     run_words,
     server_settings,
     stage_words,
-    with_option_groups,
 )
 from ttrain.core.files import JsonDict
 from ttrain.core.signals import is_native_code_running
@@ -58,70 +55,21 @@ from ttrain.core.terminal import (
     table,
 )
 from ttrain.core.text import invalid_values
-from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
+from ttrain.errors import TTrainError, exit_code_of, with_fix
 from ttrain.store import layout
 
 INTERRUPTED = 128 + signal.SIGINT
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
-PANELS = TRAIN, LOOK, USE, DATA, MODELS, SERVE = "Train", "Look", "Use", "Data", "Models", "Serve"  # of the help
-FIRST = ("pipeline", "chat", "models", "report")  # in its panel
-MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
-
-
-class _Root(TyperGroup):
-    """Lists the commands in the order of their panels, and refuses empty words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = args[: args.index("--")] if "--" in args else args
-        for before, word in zip(("ttrain", *words), words, strict=False):
-            if not word.strip() and before not in MAY_BE_EMPTY:
-                raise UsageError(
-                    f"an empty word follows '{before}': is a variable of the shell not set? write a value there"
-                )
-        return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        def place(name: str) -> tuple[int, bool]:
-            panel = getattr(self.commands[name], "rich_help_panel", None)
-            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name not in FIRST)
-
-        return sorted(self.commands, key=place)
-
-
-app = Typer(
-    name="ttrain",
-    cls=_Root,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
-    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
+stage_app = command_group(
+    "stage", "Train", help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft"
 )
-stage_app = command_group(help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft")
 config_app = command_group(
+    "config",
+    "Train",
     help="Show the settings and where each value comes from.",
     epilog="Example:  ttrain config show --profile small",
 )
-pipeline.pipeline_app.add_typer(nightly.schedule_app, name="schedule")
-pipeline.pipeline_app.command("serve", epilog=nightly.EPILOG)(nightly.serve)
-for name, group, panel in (
-    ("pipeline", pipeline.pipeline_app, TRAIN),
-    ("stage", stage_app, TRAIN),
-    ("sweep", sweep.sweep_app, TRAIN),
-    ("config", config_app, TRAIN),
-    ("artifacts", artifacts.artifacts_app, LOOK),
-    ("gate", gate.gate_app, USE),
-    ("data", data.data_app, DATA),
-    ("tokenizer", data.tokenizer_app, DATA),
-    ("models", registry.models_app, MODELS),
-    ("adapter", model.adapter_app, MODELS),
-    ("track", tracking.track_app, SERVE),
-):
-    app.add_typer(group, name=name, rich_help_panel=panel)
-registry.models_app.command("size", epilog=model.SIZE_EPILOG)(model.size)
-registry.models_app.command("import", epilog=model.IMPORT_EPILOG)(model.import_model)
 
 
 def _version(show: bool) -> None:
@@ -159,7 +107,7 @@ def stage_run(
     ],
     settings_options: SettingsOptions,
     extend: Extend = False,
-    force: Force = False,
+    force: Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one stage alone, without Prefect."""
@@ -213,28 +161,11 @@ def config_schema() -> None:
     print_json(Settings.model_json_schema())
 
 
-for name, function, panel, epilog in (
-    ("chat", chat.chat, USE, chat.CHAT_EPILOG),
-    ("generate", chat.generate, USE, chat.GENERATE_EPILOG),
-    ("serve", chat.serve, USE, chat.SERVE_EPILOG),
-    ("doctor", train.doctor, TRAIN, train.DOCTOR_EPILOG),
-    ("train", train.train, TRAIN, train.EPILOG),
-    ("eval", evaluate.evaluate, USE, evaluate.EPILOG),
-    ("export", model.export, USE, model.EXPORT_EPILOG),
-    ("lineage", registry.lineage, LOOK, registry.LINEAGE_EPILOG),
-    ("reproduce", registry.reproduce, LOOK, registry.REPRODUCE_EPILOG),
-    ("compare", compare.compare, LOOK, compare.COMPARE_EPILOG),
-    ("report", compare.report, LOOK, compare.REPORT_EPILOG),
-):
-    settings = {"allow_extra_args": name == "serve"}
-    app.command(name, rich_help_panel=panel, epilog=epilog, context_settings=settings)(with_option_groups(function))
-
-
-@app.command(
-    "up",
-    rich_help_panel=SERVE,
-    epilog="Examples:  ttrain up\n\nttrain up latest --open\n\nttrain up full-20261121-160222 latest\n\n"
+@command(
+    app,
+    "Examples:  ttrain up\n\nttrain up latest --open\n\nttrain up full-20261121-160222 latest\n\n"
     "ttrain up --prefect-port 4300 --json",
+    "Serve",
 )
 def up(
     arguments: Annotated[
@@ -277,7 +208,7 @@ def up(
         tracking.open_in_browser(home, links["url"])
 
 
-@app.command("down", rich_help_panel=SERVE, epilog="Example:  ttrain down")
+@command(app, "Example:  ttrain down", "Serve")
 def down() -> None:
     """Stop the servers that `ttrain up` started."""
     from ttrain.flows import servers

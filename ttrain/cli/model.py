@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.options import (
+    MODEL_HELP,
     AdapterBase,
     AsJson,
     Files,
     Profiles,
     RunName,
     SettingsOptions,
+    app,
     argument,
     command,
     command_group,
     option,
     resolved_models,
 )
+from ttrain.cli.registry import models_app
 from ttrain.core.files import read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
@@ -33,14 +36,12 @@ if TYPE_CHECKING:
     from ttrain.config import Model, Settings
 
 
-MODEL_HELP = "a run, a stage, a registered model (NAME@ALIAS, NAME/VERSION) or a directory"
-IMPORT_EPILOG = (
+@command(
+    models_app,
     "Examples:  ttrain models import TinySeek_Pre_final.pkl --to tinyseek\n\n"
-    "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model"
+    "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model",
 )
-
-
-def import_model(
+def models_import(
     source: Annotated[Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one")],
     to: Annotated[Path, option("directory to write; it must be empty or missing")],
     config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
@@ -71,13 +72,13 @@ def import_model(
 
 SHOWN_KINDS = 6  # in a line
 
-SIZE_EPILOG = (
+
+@command(
+    models_app,
     "Examples:  ttrain models size\n\nttrain models size 124m model.kv_heads=4\n\n"
-    "ttrain models size model.kind=gpt2 model.layers=6 --json\n\nttrain models size --kinds"
+    "ttrain models size model.kind=gpt2 model.layers=6 --json\n\nttrain models size --kinds",
 )
-
-
-def size(
+def models_size(
     arguments: Annotated[
         list[str] | None,
         argument("a preset, and settings that override it", metavar="[PRESET|KEY=VALUE]..."),
@@ -168,6 +169,8 @@ def _show_kinds(as_json: bool) -> None:
 
 
 adapter_app = command_group(
+    "adapter",
+    "Models",
     help="Show adapters. `ttrain export REF --merge` merges one into its base.",
     epilog="Example:  ttrain adapter show lora",
 )
@@ -312,14 +315,6 @@ def _embedding_parameters(model: Any) -> int:
     return sum(by_id.values())
 
 
-EXPORT_EPILOG = (
-    "Examples:  ttrain export sft --to out/chat\n\n"
-    "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
-    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
-    "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB"
-)
-
-
 def quieten() -> None:
     """Hide FutureWarnings of libraries, and the Hub's progress bars if standard error is not a terminal."""
     import warnings
@@ -329,6 +324,14 @@ def quieten() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+@command(
+    app,
+    "Examples:  ttrain export sft --to out/chat\n\n"
+    "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
+    "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB",
+    "Use",
+)
 def export(
     reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
     to: Annotated[Path, option("the directory to write")],

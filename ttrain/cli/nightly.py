@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from typer import Typer
+
 from ttrain.cli.options import (
     AsJson,
-    ServerOverrides,
     SettingsOptions,
     argument,
     command,
-    command_group,
     option,
     server_settings,
 )
@@ -89,22 +89,17 @@ def _store(loaded: LoadedSettings) -> ArtifactStore:
 
 EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
 
-schedule_app = command_group(
+schedule_app = Typer(
+    no_args_is_help=True,
     help="Schedule nights and other runs, and list the schedules.",
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
 )
 
 Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
-Timezone = Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")]
 
 ScheduleName = Annotated[
     str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
-]
-
-PrefectYaml = Annotated[
-    Literal["process", "docker", "kubernetes"] | None,
-    option("print a prefect.yaml for a pool of this kind"),
 ]
 
 
@@ -112,8 +107,11 @@ PrefectYaml = Annotated[
 class SlotOptions:
     """The options of the commands that schedule, apart from the cron."""
 
-    timezone: Timezone = None
-    prefect_yaml: PrefectYaml = None
+    timezone: Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")] = None
+    prefect_yaml: Annotated[
+        Literal["process", "docker", "kubernetes"] | None,
+        option("print a prefect.yaml for a pool of this kind"),
+    ] = None
     as_json: AsJson = False
 
 
@@ -178,7 +176,10 @@ def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None
 
 
 def serve(
-    overrides: ServerOverrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        argument("servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
+    ] = None,
     unit: Annotated[
         Literal["systemd", "launchd", "cron"] | None,
         option("print a service unit that keeps it running"),

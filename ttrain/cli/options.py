@@ -1,4 +1,4 @@
-"""Shared options of commands that take settings, and functions that load the settings and the plan."""
+"""The command line's root, groups and decorator, options that commands share, and functions that load the settings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option, Typer
+from typer.core import TyperGroup
 
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
@@ -27,7 +28,49 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-command_group = functools.partial(Typer, no_args_is_help=True)
+Panel = Literal["Train", "Look", "Use", "Data", "Models", "Serve"]  # of the help
+PANELS = get_args(Panel)
+FIRST = ("pipeline", "chat", "models", "report")  # in its panel
+MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
+
+
+class _Root(TyperGroup):
+    """Lists the commands in the order of their panels, and refuses empty words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else args
+        for before, word in zip(("ttrain", *words), words, strict=False):
+            if not word.strip() and before not in MAY_BE_EMPTY:
+                raise UsageError(
+                    f"an empty word follows '{before}': is a variable of the shell not set? write a value there"
+                )
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        def place(name: str) -> tuple[int, bool]:
+            panel = getattr(self.commands[name], "rich_help_panel", None)
+            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name not in FIRST)
+
+        return sorted(self.commands, key=place)
+
+
+app = Typer(
+    name="ttrain",
+    cls=_Root,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
+    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
+)
+
+
+def command_group(name: str, panel: Panel, **settings: Any) -> Typer:
+    """Add a group of commands to `ttrain`, in a panel of the help."""
+    group = Typer(no_args_is_help=True, **settings)
+    app.add_typer(group, name=name, rich_help_panel=panel)
+    return group
 
 
 def option(help_text: str, *names: str, **rules: Any) -> Any:
@@ -79,14 +122,7 @@ def profile_words(incomplete: str) -> list[str]:
     return [name for name in profile_names() if name.startswith(incomplete)]
 
 
-Overrides = Annotated[
-    list[str] | None,
-    argument(SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
-]
-ServerOverrides = Annotated[
-    list[str] | None,
-    argument("servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
-]
+MODEL_HELP = "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
 Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
     list[str] | None,
@@ -100,48 +136,6 @@ AsJson = Annotated[bool, option("print JSON for scripts", "--json")]
 AdapterBase = Annotated[str | None, option("the full model of an adapter from elsewhere", metavar="REF")]
 Allow = Annotated[list[str] | None, option("a setting that may differ from the checkpoint's")]
 Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
-Force = Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")]
-
-# Of whole pipelines.
-ForceStages = Annotated[
-    list[str] | None,
-    option(
-        "rerun this stage even if it is finished, and those that depend on it; repeatable",
-        metavar="STAGE",
-        autocompletion=stage_words,
-    ),
-]
-OnlyStages = Annotated[
-    list[str] | None,
-    option(
-        "only these stages (A,B, or repeated); their inputs must be in the store",
-        metavar="STAGES",
-        autocompletion=stage_words,
-    ),
-]
-FromStage = Annotated[
-    str | None,
-    option("this stage and what depends on it", "--from", metavar="STAGE", autocompletion=stage_words),
-]
-UntilStage = Annotated[
-    str | None,
-    option("this stage and what it depends on", metavar="STAGE", autocompletion=stage_words),
-]
-Engine = Annotated[Literal["prefect", "none"], option("none: run the same recipe without Prefect")]
-Note = Annotated[
-    str | None,
-    option("a note on the purpose of this run; shown with it", metavar="TEXT"),
-]
-Tags = Annotated[
-    list[str] | None,
-    option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
-]
-ContinueKey = Annotated[
-    str | None,
-    option(
-        "resume the unfinished work of this key, begun with other code or another learning rate", "--continue", metavar="KEY"
-    ),
-]
 
 
 def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
@@ -171,11 +165,17 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def command(app: Typer, epilog: str) -> Callable[[Command], Command]:
-    """Decorator: make a function GROUP_NAME the command NAME of a group, by `with_option_groups`; `epilog`: examples."""
+def command(
+    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", **settings: Any
+) -> Callable[[Command], Command]:
+    """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
+
+    `epilog`: examples. A command of `app` itself is listed in a `panel` of the help.
+    """
 
     def registered(function: Command) -> Command:
-        app.command(function.__name__.partition("_")[2], epilog=epilog)(with_option_groups(function))
+        word = name or function.__name__.rpartition("_")[2]
+        group.command(word, epilog=epilog, rich_help_panel=panel, **settings)(with_option_groups(function))
         return function
 
     return registered
@@ -185,7 +185,10 @@ def command(app: Typer, epilog: str) -> Callable[[Command], Command]:
 class SettingsOptions:
     """The options of every command that takes settings."""
 
-    overrides: Overrides = None
+    overrides: Annotated[
+        list[str] | None,
+        argument(SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
+    ] = None
     config: Files = None
     profile: Profiles = None
 
@@ -208,11 +211,38 @@ class SelectionOptions:
     """The options that choose the stages of a pipeline, of `run` and `plan`."""
 
     extend: Extend = False
-    force: ForceStages = None
-    only: OnlyStages = None
-    since: FromStage = None
-    until: UntilStage = None
-    resume_key: ContinueKey = None
+    force: Annotated[
+        list[str] | None,
+        option(
+            "rerun this stage even if it is finished, and those that depend on it; repeatable",
+            metavar="STAGE",
+            autocompletion=stage_words,
+        ),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        option(
+            "only these stages (A,B, or repeated); their inputs must be in the store",
+            metavar="STAGES",
+            autocompletion=stage_words,
+        ),
+    ] = None
+    since: Annotated[
+        str,
+        option("this stage and what depends on it", "--from", metavar="STAGE", autocompletion=stage_words),
+    ] = ""
+    until: Annotated[
+        str,
+        option("this stage and what it depends on", metavar="STAGE", autocompletion=stage_words),
+    ] = ""
+    resume_key: Annotated[
+        str,
+        option(
+            "resume the unfinished work of this key, begun with other code or another learning rate",
+            "--continue",
+            metavar="KEY",
+        ),
+    ] = ""
 
     def to_plan(self) -> JsonDict:
         """The arguments of `api.plan`. Raises UsageError where --only or --force names no stage."""
@@ -220,9 +250,9 @@ class SelectionOptions:
             "extend": self.extend,
             "force": stage_names(self.force),
             "only": stage_names(self.only),
-            "since": (self.since or "").strip(),
-            "until": (self.until or "").strip(),
-            "resume_key": (self.resume_key or "").strip(),
+            "since": self.since.strip(),
+            "until": self.until.strip(),
+            "resume_key": self.resume_key.strip(),
         }
 
     def flags(self) -> list[str]:
@@ -236,9 +266,15 @@ class SelectionOptions:
 class RunOptions:
     """The options of the commands that run pipelines: the engine, and the labels of the run."""
 
-    engine: Engine = "prefect"
-    note: Note = None
-    tag: Tags = None
+    engine: Annotated[Literal["prefect", "none"], option("none: run the same recipe without Prefect")] = "prefect"
+    note: Annotated[
+        str | None,
+        option("a note on the purpose of this run; shown with it", metavar="TEXT"),
+    ] = None
+    tag: Annotated[
+        list[str] | None,
+        option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
+    ] = None
 
     def labels(self) -> Labels:
         """The labels. Raises UsageError where they are invalid."""

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 LISTED_RUNS = 10
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
-pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
+pipeline_app = command_group(
+    "pipeline", "Train", help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full"
+)
+
+pipeline_app.add_typer(nightly.schedule_app, name="schedule")
 
 Pipeline = Annotated[str, argument(PIPELINE_HELP)]
 
@@ -254,3 +258,6 @@ def _print_cached(planned: Plan, run: Run) -> None:
     fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")
+
+
+command(pipeline_app, nightly.EPILOG)(nightly.serve)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import AsJson, argument, check_output_file, command, command_group, option
+from ttrain.cli.options import AsJson, app, argument, check_output_file, command, command_group, option
 from ttrain.core.files import write_output
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ttrain.tracking import Member, ModelSet
 
 models_app = command_group(
+    "models",
+    "Models",
     help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion; show what "
     "models cost; import one.",
     epilog="Example:  ttrain models list",
@@ -182,14 +184,6 @@ def _print(model_set: ModelSet, status: str, as_json: bool) -> None:
     print_escaped(f"{model_set.name}/{model_set.version} of the run {model_set.run} {status}: {models}")
 
 
-LINEAGE_EPILOG = (
-    "Examples:  ttrain lineage quickstart@challenger\n\nttrain lineage quickstart-sft/3 --json\n\n"
-    "ttrain lineage full-20261121-160222-1a2b:sft\n\nttrain lineage sft\n\nttrain lineage 3f1c0a9b"
-)
-REPRODUCE_EPILOG = (
-    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
-    "ttrain reproduce full-20261121-160222-1a2b:pretrain --json"
-)
 INDENT = 18
 
 ModelVersion = Annotated[
@@ -202,6 +196,12 @@ ModelVersion = Annotated[
 ]
 
 
+@command(
+    app,
+    "Examples:  ttrain lineage quickstart@challenger\n\nttrain lineage quickstart-sft/3 --json\n\n"
+    "ttrain lineage full-20261121-160222-1a2b:sft\n\nttrain lineage sft\n\nttrain lineage 3f1c0a9b",
+    "Look",
+)
 def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
     """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
 
@@ -217,6 +217,12 @@ def lineage(version: ModelVersion, as_json: AsJson = False) -> None:
         print_escaped(line)
 
 
+@command(
+    app,
+    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
+    "ttrain reproduce full-20261121-160222-1a2b:pretrain --json",
+    "Look",
+)
 def reproduce(
     version: ModelVersion,
     to: Annotated[

@@ -28,6 +28,8 @@ class _WithoutPipeline(TyperGroup):
 
 
 sweep_app = command_group(
+    "sweep",
+    "Train",
     cls=_WithoutPipeline,
     help="Try a pipeline with several values of some settings, and see which are best.",
     epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
@@ -39,13 +41,6 @@ EPILOG = (
     "ttrain sweep full 'pretrain.optim.lr=log(1e-3,1e-1)' pretrain.validate_every_steps=20 --prune\n\n"
     "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
 )
-Ranges = Annotated[
-    list[str] | None,
-    argument(
-        "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
-        metavar="[KEY=VALUE]...",
-    ),
-]
 Name = Annotated[str, argument("its name, or a part of it", metavar="[SWEEP]", show_default="the latest")]
 
 
@@ -73,7 +68,13 @@ class SweepOptions:
 
 @command(sweep_app, EPILOG)
 def sweep_full(
-    overrides: Ranges = None,
+    overrides: Annotated[
+        list[str] | None,
+        argument(
+            "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+            metavar="[KEY=VALUE]...",
+        ),
+    ] = None,
     config: Files = None,
     profile: Profiles = None,
     *,

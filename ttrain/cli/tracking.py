@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 track_app = command_group(
+    "track",
+    "Serve",
     help="Send MLflow the data that runs could not deliver while its server was unreachable.",
     epilog="Example:  ttrain track sync",
 )

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import Allow, AsJson, Files, SettingsOptions, argument, check_no_artifact, option, task_settings
+from ttrain.cli.options import (
+    Allow,
+    AsJson,
+    Files,
+    SettingsOptions,
+    app,
+    argument,
+    check_no_artifact,
+    command,
+    option,
+    task_settings,
+)
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
@@ -36,13 +47,13 @@ TASK_HELP = "name of an installed task, such as regression, or module:Class"
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
 
 
-EPILOG = (
+@command(
+    app,
     "Examples:  ttrain train regression hidden=128 --out regression\n\n"
     "ttrain train mytask:MyTask optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine"
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine",
+    "Train",
 )
-
-
 def train(
     name: Annotated[str | None, argument(TASK_HELP)] = None,
     overrides: Annotated[
@@ -193,11 +204,15 @@ def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: S
         raise
 
 
-DOCTOR_EPILOG = "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json"
 READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
 NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 
+@command(
+    app,
+    "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json",
+    "Train",
+)
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[

@@ -151,12 +151,10 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device) -> float:
     return min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=TRIES))  # float waits for the device
 
 
-def chosen_precision(
-    requested: str, precision: Precision, seconds: Callable[[torch.dtype, torch.device], float] = matmul_seconds
-) -> Check:
+def chosen_precision(requested: str, precision: Precision) -> Check:
     """The number format and device that were chosen, why, and how fast matrices are multiplied in it here."""
     device, word = precision.device, precision.word
-    speed = seconds(torch.float32, device) / seconds(DTYPES[word], device) if DTYPES[word] is not torch.float32 else 1.0
+    speed = 1.0 if word == "fp32" else matmul_seconds(torch.float32, device) / matmul_seconds(DTYPES[word], device)
     why = f"{requested} was asked for" if requested != "auto" else (
         "the chip has bf16" if word == "bf16" else "CUDA without bf16" if word == "fp16" else "no bf16 in the chip"
     )  # fmt: skip
@@ -198,7 +196,7 @@ def tuning(runtime: Runtime, remembered: Sequence[Tuning]) -> Check:
     return make_check("tuning", not (runtime.tune == "auto" and runtime.deterministic), figure, fix)
 
 
-def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callable[[str], str] = metadata.version) -> Check:
+def versions(required: Sequence[str], pins: Mapping[str, str]) -> Check:
     """What is installed against what ttrain declares (`required`) and what was tested together (`pins`).
 
     A required package that is missing or outside its declared range is not ok. Another version than the tested one may be
@@ -210,11 +208,11 @@ def versions(required: Sequence[str], pins: Mapping[str, str], installed: Callab
     for requirement in map(Requirement, required):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        have = _installed(requirement.name, installed)
+        have = _installed(requirement.name)
         if have is None or not requirement.specifier.contains(have, prereleases=True):
             wrong.append(f"{requirement.name} {have or 'is missing'}, {requirement.specifier or 'any'} is required")
     for name, pin in pins.items():
-        have = _installed(name, installed)
+        have = _installed(name)
         if have is not None and have.partition("+")[0] != pin:
             untested.append(f"{name} {have} (tested: {pin})")
     figure = "; ".join(wrong) or (
@@ -240,9 +238,9 @@ def _give_back_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _installed(name: str, version: Callable[[str], str]) -> str | None:
+def _installed(name: str) -> str | None:
     try:
-        return version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 

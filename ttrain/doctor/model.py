@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,8 +196,6 @@ Tensors = Mapping[str, Tensor]
 
 Step = tuple[float, Tensors]  # loss (of rank 0, NaN on others), and gradients by name
 
-Launch = Callable[[Learner, InMemoryRows], list[Step]]
-
 CPU = torch.device("cpu")
 
 ROWS, ODD = 7, 3  # of a step, which 3 do not divide
@@ -227,11 +225,11 @@ def accumulation(learner: Learner, rows: Rows, device: torch.device) -> Check:
     return make_check("accumulation", ok, figure, f"fix the loss of the task: {THE_TASK}")
 
 
-def two_ranks(learner: Learner, rows: Rows, launch: Launch | None = None) -> Check:
+def two_ranks(learner: Learner, rows: Rows) -> Check:
     """Whether two processes take the same step as one alone, in fp32 on the CPU, with uneven masks."""
     sample = unevenly_masked(select_rows(rows, ROWS))
     loss, gradients = first_step(learner, sample, Ranks(0, 1, CPU), rows_per_device=1)
-    rank_steps = (launch or spawned)(learner, sample)
+    rank_steps = spawned(learner, sample)
     apart = max(distance(gradients, others) for _, others in rank_steps)
     largest = _apart(loss, rank_steps[0][0])
     figure = f"gradients {apart:.1e}, losses {largest:.1e} apart: one process and {len(rank_steps)} that share {ROWS} rows"

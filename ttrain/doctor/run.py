@@ -58,6 +58,7 @@ TEXTS = 200  # of the data, through the tokenizer and back
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
 
 
+Checks = dict[str, Callable[[], Check | None]]
 CHECKS_OF_ROWS = {"pairs": preferences}  # by kind of rows: the module whose checks join those of all stages
 
 
@@ -77,11 +78,13 @@ class Doctor:
         device = training.start(runtime).device
         computed_in = precision.resolve_precision(self.config.precision, device)
         pins = machine.pins_of(CONSTRAINTS)
-        yield run_check("versions", lambda: machine.versions(metadata.requires("ttrain") or [], pins))
-        yield run_check("precision", lambda: machine.chosen_precision(self.config.precision, computed_in))
-        yield run_check("native kernels", lambda: machine.native_kernels(computed_in))
-        yield run_check("threads", lambda: machine.threads(runtime, usable_cores()))
-        yield run_check("tuning", lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())))
+        yield from _run_checks({
+            "versions": lambda: machine.versions(metadata.requires("ttrain") or [], pins),
+            "precision": lambda: machine.chosen_precision(self.config.precision, computed_in),
+            "native kernels": lambda: machine.native_kernels(computed_in),
+            "threads": lambda: machine.threads(runtime, usable_cores()),
+            "tuning": lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())),
+        })  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
             try:
                 inputs = gather(self.stage, self.settings, self.artifacts, Path(directory))
@@ -132,7 +135,7 @@ class Doctor:
         rows = rows if sample is None else sample
         footprint = cache(partial(machine.measure, learner, rows, computed_in))
         free = machine.free_bytes(self.home)
-        checks: dict[str, Callable[[], Check | None]] = {
+        checks: Checks = {
             "memory": lambda: machine.memory(footprint(), runtime, device, available_bytes(device)),
             "disk": lambda: machine.disk(footprint(), self.config, runtime, row_count, inputs.unmade_bytes, free),
             "no future leak": lambda: model.future(next_tokens, rows, computed_in),
@@ -146,9 +149,13 @@ class Doctor:
         }
         if kind is not None and sample is not None:
             checks |= kind.checks(learner, sample, computed_in)
-        for name, examine in checks.items():
-            if (check := run_check(name, examine)) is not None:
-                yield check
+        yield from _run_checks(checks)
+
+
+def _run_checks(checks: Checks) -> Iterator[Check]:
+    for name, examine in checks.items():
+        if (check := run_check(name, examine)) is not None:
+            yield check
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
-from ttrain.evaluate.scores import Scores
 from ttrain.evaluate.statistics import Interval, Rule
+from ttrain.evaluate.task_result import Scores
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts

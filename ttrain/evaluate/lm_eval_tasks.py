@@ -333,7 +333,7 @@ def check_task_file(path: Path, setting: str) -> None:
     pending, visited = [path.resolve()], set[Path]()
     while pending:
         file = pending.pop()
-        if file in visited or _is_of_the_harness(file):
+        if file in visited or file.is_relative_to(Path(lm_eval.__file__).resolve().parent):  # one of the harness
             continue
         visited.add(file)
         if len(visited) > MAX_FILES:
@@ -425,7 +425,3 @@ def _files_named(tree: Any, directory: Path, working_directory: Path) -> Iterato
             if isinstance(name, str):
                 yield directory / name
                 yield working_directory / user_path(name)
-
-
-def _is_of_the_harness(file: Path) -> bool:
-    return file.is_relative_to(Path(lm_eval.__file__).resolve().parent)

@@ -14,7 +14,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
 from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate.forgetting import TextFigure
-from ttrain.evaluate.scores import Scores
+from ttrain.evaluate.task_result import Scores
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
@@ -185,20 +185,14 @@ def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, 
     difference = sign * (challenger.value - champion.value) + 0.0  # avoids -0.0
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     samples, margin = len(challenger.records), settings.margin
-
-    def alone(why: str) -> Decision:
+    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
+    has_enough = settings.resamples and samples >= settings.min_samples
+    compared = confidence.compare(challenger.figure, champion.figure, rule) if has_enough else None
+    if compared is None or compared.interval is None:
         better = difference > margin
+        why = f"{samples} held-out records are too few for an interval" if settings.resamples else "resamples is 0"
         reason = f"{change}, which is {'more' if better else 'not more'} than the margin {margin:g}; {why}"
         return decided(better, reason, difference=difference)
-
-    if not settings.resamples:
-        return alone("resamples is 0")
-    if samples < settings.min_samples:
-        return alone(f"{samples} held-out records are too few for an interval")
-    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
-    compared = confidence.compare(challenger.figure, champion.figure, rule)
-    if compared.interval is None:
-        return alone(f"{samples} held-out records are too few for an interval")
     low, high = sorted(sign * end + 0.0 for end in compared.interval)
     better = low > margin
     reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"

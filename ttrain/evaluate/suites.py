@@ -20,6 +20,7 @@ from ttrain.core.files import JsonDict, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
+from ttrain.store import references
 
 SHOWN_ERRORS = 20
 
@@ -71,9 +72,7 @@ def find(name: str) -> Path:
         return path.absolute()
     shipped = _shipped() / f"{name}.yaml"
     if not shipped.is_file():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(names())}, or a file that ends in .yaml"
-        raise UsageError(f"there is no suite '{name}'; {hint}")
+        raise references.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
     return shipped
 
 
@@ -118,7 +117,7 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        errors = [one_line(describe_error(item, tree)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
+        errors = [one_line(describe_error(item)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
         raise UsageError(f"{origin}: {'; '.join(errors)}") from None
 
 
@@ -173,42 +172,33 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
 
 
 TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
+# Beside the table of `rule_of`.
+RULES = {
+    "too_short": "must not be empty",
+    "dict_type": "must be a mapping",
+    **dict.fromkeys(("model_type", "model_attributes_type"), "must be a mapping, such as {{kind: text, file: x.jsonl}}"),
+}
 
 
-def describe_error(item: ErrorDetails, tree: Mapping[str, Any]) -> str:
+def describe_error(item: ErrorDetails) -> str:
     """Describe one wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
     location = [str(key) for key in item["loc"]]
-    name = ".".join(
-        [location[1], *location[3:]] if len(location) > 2 and location[0] == "tasks" else location[1:] or location
-    )
+    name = ".".join([*location[1:2], *location[3:]] or location)
+    kinds, hint = f"choose one of {', '.join(KINDS)}", f"; {TASKS}" if name == "tasks" else ""
     match item["type"]:
         case "extra_forbidden" if len(location) > 2:
             settings = list(KINDS[location[2]].model_fields)
             near = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.5)
-            return f"{name} is not a setting of kind {location[2]}; " + (
-                f"did you mean '{near[0]}'?" if near else f"it has {', '.join(settings)}"
-            )
+            known = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(settings)}"
+            return f"{name} is not a setting of kind {location[2]}; {known}"
         case "extra_forbidden":
             return f"{name} is not a key of a suite; put it under tasks:"
         case "missing":
-            return f"{name} is missing" + (f"; {TASKS}" if name == "tasks" else "")
-        case "too_short" if location == ["tasks"]:
-            return f"tasks is empty; {TASKS}"
-        case "dict_type" if location == ["tasks"]:
-            return f"tasks is {_kind_of(item['input'])}, not a mapping; {TASKS}"
-        case "model_type" | "model_attributes_type":
-            return (
-                f"{name} is {_kind_of(item['input'])}, not a mapping; write settings, such as {{kind: text, file: x.jsonl}}"
-            )
+            return f"{name} is missing{hint}"
         case "union_tag_not_found":
-            return f"{name} has no kind; choose one of {', '.join(KINDS)}"
+            return f"{name} has no kind; {kinds}"
         case "union_tag_invalid":
-            kind = tree["tasks"][location[1]].get("kind")
-            return f"{name} is of kind {kind!r}, which does not exist; choose one of {', '.join(KINDS)}"
+            return f"{name} is of kind {item['ctx']['tag']!r}, which does not exist; {kinds}"
         case "value_error":
-            return f"{name}: {str(item['msg']).removeprefix('Value error, ')}"
-    return f"{name} is {item['input']!r} but {rule_of(item)}"
-
-
-def _kind_of(value: object) -> str:
-    return "empty" if value is None else "a list" if isinstance(value, list) else repr(value)
+            return f"{name}: {rule_of(item)}"
+    return f"{name} is {item['input']!r} but {rule_of(item, RULES)}{hint}"

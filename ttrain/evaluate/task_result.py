@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
+
+if TYPE_CHECKING:
+    from ttrain.config import Promotion
 
 LN2 = math.log(2)
 
@@ -173,31 +176,48 @@ class ScoreTable:
         return {metric: self._figure(metric) for metric in self._metrics}
 
     def _figure(self, metric: str) -> Metric:
-        recorded = sums_in({"parts": self._parts, "metrics": self._metrics}, metric)
-        assert recorded is not None, "each metric has a part"
-        return Metric(metric, recorded.sums, recorded.sizes, bool(recorded.higher_is_better), unit="", shown=recorded.shown)
+        scores = scores_in({"parts": self._parts, "metrics": self._metrics}, metric)
+        assert scores is not None, "each metric has a part"
+        return scores.figure
 
     def write(self, directory: Path) -> None:
         """Write the file."""
         write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
 
 
-class RecordedSums(NamedTuple):
-    """A metric as recorded: `sum(sums) / sum(sizes)` over the records, or its exponential if `shown` is "exp"."""
+@dataclass(frozen=True)
+class Scores:
+    """One model's metric as an evaluation recorded it, with the sums and sizes of each record that it is computed from.
 
-    sums: tuple[float, ...]
-    sizes: tuple[float, ...]
-    records: tuple[str, ...]  # digests
-    higher_is_better: bool | None  # None: not recorded
-    shown: Shown
+    The metric is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens; if `shown` is "exp", its exponential, a
+    perplexity. Without records only its value is known.
+    """
+
+    metric: str
+    value: float
+    sums: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
+    records: tuple[str, ...] = ()  # digests of the scored records
+    higher_is_better: bool | None = None  # None: the evaluation does not say
+    shown: Shown = None
+
+    @property
+    def figure(self) -> Metric:
+        """The metric with the share of each record."""
+        return Metric(self.metric, self.sums, self.sizes, bool(self.higher_is_better), unit="", shown=self.shown)
+
+    def sign(self, settings: Promotion) -> float:
+        """1 if higher values are better, else -1."""
+        higher_is_better = settings.higher_is_better if self.higher_is_better is None else self.higher_is_better
+        return 1.0 if higher_is_better else -1.0
 
 
-def sums_of(directory: Path, metric: str) -> RecordedSums | None:
-    """Read a metric of the evaluation in this directory; None if it has no sums."""
-    return sums_in(read_object(directory / FILE), metric)
+def read_scores(directory: Path, metric: str, value: float = math.nan) -> Scores | None:
+    """Read a metric of the evaluation in this directory, which says that it is `value`; None if it has no sums."""
+    return scores_in(read_object(directory / FILE), metric, value)
 
 
-def sums_in(contents: JsonDict, metric: str) -> RecordedSums | None:
+def scores_in(contents: JsonDict, metric: str, value: float = math.nan) -> Scores | None:
     """Get a metric from the file's contents; None if it has no sums."""
     entry = contents.get("metrics", {}).get(metric)
     if entry is None:
@@ -207,5 +227,5 @@ def sums_in(contents: JsonDict, metric: str) -> RecordedSums | None:
     costs, sizes = scored_part["nats"][entry["model"]], scored_part[entry["per"]]
     if (rows := entry.get("rows")) is not None:
         costs, sizes, records = ([values[row] for row in rows] for values in (costs, sizes, records))
-    sums = tuple(entry["factor"] * nats for nats in costs)
-    return RecordedSums(sums, tuple(map(float, sizes)), tuple(records), entry.get("higher_is_better"), entry.get("shown"))
+    sums, is_higher_better = tuple(entry["factor"] * nats for nats in costs), entry.get("higher_is_better")
+    return Scores(metric, value, sums, tuple(map(float, sizes)), tuple(records), is_higher_better, entry.get("shown"))

@@ -145,15 +145,13 @@ def _resume_partial(partial: Path, first: bytes) -> int:
 
     It is read line by line, since it may be larger than memory; one that cannot be read raises OSError and stays.
     """
-    done, end = 0, len(first)
     if partial.is_file():
-        with partial.open("rb") as file:
+        with partial.open("r+b") as file:
             if file.readline() == first:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        done, end = done + 1, end + len(line)
-                with partial.open("r+b") as whole:
-                    whole.truncate(end)
+                done, end = 0, file.tell()
+                while file.readline().endswith(b"\n"):
+                    done, end = done + 1, file.tell()
+                file.truncate(end)
                 return done
     partial.write_bytes(first)
     return 0

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ttrain.config import Expert, Gate, Section
 from ttrain.config.yaml_text import one_line
 from ttrain.core.files import read_json, write_json
+from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import ADAPTER, MODEL, Reference, weights_digest
 
@@ -72,7 +73,7 @@ def reference_of(expert: Expert) -> Reference:
 
 def digest(expert: Expert) -> str:
     """Short digest of an expert: 12 digits for each of model and adapter."""
-    return "+".join(sha256[:12] for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
+    return "+".join(short_digest(sha256) for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
 
 
 def changed_weights(expert: Expert) -> str | None:
@@ -88,7 +89,9 @@ def changed_weights(expert: Expert) -> str | None:
         except ArtifactError:
             return f"{directory} holds no weights any more"
         if current_digest != recorded_digest:
-            return f"the weights in {directory} are {current_digest[:12]}, no longer {recorded_digest[:12]}"
+            return (
+                f"the weights in {directory} are {short_digest(current_digest)}, no longer {short_digest(recorded_digest)}"
+            )
     return None
 
 

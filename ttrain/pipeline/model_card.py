@@ -17,13 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from ttrain.config.training import TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.core.files import JsonDict, need_object
-from ttrain.core.text import counted, format_value
+from ttrain.core.text import counted, format_value, short_digest
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.lineage import BASE_MODEL, History
 from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
 from ttrain.reports import facts
 from ttrain.reports import summary as report
-from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.sections import Block, Code, Fold, Section, Table, Text, markdown, table_of
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER, MODEL, weight_files
@@ -227,7 +226,7 @@ def _file_digests(artifact: Artifact, sources: Artifacts) -> dict[tuple[str, str
     if source := sources.get(artifact.manifest["inputs"].get("source", {}).get("key", "")):
         for file in artifact.result.get("files", ()):
             if entry := source.manifest["files"].get(file["name"]):
-                digests.setdefault((file["role"], file["name"]), entry["sha256"][:SHOWN_DIGEST])
+                digests.setdefault((file["role"], file["name"]), short_digest(entry["sha256"]))
     return digests
 
 
@@ -265,9 +264,9 @@ def _lineage(history: History) -> list[Block]:
     rows = [
         (
             artifact.stage,
-            f"`{artifact.key[:SHOWN_DIGEST]}`",
-            f"`{artifact.content[:SHOWN_DIGEST]}`",
-            ", ".join(f"{name} `{used['key'][:SHOWN_DIGEST]}`" for name, used in artifact.manifest["inputs"].items()),
+            f"`{short_digest(artifact.key)}`",
+            f"`{short_digest(artifact.content)}`",
+            ", ".join(f"{name} `{short_digest(used['key'])}`" for name, used in artifact.manifest["inputs"].items()),
         )
         for artifact in history.artifacts[-SHOWN_ARTIFACTS:]
     ]

@@ -17,7 +17,7 @@ from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import JsonDict, read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
-from ttrain.evaluate.task_result import FILE, sums_in
+from ttrain.evaluate.task_result import FILE, scores_in
 from ttrain.pipeline import registration
 from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
@@ -208,7 +208,7 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonDict:
 
     def same(metric: str) -> tuple[bool, bool]:
         """Return (both scored the same records, both counted them alike)."""
-        first, second = (sums_in(contents, metric) for contents in scores)
+        first, second = (scores_in(contents, metric) for contents in scores)
         if first is None or second is None:
             return False, False
         return first.records == second.records, first.sizes == second.sizes

@@ -102,31 +102,25 @@ def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Seq
     curve_stages = list(dict.fromkeys(name for view in views for name in view.stages if view.curves(name)))
     if unknown := [stage for stage in stages if stage not in curve_stages]:
         raise UsageError(f"the stage {unknown[0]} has no curves; those that have are {', '.join(curve_stages) or 'none'}")
-    rows, metric_names = [], set[str]()
-    for stage in stages or curve_stages:
-        names = {name for view in views for name in view.curves(stage)}
-        metric_names |= names
-        several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
-        over = [
-            _over(views, stage, metric, several if len(views) > 1 else [metric])
-            for metric in metrics or LOSSES
-            if metric in names
-        ]
-        if metrics:
-            drawn = over
-        elif len(views) == 1:
-            drawn = [chart for group in charts_of(views[0], stage) for chart in group if chart.title in SHOWN]
-            drawn.sort(key=lambda chart: SHOWN.index(chart.title))
-        else:
-            drawn = list(filter(_is_line, over))
-        if drawn:
-            rows.append([Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn])
+    drawn_stages = stages or curve_stages
+    rows = list(filter(None, (_panels_of_stage(views, stage, metrics) for stage in drawn_stages)))
     if not rows:
         problem = f"no stage has a curve {' or '.join(metrics)}" if metrics else "there is no curve to draw"
-        raise UsageError(
-            f"{problem}; the curves are {', '.join(sorted(metric_names)) or 'none: no stage of the run trains'}"
-        )
+        names = sorted({name for stage in drawn_stages for view in views for name in view.curves(stage)})
+        raise UsageError(f"{problem}; the curves are {', '.join(names) or 'none: no stage of the run trains'}")
     return rows
+
+
+def _panels_of_stage(views: Sequence[RunView], stage: str, metrics: Sequence[str]) -> list[Chart]:
+    if len(views) == 1 and not metrics:
+        shown = (chart for charts in charts_of(views[0], stage) for chart in charts if chart.title in SHOWN)
+        drawn = sorted(shown, key=lambda chart: SHOWN.index(chart.title))
+    else:
+        several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
+        names = [name for name in metrics or LOSSES if any(name in view.curves(stage) for view in views)]
+        over = (_over(views, stage, name, several if len(views) > 1 else [name]) for name in names)
+        drawn = [chart for chart in over if metrics or _is_line(chart)]
+    return [Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn]
 
 
 def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str]) -> Chart:

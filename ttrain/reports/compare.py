@@ -261,15 +261,15 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         finite = {run: value for run, value in enumerate(figure.values) if value is not None and math.isfinite(value)}
         if len(finite) < 2:
             continue
-        least, *others = sorted(set(finite.values()))
+        best, *others = sorted(set(finite.values()), reverse=figure.better > 0)
         if figure.best is None:
-            equal = equal or f"equal by {figure.name}: {format_number(least)}"
+            equal = equal or f"equal by {figure.name}: {format_number(best)}"
             continue
-        winners, next_best = ([run for run, value in finite.items() if value == target] for target in (least, others[0]))
+        winners, next_best = ([run for run, value in finite.items() if value == target] for target in (best, others[0]))
         comparison = (
             f"{_joined_names(winners, len(views))} {'are' if winners[1:] else 'is'} better by {figure.name}: "
-            f"{format_number(least)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
-            f"({facts.change(facts.percent(least, others[0]))})"
+            f"{format_number(best)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
+            f"({facts.change(facts.percent(best, others[0]))})"
         )
         certainty = significance_text(views[winners[0]], views[next_best[0]], figure.name)
         return "; ".join(filter(None, (equal, comparison, certainty)))
@@ -338,19 +338,15 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
         return ""
     from ttrain.config import Promotion
     from ttrain.evaluate.promotion import decide
-    from ttrain.evaluate.scores import Scores
-    from ttrain.evaluate.task_result import sums_in
+    from ttrain.evaluate.task_result import scores_in
 
     metric, rule = name.removeprefix(EVALUATED), Promotion()
-    recorded = [sums_in(scores_of(view), metric) for view in (better, worse)]
-    scores = [
-        Scores(metric, view.metrics[name], *sums[:3]) for view, sums in zip((better, worse), recorded, strict=True) if sums
-    ]
-    if len(scores) < 2 or scores[0].records != scores[1].records or scores[0].sizes != scores[1].sizes:
+    first, second = (scores_in(scores_of(view), metric, view.metrics[name]) for view in (better, worse))
+    if not (first and second) or first.records != second.records or first.sizes != second.sizes:
         return ""
-    decision = decide(scores[0], scores[1], rule)
+    decision = decide(first, second, rule)
     if decision.interval is None:
-        count = len(scores[0].records)
+        count = len(first.records)
         record_count = "1 held-out record is" if count == 1 else f"{count} held-out records are"
         return f"{record_count} too few to say that this is more than chance"
     low, high = decision.interval

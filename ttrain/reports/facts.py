@@ -11,13 +11,11 @@ from ttrain.config import Settings, flatten, rules
 from ttrain.config.base import is_retired
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
-from ttrain.core.text import ABSENT
+from ttrain.core.text import ABSENT, short_digest
 from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
 
 T = TypeVar("T")
-
-SHOWN_DIGEST = 12  # letters of a digest that are shown
 
 
 MAIN_SETTINGS = frozenset({
@@ -67,12 +65,12 @@ def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
     """(role, name, short digest) of the files that a stage read itself."""
     for role, files in manifest.get("ingredients", {}).get("files", {}).items():
         for file in files:
-            yield role, file["name"], file["sha256"][:SHOWN_DIGEST]
+            yield role, file["name"], short_digest(file["sha256"])
 
 
 def code_of(manifest: Manifest) -> str:
     """The short digest of a stage's code."""
-    return digest_of(manifest["ingredients"].get("code", {}))[:SHOWN_DIGEST]
+    return short_digest(digest_of(manifest["ingredients"].get("code", {})))
 
 
 def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
@@ -99,7 +97,7 @@ NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
 )
 HIGHER = re.compile(
-    r"tokens_per_second|mfu|bytes_per_token|accuracy|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
+    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
 )
 LOWER = re.compile(
     rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
-from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
+from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time, short_digest
 from ttrain.reports import charts, compare, facts, summary
 from ttrain.reports.charts import TITLES
-from ttrain.reports.facts import SHOWN_DIGEST
 from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, tiles
 from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text, table_of
 from ttrain.store import runs
@@ -186,12 +185,12 @@ def lineage(view: RunView) -> Iterator[Block]:
         manifest = view.manifest(name)
         if not manifest:
             continue
-        sources = [f"{entry['stage']} {entry['key'][:SHOWN_DIGEST]}" for entry in manifest.get("inputs", {}).values()]
+        sources = [f"{entry['stage']} {short_digest(entry['key'])}" for entry in manifest.get("inputs", {}).values()]
         sources += [f"{file} {digest}" for _, file, digest in facts.files_of(manifest)]
         provenance = manifest.get("provenance", {})
         commit = str(provenance.get("commit") or "")
-        commit = commit[:SHOWN_DIGEST] + ("+" if "+" in commit else "")
-        digests = ((stage.key or "")[:SHOWN_DIGEST], first_of(sources, 6) or ABSENT, facts.code_of(manifest), commit)
+        commit = short_digest(commit) + ("+" if "+" in commit else "")
+        digests = (short_digest(stage.key or ""), first_of(sources, 6) or ABSENT, facts.code_of(manifest), commit)
         maker = provenance.get("run") or stage.made_by or ""
         rows.append((name, *(Cell(text, "mono") for text in digests), maker))
     if rows:
@@ -274,7 +273,7 @@ def _of_attempts(view: RunView, name: str, earlier: Iterable[runs.RecordedRun]) 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     result = manifest.get("result", {})
     for source in manifest.get("continued") or ():
-        yield f"continued the work of {source['key'][:SHOWN_DIGEST]}, made by other code", True
+        yield f"continued the work of {short_digest(source['key'])}, made by other code", True
     if skipped := result.get("skipped_steps"):
         yield f"{skipped:,} steps were skipped: their gradient was not finite", True
     for guard, count in (result.get("guard_warnings") or {}).items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.core.text import counted, format_duration, format_number
+from ttrain.core.text import counted, format_duration, format_number, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -153,7 +153,7 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
     log = stage.get("log") or ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
-        log = log.replace(stage["key"], f"{stage['key'][:12]}*")
+        log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
     with contextlib.suppress(ValueError):
         log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
@@ -226,18 +226,22 @@ def _suites_of_champion(suites: Result, champion_suites: Result) -> Iterator[Eva
     """The rows of the champion's suites, each with the difference of its challenger."""
     challengers = {task["task"]: task for task in suites["tasks"]}
     for task in champion_suites["tasks"]:
-        name, challenger = task["figure"], challengers.get(task["task"])
         for model in (name for name in champion_suites["models"] if name in task["models"]):
-            figure, remark = task["models"][model]["figures"][name], ""
-            if challenger is not None and challenger["digest"] != task["digest"]:
-                remark = "not the same items"
-            elif challenger is not None and model in challenger["models"]:
-                new = challenger["models"][model]["figures"].get(name)
-                if new is None:
-                    remark = f"the challenger's is {challenger['figure'].replace('_', ' ')}"
-                elif None not in (new["value"], figure["value"]):
-                    remark = f"the challenger: {new['value'] - figure['value']:+.3f}"
+            figure = task["models"][model]["figures"][task["figure"]]
+            remark = _of_challenger(challengers.get(task["task"]), task, model, figure["value"])
             yield _suite_row(task, f"{model}, champion", figure, remark)
+
+
+def _of_challenger(challenger: Result | None, task: Result, model: str, value: float | None) -> str:
+    """A remark about the challenger's task beside the champion's: the difference from its `value`, or why there is none."""
+    if challenger is None or (challenger["digest"] == task["digest"] and model not in challenger["models"]):
+        return ""
+    if challenger["digest"] != task["digest"]:
+        return "not the same items"
+    figure = challenger["models"][model]["figures"].get(task["figure"])
+    if figure is None:
+        return f"the challenger's is {challenger['figure'].replace('_', ' ')}"
+    return "" if value is None or figure["value"] is None else f"the challenger: {figure['value'] - value:+.3f}"
 
 
 def _suites(suites: Result) -> Iterator[EvaluationRow]:

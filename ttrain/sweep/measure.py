@@ -12,7 +12,7 @@ from ttrain.core.text import is_number
 from ttrain.errors import UsageError
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.recipe import with_dependencies
-from ttrain.reports import summary
+from ttrain.reports import facts, summary
 from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
 LOSS = VALIDATION_LOSS
@@ -21,7 +21,6 @@ CURVES = {LOSS: LOSS, "best_validation_loss": LOSS, "loss": "loss"}  # figure of
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
 LATER = [row for row in TRAINING_STAGES.values() if row.role != "base"]
 AFTER_BASE = frozenset(name for row in LATER for name in (row.name, SHARDS[row.dataset].name))  # bits per byte need none
-HIGHER_IS_BETTER = frozenset(row.metric.of_run for row in LATER if row.metric and row.metric.higher_is_better)
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -56,10 +55,16 @@ class Measure:
 
 
 def choose(
-    settings: Settings, keys: Collection[str], graph: Graph, *, metric: str = "", until: str = "", maximize: bool = False
+    settings: Settings,
+    keys: Collection[str],
+    graph: Graph,
+    *,
+    metric: str = "",
+    until: str = "",
+    maximize: bool | None = None,
 ) -> Measure:
     """Choose the metric of a sweep over the settings `keys`: the requested one, else the validation loss of the last
-    training that they affect, or bits per byte where they change the tokenizer.
+    training that they affect, or bits per byte where they change the tokenizer. `maximize`: None by the metric's name.
 
     Raises UsageError where the settings cannot change the metric, or where it does not exist.
     """
@@ -72,7 +77,8 @@ def choose(
             )
     shaped = affected_by(frozenset().union(*direct.values()), graph)
     metric_name = metric or _default_metric(settings, direct, shaped)
-    maximize = maximize or (not metric and metric_name in HIGHER_IS_BETTER)
+    if maximize is None:
+        maximize = facts.better(metric_name) > 0
     prefix, slash, _ = metric_name.partition("/")
     stage = PREFIXES.get(prefix, prefix)
     if not slash:

@@ -26,6 +26,7 @@ class Sweep:
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
         self.path, self._data = path, data
+        self.journal, self.page = path / JOURNAL, path / PAGE
         self.name: str = data["sweep"]
 
     def __getitem__(self, name: str) -> Any:
@@ -41,16 +42,6 @@ class Sweep:
     def measure(self) -> Measure:
         """The metric by which its trials are compared."""
         return Measure(**self._data["asked"]["measure"])
-
-    @property
-    def journal(self) -> Path:
-        """The path of the study's journal."""
-        return self.path / JOURNAL
-
-    @property
-    def page(self) -> Path:
-        """The path of the sweep's HTML page."""
-        return self.path / PAGE
 
     @property
     def outcome(self) -> str:

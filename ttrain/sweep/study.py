@@ -23,6 +23,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ttrain.core.files import whole_lines
+from ttrain.errors import UsageError
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Dimension, IntegerRange, Interval, Space, Values
 
@@ -93,7 +94,7 @@ class Study:
         return best_of(self.trials(), maximize=self.maximize)
 
     def ask(self) -> Trial:
-        """Begin a new trial, with values that no trial had. There must be some left (`Space.size`)."""
+        """Begin a new trial, with values that no trial had. Raises UsageError where there is none left."""
         number = 1 + max((trial.number for trial in self.trials()), default=0)
         return self._begin(number, self._drawn(number))
 
@@ -141,7 +142,7 @@ class Study:
         outcome = attributes.get("outcome", RUNNING) if optuna_trial.state.is_finished() else RUNNING
         return Trial(
             number=attributes["trial"],
-            values={key: _value(dimension, optuna_trial.params[key]) for key, dimension in self.space.dimensions.items()},
+            values=self._values(optuna_trial.params),
             outcome=outcome,
             value=optuna_trial.value if outcome == COMPLETED else None,
             seconds=attributes.get("seconds"),
@@ -161,18 +162,24 @@ class Study:
         return optuna.trial.Trial(self._study, self._frozen(number)._trial_id)
 
     def _drawn(self, number: int) -> Values:
-        """Values that no trial had, in the form in which Optuna draws them."""
-        tried = [trial.values for trial in self.trials()]
-        if self.sampler == "tpe" and number <= STARTUP_TRIALS and (values := self._spread(number)) not in tried:
+        """Values that no trial had, in the form in which Optuna draws them. Raises UsageError where none can be drawn."""
+        tried = {_label(trial.values) for trial in self.trials()}  # as text: 1 equals true and 1.0
+        if self.sampler == "tpe" and number <= STARTUP_TRIALS and _label(values := self._spread(number)) not in tried:
             return self._params(values)
         history = optuna.create_study(direction=self._study.direction)  # in memory: what is drawn again leaves no trace
         history.add_trials(self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
         for draw in range(DRAWS if self.sampler != "grid" else 0):
             history.sampler = self._sampler(number, draw)
             params = history.ask(self._distributions).params
-            if {key: _value(self.space.dimensions[key], drawn) for key, drawn in params.items()} not in tried:
+            if _label(self._values(params)) not in tried:
                 return params
-        return self._params(next(v for v in map(self.space.combination, range(self.space.size or 0)) if v not in tried))
+        for values in map(self.space.combination, range(self.space.size or 0)):
+            if _label(values) not in tried:
+                return self._params(values)
+        raise UsageError(f"{', '.join(self.space.dimensions)} have no values left for trial {number}; vary them more widely")
+
+    def _values(self, params: Values) -> Values:
+        return {key: _value(dimension, params[key]) for key, dimension in self.space.dimensions.items()}
 
     def _params(self, values: Values) -> Values:
         return {key: _drawn_for(dimension, values[key]) for key, dimension in self.space.dimensions.items()}
@@ -260,5 +267,5 @@ def _drawn_for(dimension: Dimension, value: Any) -> Any:
 
 
 def _label(value: Any) -> str:
-    """A choice as text: Optuna's categories are plain values, a setting's may be lists."""
+    """A choice, or the values of a trial, as text: Optuna's categories are plain values, a setting's may be lists."""
     return json.dumps(value)
