@@ -182,6 +182,38 @@ def test_a_stage_that_cannot_even_write_its_result_names_the_full_disk(
         assert ("is full: free some space and run the same command again" in str(failed.value)) == is_named
 
 
+@pytest.mark.parametrize(
+    ("stage", "end", "log", "advice"),
+    [
+        ("pretrain", "kill -KILL $$", "", "; if memory ran out, lower runtime.rows_per_device or end other programs"),
+        ("shards-sft", "kill -KILL $$", "", "; if memory ran out, lower runtime.workers or reading.max_line_bytes, or end"),
+        ("tokenizer", "kill -ABRT $$", "memory allocation of 1168 bytes failed", "; memory ran out: lower tokenizer.max_b"),
+        ("evaluate", "exit 1", "OpenBLAS error: Memory allocation still failed", "; memory ran out: end other programs"),
+        ("pretrain", "kill -ABRT $$", "", ""),
+    ],
+)
+def test_a_process_that_ended_for_want_of_memory_names_what_to_lower(
+    tmp_path: Path, stage: str, end: str, log: str, advice: str
+) -> None:
+    process, log_path = subprocess.Popen(["sh", "-c", end]), tmp_path / "log.txt"
+    process.wait()
+    log_path.write_text(log)
+    group = processes.ProcessGroup([process])
+    assert group.poll()
+    with pytest.raises(StageFailed, match=re.escape(f"without a result{advice}")) as failed:
+        processes._result(group, STAGES[stage], Settings(), tmp_path, log_path, 0, False)
+    assert ("memory ran out" in str(failed.value)) == bool(advice)
+
+
+def test_a_memory_error_of_a_stage_names_what_to_lower(tmp_path: Path) -> None:
+    stage_worker.write(tmp_path, 0, {"outcome": "failed", "error": "MemoryError: ", "kind": "unexpected"})
+    advice = "MemoryError: ; memory ran out: lower tokenizer.max_bytes or end other programs; the traceback is in"
+    with pytest.raises(StageFailed, match=advice):
+        processes._result(
+            processes.ProcessGroup(), STAGES["tokenizer"], Settings(), tmp_path, tmp_path / "log.txt", 0, False
+        )
+
+
 def test_a_lost_rank_that_could_not_write_its_result_names_the_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
