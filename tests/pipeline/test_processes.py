@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -152,6 +153,14 @@ def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_n
     assert 0 < artifact.result["resumed_from_step"] < 60
     assert not bed.home.store.work("pretrain", artifact.key).exists()
     assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]
+
+
+def test_a_stage_whose_work_directory_is_removed_ends_with_its_reason_and_starts_anew(bed: Bed) -> None:
+    message, _ = bed.fail(lambda line: shutil.rmtree(bed.home.store.root / "work" / "pretrain", ignore_errors=True))
+    assert re.search(
+        r"stage pretrain: its log .*log.txt is gone, so its work directory was removed while it ran; run", message
+    )
+    assert bed.run(steps=8).result["resumed_from_step"] == 0
 
 
 def test_a_crash_of_native_code_names_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

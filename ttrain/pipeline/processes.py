@@ -313,9 +313,15 @@ def _wait(
 
 
 def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *, to_the_end: bool) -> int:
-    with path.open("rb") as file:
-        file.seek(position)
-        data = file.read()
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            data = file.read()
+    except FileNotFoundError:
+        raise StageFailed(
+            f"stage {stage.name}: its log {path} is gone, so its work directory was removed while it ran; run the same "
+            f"command again"
+        ) from None
     whole = len(data) if to_the_end else data.rfind(b"\n") + 1
     for line in data[:whole].decode("utf-8", "replace").splitlines():
         observer.logged(stage, line)
