@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -154,6 +155,14 @@ def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_n
     assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]
 
 
+def test_a_stage_whose_work_directory_is_removed_ends_with_its_reason_and_starts_anew(bed: Bed) -> None:
+    message, _ = bed.fail(lambda line: shutil.rmtree(bed.home.store.root / "work" / "pretrain", ignore_errors=True))
+    assert re.search(
+        r"stage pretrain: its log .*log.txt is gone, so its work directory was removed while it ran; run", message
+    )
+    assert bed.run(steps=8).result["resumed_from_step"] == 0
+
+
 def test_a_crash_of_native_code_names_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged file of them ends a process so, and nothing in its log names it."""
     monkeypatch.setattr(processes, "KERNELS", tmp_path)
@@ -180,6 +189,38 @@ def test_a_stage_that_cannot_even_write_its_result_names_the_full_disk(
         with pytest.raises(StageFailed, match="ended with exit code 1 without a result") as failed:
             processes._result(*ended)
         assert ("is full: free some space and run the same command again" in str(failed.value)) == is_named
+
+
+@pytest.mark.parametrize(
+    ("stage", "end", "log", "advice"),
+    [
+        ("pretrain", "kill -KILL $$", "", "; if memory ran out, lower runtime.rows_per_device or end other programs"),
+        ("shards-sft", "kill -KILL $$", "", "; if memory ran out, lower runtime.workers or reading.max_line_bytes, or end"),
+        ("tokenizer", "kill -ABRT $$", "memory allocation of 1168 bytes failed", "; memory ran out: lower tokenizer.max_b"),
+        ("evaluate", "exit 1", "OpenBLAS error: Memory allocation still failed", "; memory ran out: end other programs"),
+        ("pretrain", "kill -ABRT $$", "", ""),
+    ],
+)
+def test_a_process_that_ended_for_want_of_memory_names_what_to_lower(
+    tmp_path: Path, stage: str, end: str, log: str, advice: str
+) -> None:
+    process, log_path = subprocess.Popen(["sh", "-c", end]), tmp_path / "log.txt"
+    process.wait()
+    log_path.write_text(log)
+    group = processes.ProcessGroup([process])
+    assert group.poll()
+    with pytest.raises(StageFailed, match=re.escape(f"without a result{advice}")) as failed:
+        processes._result(group, STAGES[stage], Settings(), tmp_path, log_path, 0, False)
+    assert ("memory ran out" in str(failed.value)) == bool(advice)
+
+
+def test_a_memory_error_of_a_stage_names_what_to_lower(tmp_path: Path) -> None:
+    stage_worker.write(tmp_path, 0, {"outcome": "failed", "error": "MemoryError: ", "kind": "unexpected"})
+    advice = "MemoryError: ; memory ran out: lower tokenizer.max_bytes or end other programs; the traceback is in"
+    with pytest.raises(StageFailed, match=advice):
+        processes._result(
+            processes.ProcessGroup(), STAGES["tokenizer"], Settings(), tmp_path, tmp_path / "log.txt", 0, False
+        )
 
 
 def test_a_lost_rank_that_could_not_write_its_result_names_the_full_disk(

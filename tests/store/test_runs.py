@@ -33,14 +33,14 @@ def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
 
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    records = [record(tmp_path, started=started) for started in (2.0, 3.0, 1.0)]
+    records = [record(tmp_path) for _ in range(3)]
     names = [run.run for run in records]
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
     (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
     for number, (name, value) in enumerate({"stages": [None], "process": {"pid": 1}, "started_unix": "now"}.items()):
         write_json(tmp_path / "runs" / f"forged-{number}.json", {**records[0].snapshot(), name: value})
     (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
-    assert [run["run"] for run in history(tmp_path)] == [names[1], names[0], names[2]], "the broken ones hide no others"
+    assert [run["run"] for run in history(tmp_path)] == names[::-1], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
     (tmp_path / "runs" / "full-20250101-000000-00000.json").symlink_to("gone")  # as one removed while they are listed
     assert len(history(tmp_path)) == 3
@@ -139,6 +139,22 @@ def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypa
     one, other = record(tmp_path), record(tmp_path)
     assert one.run != other.run
     assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
+
+
+def test_the_newest_run_is_the_last_that_began_also_where_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    for clock in ("2026-11-27T12:00", "2026-11-24T12:00", "2026-11-24T12:00", "2026-11-28T09:00"):
+        now = datetime.fromisoformat(clock).replace(tzinfo=UTC)
+        monkeypatch.setattr(runs, "datetime", Mock(wraps=datetime, now=lambda zone, now=now: now))
+        begun.append(RunRecord(tmp_path, "full", ["pretrain"], {}))
+        (tmp_path / "runs" / "full-99999999-999999-00000.json").write_text("{}")  # looks like a run's
+    assert [run["run"] for run in history(tmp_path)] == [made.run for made in reversed(begun)]
+    assert runs.names(tmp_path)[1:] == [made.run for made in reversed(begun)]
+    assert [made.run[:24] for made in begun[::3]] == ["full-20261127-120000-000", "full-20261128-090000-000"]
+    assert begun[1].snapshot()["started"] == "2026-11-24T12:00:00+00:00", "when it began is what the clock showed"
+    assert runs.new_name("sweep", ["sweep-20991231-235959-3e7ff"]).startswith("sweep-21000101-000000-000")
 
 
 def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ READ_WHILE_LOADING = (
     "ATEN_",
     "MKL_",
 )
+OUT_OF_MEMORY = ("memoryerror", "memory allocation", "allocate memory")  # in what Python, torch, Rust and OpenBLAS say
 LEAST_FREE_BYTES = 1 << 16  # of a disk that is not full: a stage's result and log take less
 WORKER, AGENT = "ttrain.pipeline.stage_worker", "ttrain.pipeline.torchrun_agent"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
@@ -312,9 +313,15 @@ def _wait(
 
 
 def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *, to_the_end: bool) -> int:
-    with path.open("rb") as file:
-        file.seek(position)
-        data = file.read()
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            data = file.read()
+    except FileNotFoundError:
+        raise StageFailed(
+            f"stage {stage.name}: its log {path} is gone, so its work directory was removed while it ran; run the same "
+            f"command again"
+        ) from None
     whole = len(data) if to_the_end else data.rfind(b"\n") + 1
     for line in data[:whole].decode("utf-8", "replace").splitlines():
         observer.logged(stage, line)
@@ -340,7 +347,9 @@ def _result(
     if sent_signal and outcome is None:
         raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", sent_signal)
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
-        location = "" if outcome["kind"] != "unexpected" else f"; the traceback is in {log_path}"
+        location = ""
+        if outcome["kind"] == "unexpected":
+            location = f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
         if outcome["kind"] == RankLost.__name__:
             location += _advice_on_full_disk(work)  # the other rank could not write its result
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
@@ -350,9 +359,16 @@ def _result(
         message = f"stage {stage.name} failed{who}: {outcome['error']}{location}"
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
-    raise StageFailed(
-        f"stage {stage.name}: {group.describe_end()}{_advice_on_full_disk(work)}; its log is {log_path}\n{tail}"
-    )
+    ended = group.describe_end()
+    advice = _advice_on_full_disk(work) + _advice_on_memory(stage, f"{ended}\n{tail}")
+    raise StageFailed(f"stage {stage.name}: {ended}{advice}; its log is {log_path}\n{tail}")
+
+
+def _advice_on_memory(stage: Stage, text: str) -> str:
+    """What to add to a stage's message where it may have had too little memory, and was sent SIGKILL; else empty."""
+    if any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
+        return f"; memory ran out: {stage.memory_advice}"
+    return f"; if memory ran out, {stage.memory_advice}" if signal.SIGKILL.name in text else ""
 
 
 def _advice_on_full_disk(work: Path) -> str:

@@ -43,6 +43,16 @@ class Stage:
         """Whether its start would spend seconds on imports."""
         return self.uses_ranks or self.uses_model
 
+    @property
+    def memory_advice(self) -> str:
+        """What to do where its processes need more memory than there is, for a message."""
+        smaller = "lower runtime.rows_per_device or " if self.uses_ranks or self.name == "reference" else ""
+        if self.reuses_parts:
+            smaller = "lower runtime.workers or reading.max_line_bytes, or "
+        elif self.dataset == "tokenizer":
+            smaller = "lower tokenizer.max_bytes or "
+        return f"{smaller}end other programs"
+
 
 EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
 

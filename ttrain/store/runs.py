@@ -12,8 +12,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +58,9 @@ TYPES: JsonObject = {
 BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
 NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found nothing to learn
+
+NAME_TIME = re.compile(r"-(\d{8}-\d{6})-([0-9a-f]{3})[0-9a-f]{2}$")  # second and thousandths in the name of a run
+LATER = timedelta(milliseconds=1)  # by which a name is later than the one before it, whatever the clock says
 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
@@ -134,12 +137,10 @@ def _new(pipeline: str, stages: Sequence[JsonObject], settings: JsonObject) -> J
 
 
 def _create(home: Path, data: JsonDict) -> JsonDict:
-    """Write a new record, under a name that no other run has, also where the clock shows an hour for the second time."""
+    """Write a new record, under a name that no other run has."""
     directory = private_directory(home / "runs")
-    began = datetime.fromtimestamp(data["started_unix"], UTC)
     while True:
-        thousandths = began.microsecond // 1000  # so that names of one second sort by time
-        data["run"] = f"{data['pipeline']}-{began:%Y%m%d-%H%M%S}-{thousandths:03x}{secrets.token_hex(1)}"
+        data["run"] = new_name(str(data["pipeline"]), names(home))
         with contextlib.suppress(FileExistsError):
             path = directory / f"{data['run']}.json"
             path.touch(PRIVATE_FILE, exist_ok=False)
@@ -151,9 +152,21 @@ def _create(home: Path, data: JsonDict) -> JsonDict:
             return data
 
 
+def new_name(prefix: str, earlier: Iterable[str]) -> str:
+    """A name such as "full-20261121-160222-1a2b4": the time, but later than that of the newest of the `earlier` names, which
+    come first, also where the clock was set back: names sort in the order in which they were given."""
+    moment = datetime.now(UTC)
+    for match in filter(None, map(NAME_TIME.search, earlier)):
+        with contextlib.suppress(ValueError):  # a name that only looks like one
+            newest = datetime.strptime(f"{match[1]}+0000", "%Y%m%d-%H%M%S%z") + timedelta(milliseconds=int(match[2], 16))
+            moment = max(moment, newest + LATER)
+            break
+    return f"{prefix}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond // 1000:03x}{secrets.token_hex(1)}"
+
+
 def history(home: Path) -> list[JsonDict]:
     """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
-    return sorted(newest_first(home), key=lambda run: float(run["started_unix"]), reverse=True)
+    return list(newest_first(home))
 
 
 def in_progress(home: Path) -> list[JsonDict]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import secrets
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,13 +69,12 @@ class Sweep:
 
 def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]) -> Sweep:
     """Create a sweep. `request`: what was asked for, as JSON; `ingredients`: digests of the data and code of each stage."""
-    now = datetime.now(UTC)
-    name = f"sweep-{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03x}{secrets.token_hex(1)}"
+    name = runs.new_name("sweep", (sweep.name for sweep in list_sweeps(home)))
     path = home / DIRECTORY / name
     path.mkdir(parents=True)
     data = {
         "sweep": name,
-        "started": now.isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "outcome": "running",
         "process": runs.this_process(),
         "asked": request,
