@@ -1,11 +1,14 @@
 """The program `ttrain`, also as `python -m ttrain`."""
 
+import os
 import signal
+import sys
+from types import FrameType
 
 
 def main() -> None:
     """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, for 0.3 s, and while
-    Python ends."""
+    Python ends. SIGTERM and SIGHUP let a command that has no handlers of its own remove its temporary files."""
     is_interruptible = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # not where a shell put it into the background
@@ -15,11 +18,28 @@ def main() -> None:
 
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    received: list[int] = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the program at once
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both send it
+        sys.exit(128 + signum)
+
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:  # not under nohup
+            signal.signal(signum, end)
     try:
         command_line.main()
     finally:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if received:
+            from ttrain.core.signals import is_native_code_running
+
+            if is_native_code_running():
+                os._exit(128 + received[0])
+            sys.exit(128 + received[0])  # also where a library makes another error of it
 
 
 if __name__ == "__main__":
