@@ -17,6 +17,7 @@ from ttrain.nightly import heldout
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.run_models import REGISTERED
 from ttrain.reports import summary
 from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
@@ -67,7 +68,8 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
         judged = replace(judged, decision=decision)
     texts = [figure.to_json() for figure in judged.texts]
     base, run = judged.base or None, execution.record.run
-    night.note(version=version, run=run, decision=decision.to_json(), texts=texts, base=base)
+    keys = {stage: artifact.key for stage, artifact in execution.artifacts.items() if stage in REGISTERED}
+    night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts, base=base)
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
         run_id = execution.tracked_run

@@ -1,7 +1,10 @@
 """The program `ttrain`, also as `python -m ttrain`."""
 
 import gc
+import os
 import signal
+import sys
+from types import FrameType
 
 # Allocated objects between two searches for cycles that nothing uses, 700 by default: a cached run takes 0.48 s instead of
 # 0.52, and loading torch with transformers 4.0 s instead of 4.6, since what is loaded stays.
@@ -10,7 +13,7 @@ GC_THRESHOLD = 100_000
 
 def main() -> None:
     """Run the command line. Ctrl-C ends the program without a traceback also while it is loaded, for 0.3 s, and while
-    Python ends."""
+    Python ends. SIGTERM and SIGHUP let a command that has no handlers of its own remove its temporary files."""
     gc.set_threshold(GC_THRESHOLD)
     # Not where a shell put it into the background.
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -20,11 +23,28 @@ def main() -> None:
 
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    received: list[int] = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the program at once
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both send it
+        sys.exit(128 + signum)
+
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:  # not under nohup
+            signal.signal(signum, end)
     try:
         command_line.main()
     finally:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if received:
+            from ttrain.core.signals import is_native_code_running
+
+            if is_native_code_running():
+                os._exit(128 + received[0])
+            sys.exit(128 + received[0])  # also where a library makes another error of it
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ttrain.core import sqlite_files
+from ttrain.errors import UsageError
 from ttrain.flows import history_database
 from ttrain.tracking import database
 
@@ -116,6 +117,21 @@ def test_prefect_makes_its_own_database_in(case: str, tmp_path: Path, monkeypatc
     changes[case]()
     history_database.prepare(tmp_path)
     assert not history_database.database_of(tmp_path).exists()
+
+
+@pytest.mark.usefixtures("no_other_database")
+def test_a_database_of_another_prefect_is_refused_and_one_of_an_earlier_one_is_not(tmp_path: Path) -> None:
+    history_database.prepare(tmp_path)
+    for revision in ("4dfa692e02a7", "ffffffffffff"):  # of an earlier Prefect, in no file's name; of a later one
+        with closing(sqlite3.connect(path := history_database.database_of(tmp_path))) as db, db:
+            db.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        before = path.read_bytes()
+        if revision == "ffffffffffff":
+            with pytest.raises(UsageError, match="revision ffffffffffff is unknown to the installed Prefect"):
+                history_database.prepare(tmp_path)
+        else:
+            history_database.prepare(tmp_path)
+        assert path.read_bytes() == before
 
 
 if __name__ == "__main__":

@@ -157,6 +157,27 @@ def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_i
         assert (done.returncode, done.stdout, done.stderr) == end
 
 
+WITH_FILES = """
+import os, signal, sys, tempfile
+from ttrain.__main__ import main
+class Command:
+    def main(self):
+        with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+            os.kill(os.getpid(), int(sys.argv[2]))
+class Loaded:
+    main = Command()
+sys.modules["ttrain.cli"] = Loaded()
+main()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_removes_its_temporary_files(signum: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_FILES, str(tmp_path), str(int(signum))]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 128 + signum and list(tmp_path.iterdir()) == []
+
+
 NATIVE = """
 import ctypes, os, signal, sys
 from pathlib import Path

@@ -17,7 +17,8 @@ import pytest
 from support.paths import ROOT
 from support.tracked_stores import opened
 
-from ttrain.tracking import MlflowStore, TrackedRun, prepare, repair_moved_home, tracking_uri
+from ttrain.errors import TrackingError
+from ttrain.tracking import MlflowStore, NullStore, TrackedRun, open_store, prepare, repair_moved_home, tracking_uri
 from ttrain.tracking import database as databases
 from ttrain.tracking.uploads import LINK_FROM_BYTES
 
@@ -92,6 +93,19 @@ def test_a_database_that_is_none_costs_a_warning_which_names_the_cure(
     assert len(caplog.records) == 1 and "`ttrain track repair`" in caplog.text
     prepare(tmp_path)
     assert len(caplog.records) == 2 and "cannot be prepared" in caplog.text
+
+
+def test_a_database_of_a_later_mlflow_is_refused_and_stays_as_it_is(
+    tracked_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = databases.database_of(tracked_home)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+    before = path.read_bytes()
+    with pytest.raises(TrackingError, match="revision ffffffffffff is unknown to the installed MLflow"):
+        prepare(tracked_home)
+    assert isinstance(open_store(tracked_home, "ttrain"), NullStore) and "install that version again" in caplog.text
+    assert path.read_bytes() == before and [file.name for file in path.parent.glob("*.db")] == [path.name]
 
 
 def test_preparing_makes_the_homes_own_database_wherever_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from ttrain.data import locations, python_docs
 from ttrain.errors import UsageError
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
-    COMPLETED,
     Champion,
     FileEntry,
     FilesByDataset,
@@ -337,7 +336,7 @@ def learnt_shards(
     """
     if champion is None:
         return ()
-    its_night = next((n for n in nights if n.outcome in COMPLETED and n.data.get("version") == champion.version), None)
+    its_night = next((night for night in nights if night.made(champion)), None)
     references = its_night.learnt_shards(stage) if its_night else ()
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):

@@ -136,6 +136,13 @@ class NightRecord:
         reference = None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
         return str(reference) if reference else None
 
+    def made(self, champion: Champion) -> bool:
+        """Whether the night completed and its set is this champion: by the keys of its models, which older records lack,
+        since a new database of MLflow counts its versions from 1 again."""
+        keys = self.data.get("keys")
+        is_same = keys.items() <= champion.keys.items() if keys else self.data.get("version") == champion.version
+        return self.outcome in COMPLETED and bool(is_same)
+
     def learnt_shards(self, stage: str) -> tuple[str, ...]:
         """Shards ("stage/key") of all that this night's model of a stage of `LEARNT` has learnt, the oldest first."""
         kind = LEARNT[stage]
@@ -334,15 +341,11 @@ class Nights:
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that the champion was trained on: those of its night, of the night that made the champion
         before it, and so on. Nights that were not promoted, by figures or by hand, or were rolled back, are excluded."""
-        read_by_version = {
-            night.data.get("version"): ({*night.digests(), *night.frozen.learnt}, night.frozen.champion)
-            for night in self.newest_first()
-            if night.outcome in COMPLETED
-        }
         digests: set[str] = set()
-        while champion and champion.version in read_by_version:
-            files, champion = read_by_version.pop(champion.version)
-            digests |= files
+        for night in self.newest_first():  # the night that made a champion is older than all that start from it
+            if champion and night.made(champion):
+                digests |= {*night.digests(), *night.frozen.learnt}
+                champion = night.frozen.champion
         return digests
 
 

@@ -22,7 +22,15 @@ from ttrain.errors import TrackingError, is_disk_full
 from ttrain.tracking.calls import all_pages, attempt, first_line, is_out_of_use
 from ttrain.tracking.champions import Champions, champion_keys_here, list_sets
 from ttrain.tracking.client import ENVIRONMENT, cannot_be_queried, is_installed, need_mlflow, silence, tracking_uri
-from ttrain.tracking.database import artifacts_of, database_of, is_missing, open_client, repair_moved_home, set_damaged_aside
+from ttrain.tracking.database import (
+    OtherVersionError,
+    artifacts_of,
+    database_of,
+    is_missing,
+    open_client,
+    repair_moved_home,
+    set_damaged_aside,
+)
 from ttrain.tracking.datasets import data_of, of_tasks, read_by
 from ttrain.tracking.delivery import log_result, status_of
 from ttrain.tracking.mlflow_views import NOTE, Addresses, addresses_of, refresh_views, source_tags
@@ -157,12 +165,17 @@ def addresses(home: Path, experiments: Iterable[str], run_ids: Sequence[str] = (
 
 
 def prepare(home: Path) -> None:
-    """Create, migrate or repair the home's own database before a server opens it, which would do neither by our rules."""
+    """Create, migrate or repair the home's own database before a server opens it, which would do neither by our rules.
+
+    Raises OtherVersionError: no server can open that database.
+    """
     home = home.resolve()
     if not is_installed():
         return
     silence()
     _, error = attempt(lambda: open_client(f"sqlite:///{database_of(home)}", home))
+    if isinstance(error, OtherVersionError):
+        raise error
     if error is not None:
         log.warning("MLflow's database %s cannot be prepared: %s", database_of(home), first_line(error))
 

@@ -14,6 +14,7 @@ from typing import Any
 from ttrain.core import sqlite_files
 from ttrain.core.files import exclusive, private_directory
 from ttrain.core.sqlite_files import damage_of, is_damage, set_aside
+from ttrain.errors import TrackingError
 from ttrain.tracking.calls import first_line
 
 log = logging.getLogger("ttrain")
@@ -100,6 +101,10 @@ class DamagedDatabaseError(Exception):
     """The home's own database is damaged; the message names the command that helps."""
 
 
+class OtherVersionError(TrackingError):
+    """A version of MLflow that the installed one does not know has written the home's own database."""
+
+
 def _client(uri: str) -> Any:
     client = import_module("mlflow").MlflowClient(uri, uri)
     if not uri.startswith(("http://", "https://")):
@@ -113,6 +118,11 @@ def _migrate(database: Path) -> None:
     if not database.exists() or not database.stat().st_size:
         _create_database(database, tools)
     elif (revision := revision_of(database)) != tools._get_latest_schema_revision():
+        if revision not in _revisions(tools):
+            raise OtherVersionError(
+                f"{database} was written by another version of MLflow: its revision {revision} is unknown to the installed "
+                f"MLflow {import_module('mlflow').__version__}; install that version again"
+            )
         backup = database.with_name(f"mlflow-{revision}.db")
         with contextlib.closing(sqlite3.connect(database)) as db, contextlib.closing(sqlite3.connect(backup)) as copy:
             db.backup(copy)
@@ -120,6 +130,12 @@ def _migrate(database: Path) -> None:
         tools._upgrade_db(engine)
         engine.dispose()
         log.info("MLflow's schema is upgraded; the database as it was is kept in %s", backup)
+
+
+def _revisions(tools: Any) -> set[str]:
+    """All revisions that the installed MLflow has migrations to."""
+    scripts = import_module("alembic.script").ScriptDirectory.from_config(tools._get_alembic_config(""))
+    return {script.revision for script in scripts.walk_revisions()}
 
 
 def _create_database(database: Path, tools: Any) -> None:
