@@ -251,12 +251,12 @@ def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(ch
 
 
 def test_a_chat_of_thousands_of_turns_takes_time_in_proportion(chatml_encoder: Encoder) -> None:
-    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(5_000))
+    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(32_000))
     began = time.process_time()
-    ids, live = encode_chat(chatml_encoder, turns)
-    assert time.process_time() - began < 2, "0.1 s; it was 6 s where the template marks what it generates"
-    assert ids.count(chatml_encoder.end_id) == 5_000
-    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 2_500
+    ids, live = encode_chat(chatml_encoder, turns)  # within the budget of CPU time of the template
+    assert time.process_time() - began < 5, "0.6 s; 5,000 turns took 6 s where the template marks what it generates"
+    assert ids.count(chatml_encoder.end_id) == 32_000
+    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 16_000
 
 
 def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import orjson
 
@@ -117,12 +118,14 @@ def render(
 
 def answer(request: bytes) -> Iterator[bytes]:
     """In the child: [text, spans] of each conversation, or the reason why it does not render."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     parameters = orjson.loads(request)
     for turns in parameters["conversations"]:
         try:
-            (text,), spans = render_jinja_template(
+            if parameters["spans"]:
+                _track_spans_in_one_pass(chat_template_utils._compile_jinja_template(parameters["template"]))
+            (text,), spans = chat_template_utils.render_jinja_template(
                 [turns],
                 chat_template=parameters["template"],
                 add_generation_prompt=parameters["prompt"],
@@ -135,6 +138,29 @@ def answer(request: bytes) -> Iterator[bytes]:
             raise
         except Exception as error:  # a template is a program: it may raise anything
             yield orjson.dumps(str(error)[:ERROR_CHARACTERS].encode("utf-8", "replace").decode("utf-8"))
+
+
+def _track_spans_in_one_pass(template: Any) -> None:
+    """Replace a method of the compiled template's tracker of `{% generation %}`: it joins all text so far at each answer.
+
+    A chat of 32,000 turns took 3.5 s of CPU time, beyond the budget, and takes 0.15.
+    """
+    (tracker,) = (e for e in template.environment.extensions.values() if hasattr(e, "_generation_support"))
+    tracked: list[str] = []  # of the conversation that is rendered
+    blocks_read = length = 0
+
+    def generation_support(caller: Callable[[], str]) -> str:
+        nonlocal tracked, blocks_read, length
+        text = caller()
+        if tracker.is_active():
+            if tracked is not tracker._rendered_blocks:
+                tracked, blocks_read, length = tracker._rendered_blocks, 0, 0
+            length += sum(map(len, tracked[blocks_read:]))
+            blocks_read = len(tracked)
+            tracker._generation_indices.append((length, length + len(text)))
+        return text
+
+    tracker._generation_support = generation_support
 
 
 def _check_length(text: str, turns: Turns, variables: JsonDict) -> None:
