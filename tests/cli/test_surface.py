@@ -39,6 +39,13 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
         assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
 
 
+def test_the_help_of_a_command_breaks_lines_at_the_terminals_width_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = run("pipeline", "rerun", "--help").out
+    assert " [KEY=VALUE]... " in shown and "[[" not in shown
+    assert "given here. Config files and profiles without --run replace them, as in `run`." in shown
+
+
 def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     done = run("--version")
     words = [line.split(" ", 1)[0] for line in done.out.splitlines()]
@@ -50,7 +57,7 @@ def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     [
         (("pipeline", "run", "full", "--untill", "sft"), "no such option: --untill (Possible options: --until)"),
         (("pipelin",), "no such command 'pipelin'. Did you mean 'pipeline'"),
-        (("pipeline", "plan"), "missing argument 'pipeline'"),
+        (("pipeline", "plan"), "missing argument 'PIPELINE'"),
         (("pipeline", "plan", "full", "--profile", "smal"), "there is no profile 'smal'; did you mean small?"),
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
         (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),

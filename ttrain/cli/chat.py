@@ -45,13 +45,13 @@ GENERATE_EPILOG = (
 )
 SERVE_EPILOG = "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching"
 MODEL_HELP = "a run, a stage such as sft, a registered NAME@ALIAS, or a directory; without one, the newest run's last model"
-Model = Annotated[str | None, argument(MODEL_HELP, metavar="[MODEL]", autocompletion=model_words)]
+Model = Annotated[str | None, argument(MODEL_HELP, metavar="MODEL", autocompletion=model_words)]
 FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
 SAMPLE_QUESTIONS = 3
 ChatModel = Annotated[
     str | None,
     argument(
-        f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words
+        f"{MODEL_HELP.partition(';')[0]}; without one, the newest SFT model", metavar="MODEL", autocompletion=model_words
     ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")]

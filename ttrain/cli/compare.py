@@ -30,11 +30,11 @@ PlottedStages = Annotated[
 ]
 ReportedRuns = Annotated[
     list[str] | None,
-    argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
+    argument(f"{RUN_HELP}; default: latest", metavar="RUN", autocompletion=run_words),
 ]
 Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
 Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")]
-RunReferences = Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)]
+RunReferences = Annotated[list[str], argument(RUN_HELP, metavar="RUN", autocompletion=run_words)]
 
 
 COMPARE_EPILOG = (

@@ -129,7 +129,7 @@ def data_validate(
     "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
-    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact")],
+    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact", metavar="SHARDS")],
     rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
     seed: Annotated[int | None, option("seed for choosing random rows; without it the first rows", min=0)] = None,
@@ -227,7 +227,7 @@ def tokenizer_train(
 
 @command(tokenizer_app, "Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'")
 def tokenizer_inspect(
-    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage")],
+    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage", metavar="DIRECTORY")],
     text: Annotated[str | None, option("show the tokens of this text")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -284,7 +284,7 @@ SHOWN_ITEMS = 10
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(
-    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts")],
+    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts", metavar="SHARDS")],
     items: Annotated[
         list[str] | None,
         option("a suite, or JSONL with items; without it the records held out beside the shards"),

@@ -39,7 +39,7 @@ MODELS_HELP = (
     "compared with the first"
 )
 
-ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")]
+ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL")]
 
 Suites = Annotated[list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")]
 

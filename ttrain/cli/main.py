@@ -155,7 +155,11 @@ def main_options(
 def stage_run(
     stage: Annotated[
         str,
-        argument("the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words),
+        argument(
+            "the stage, see `ttrain stage list`; its inputs are those of the current plan",
+            metavar="STAGE",
+            autocompletion=stage_words,
+        ),
     ],
     settings_options: SettingsOptions,
     extend: Extend = False,
@@ -241,7 +245,7 @@ def up(
         list[str] | None,
         argument(
             "runs to open in MLflow, compared if several; servers.auth=off",
-            metavar="[RUN|KEY=VALUE]...",
+            metavar="RUN|KEY=VALUE",
             autocompletion=run_words,
         ),
     ] = None,

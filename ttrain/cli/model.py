@@ -41,7 +41,9 @@ IMPORT_EPILOG = (
 
 
 def import_model(
-    source: Annotated[Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    source: Annotated[
+        Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one", metavar="SOURCE")
+    ],
     to: Annotated[Path, option("directory to write; it must be empty or missing")],
     config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
@@ -80,7 +82,7 @@ SIZE_EPILOG = (
 def size(
     arguments: Annotated[
         list[str] | None,
-        argument("a preset, and settings that override it", metavar="[PRESET|KEY=VALUE]..."),
+        argument("a preset, and settings that override it", metavar="PRESET|KEY=VALUE"),
     ] = None,
     config: Files = None,
     profile: Profiles = None,

@@ -98,9 +98,7 @@ Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
 Timezone = Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")]
 
-ScheduleName = Annotated[
-    str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
-]
+ScheduleName = Annotated[str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="NAME")]
 
 PrefectYaml = Annotated[
     Literal["process", "docker", "kubernetes"] | None,

@@ -43,10 +43,10 @@ Ranges = Annotated[
     list[str] | None,
     argument(
         "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
     ),
 ]
-Name = Annotated[str, argument("its name, or a part of it", metavar="[SWEEP]", show_default="the latest")]
+Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
 @dataclass(frozen=True)
