@@ -168,7 +168,7 @@ def _existing_zone(value: str) -> str:
     try:
         ZoneInfo(value)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ValueError(f"timezone is {value!r}, which is not the name of a time zone; try Europe/Berlin") from None
+        raise ValueError("must be the name of a time zone, such as Europe/Berlin") from None
     return value
 
 
@@ -179,7 +179,7 @@ def _time_of_day(value: str) -> str:
     try:
         return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
     except ValueError:
-        raise ValueError(f"{value!r} is not a time of day; write hour:minute from 00:00 to 23:59, such as 06:30") from None
+        raise ValueError("must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30") from None
 
 
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
