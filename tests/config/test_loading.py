@@ -179,7 +179,12 @@ def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
 
 
 def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
-    assert "data.sft.0.Weighted.path is {'weight': 2}" in refused("data.sft=[{weight: 2}]")
+    assert refused("data.sft=[{weight: 2}]") == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
+    message = refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]")
+    assert message == (
+        "data.sft.0.weight is 0 (from command line) but must be greater than 0\n"
+        "data.sft.1.wight is 1 (from command line) but there is no such setting"
+    )
 
 
 def _sections(model: BaseModel) -> list[BaseModel]:

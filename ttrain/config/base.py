@@ -14,8 +14,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
+    Tag,
     ValidationError,
     create_model,
     model_validator,
@@ -136,7 +138,13 @@ def _as_sources(value: object) -> object:
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 
-Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
+def _form_of_source(value: object) -> str:
+    return WEIGHTED if isinstance(value, Mapping | Weighted) else PLAIN
+
+
+PLAIN, WEIGHTED = "plain-source", "weighted-source"  # steps of pydantic's errors, which messages leave out
+Source = Annotated[Annotated[Location, Tag(PLAIN)] | Annotated[Weighted, Tag(WEIGHTED)], Discriminator(_form_of_source)]
+Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
 
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, rules, yaml_text
-from ttrain.config.base import is_retired
+from ttrain.config.base import PLAIN, WEIGHTED, is_retired
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
@@ -33,6 +33,7 @@ SHOWN_ERRORS = 20
 KEY_CHARACTERS, KEY_PARTS = 200, 16
 S = TypeVar("S", bound=Section)
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
+SENTENCES = {"missing": "needs the key '{key}'", "extra_forbidden": "there is no such setting"}
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
 
@@ -372,11 +373,23 @@ def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origi
         sources[f"{stage}.{other_budget}"] = f"{key} is set"
 
 
+def _is_below(name: Sequence[object], section: Sequence[object]) -> bool:
+    return len(name) > len(section) and tuple(name[: len(section)]) == tuple(section)
+
+
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One line per wrong setting: name, value, rule, origin."""
     lines: list[str] = []
     several: dict[str, int] = {}  # line of a setting that may have one of several forms, of which each has an error
-    errors = error.errors(include_url=False)
+    errors: list[Any] = list(error.errors(include_url=False))
+    for item in errors:
+        item["loc"] = tuple(step for step in item["loc"] if step not in (PLAIN, WEIGHTED))
+        if item["type"] == "missing":
+            item["ctx"], item["loc"] = {"key": item["loc"][-1]}, item["loc"][:-1]
+    wrong = [item["loc"] for item in errors]
+    errors = [  # a list whose entries are wrong is empty for pydantic
+        item for item in errors if item["type"] != "too_short" or not any(_is_below(name, item["loc"]) for name in wrong)
+    ]
     for item in errors[:SHOWN_ERRORS]:
         name = ".".join(str(step) for step in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
@@ -390,7 +403,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
                 continue
             several[parent], name = len(lines), parent
         origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
-        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item)}"))
+        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item, SENTENCES)}"))
     if len(errors) > SHOWN_ERRORS:
         lines.append(f"and {len(errors) - SHOWN_ERRORS:,} more wrong settings")
     return "\n".join(lines)
