@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.data_commands import Run
@@ -16,6 +17,7 @@ from typer.main import get_command
 
 from ttrain.cli import options
 from ttrain.cli.main import PANELS, app
+from ttrain.flows import servers
 from ttrain.store import runs
 from ttrain.store.runs import RunRecord
 
@@ -75,6 +77,18 @@ def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], m
     done = run(*words)
     assert done.code == 2 and done.err.startswith(f"error: {message}")
     assert done.err.count("\n") == 1 and "─" not in done.err
+
+
+def test_servers_that_were_started_for_a_run_that_does_not_exist_are_named(
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = SimpleNamespace(prefect_url="http://127.0.0.1:1", mlflow_url="http://127.0.0.1:2")
+    monkeypatch.setattr(servers, "up", lambda *_, **__: addresses)
+    done = run("up", "nothing")
+    assert done.code == 2 and done.err.splitlines()[1:] == [
+        "the servers are running; stop them with: ttrain down",
+        "error: there is no run 'nothing'; there is none yet, begin with `ttrain pipeline run full`",
+    ]
 
 
 def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:

@@ -156,8 +156,9 @@ def data_inspect(
     unit = "record" if records else "row"
     print(f"{len(shard_set):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
     for entry in shown:
-        live = sum(entry.live)
-        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens, {live} of them count in the loss")
+        beyond = 0 if records else max(0, len(entry.ids) - row_length)  # after the last input of a row that is full
+        targets_only = f", {beyond} of them only as a target" if beyond else ""
+        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens{targets_only}; {sum(entry.live)} count in the loss")
         data_reports.print_tokens(entry, pieces.special)
 
 

@@ -270,7 +270,12 @@ def up(
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
     pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
-    links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
+    try:
+        links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
+    except UsageError:
+        if missing:
+            print("the servers are running; stop them with: ttrain down", file=sys.stderr)
+        raise
     if as_json:
         print_json({**pages, **links})
     else:

@@ -288,9 +288,9 @@ class NonFinite(TTrainError):
             remedy = f"; {skipped if in_a_row > SKIPS_IN_A_ROW else 'it is skipped'}"
         name = "gradient" if math.isfinite(loss) else "loss"
         super().__init__(
-            f"the {name} of step {step + 1} is not finite (loss {loss}, gradient norm {norm}); its {len(self.rows)} rows: "
-            f"{shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
-            f"({config.optim.lr}){remedy}"
+            f"the {name} of step {step + 1} is not finite (loss {loss:.6g}, gradient norm {norm:.6g}); "
+            f"its {len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower "
+            f"{config.prefix}optim.lr ({config.optim.lr}){remedy}"
         )
 
 
