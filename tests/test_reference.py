@@ -24,5 +24,11 @@ def test_it_has_every_section_and_commands_of_groups_that_are_made_when_they_are
         assert f"### {name}" in lines
     for beginning in ("epochs=2.0", "optim.muon_lr=0.02", "early_stopping.patience=3", "night.start=22:00", "moe.top_k=2"):
         assert any(line.startswith(beginning) for line in lines), beginning
-    for command in ("chat MODEL", "train NAME", "pipeline schedule nightly", "models promote WHICH"):
+    for command in (
+        "chat [MODEL]",
+        "train [TASK]",
+        "compare RUN...",
+        "pipeline schedule nightly",
+        "models promote VERSION|RUN",
+    ):
         assert any(line.startswith(f"- `ttrain {command}") for line in lines), command

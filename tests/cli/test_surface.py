@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.data_commands import Run
@@ -17,6 +18,7 @@ from typer.main import get_command
 from ttrain.cli import options
 from ttrain.cli.main import app
 from ttrain.cli.options import PANELS
+from ttrain.flows import servers
 from ttrain.store import runs
 from ttrain.store.runs import RunRecord
 
@@ -40,6 +42,13 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
         assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
 
 
+def test_the_help_of_a_command_breaks_lines_at_the_terminals_width_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = run("pipeline", "rerun", "--help").out
+    assert " [KEY=VALUE]... " in shown and "[[" not in shown
+    assert "given here. Config files and profiles without --run replace them, as in `run`." in shown
+
+
 def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     done = run("--version")
     words = [line.split(" ", 1)[0] for line in done.out.splitlines()]
@@ -51,7 +60,7 @@ def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     [
         (("pipeline", "run", "full", "--untill", "sft"), "no such option: --untill (Possible options: --until)"),
         (("pipelin",), "no such command 'pipelin'. Did you mean 'pipeline'"),
-        (("pipeline", "plan"), "missing argument 'pipeline'"),
+        (("pipeline", "plan"), "missing argument 'PIPELINE'"),
         (("pipeline", "plan", "full", "--profile", "smal"), "there is no profile 'smal'; did you mean small?"),
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
         (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),
@@ -78,6 +87,18 @@ def test_a_device_that_is_not_there_is_refused_before_any_stage(
     done = run("pipeline", "run", "full", "--engine", "none", "runtime.device=cuda")
     assert done.code == 2 and "error: runtime.device is cuda, but torch" in done.err
     assert not (home / "runs").exists()
+
+
+def test_servers_that_were_started_for_a_run_that_does_not_exist_are_named(
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = SimpleNamespace(prefect_url="http://127.0.0.1:1", mlflow_url="http://127.0.0.1:2")
+    monkeypatch.setattr(servers, "up", lambda *_, **__: addresses)
+    done = run("up", "nothing")
+    assert done.code == 2 and done.err.splitlines()[1:] == [
+        "the servers are running; stop them with: ttrain down",
+        "error: there is no run 'nothing'; there is none yet, begin with `ttrain pipeline run full`",
+    ]
 
 
 def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:

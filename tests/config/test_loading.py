@@ -119,8 +119,16 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
         (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
         (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
-        (["sft.tokens=5", "sft.epochs=1"], ["sft", "set one of tokens"]),
-        (["sft.tokens=null", "sft.epochs=null"], ["sft", "set one of tokens"]),
+        (["sft.tokens=5", "sft.epochs=1"], ["sft: tokens is 5 and epochs is 1.0", "set the other to null"]),
+        (["sft.tokens=null", "sft.epochs=null"], ["sft: tokens and epochs are both empty", "set one"]),
+        (["sft.epochs=true"], ["sft.epochs is true (from command line) but must be a number"]),
+        (["lora.rank=no"], ["lora.rank is false (from command line) but must be a number"]),
+        (["name=modèle"], ["name is 'modèle' (from command line) but must be text that matches ^[A-Za-z0-9]"]),
+        (
+            ["nightly.timezone=Berlin"],
+            ["nightly.timezone is 'Berlin' (from command line) but must be the name of a time zone"],
+        ),
+        (["SFT.EPOCHS=2"], ["did you mean 'sft.epochs'?"]),
         (["data.pretrain=[python-docs, a.jsonl]"], ["data.pretrain mixes python-docs with files"]),
         (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
         (["data.lora=null"], ["data.lora is [] (from command line) but must be a list of 1 or more"]),
@@ -136,6 +144,14 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
 def test_what_breaks_a_rule_is_refused_with_the_rule_and_a_cure(overrides: list[str], parts: list[str]) -> None:
     message = refused(*overrides)
     assert [part for part in parts if part not in message] == [], message
+
+
+def test_a_setting_twice_in_a_file_or_behind_a_wrong_prefix_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text("sft.epochs: 2\nsft: {epochs: 3}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"'sft\.epochs' is set twice in .*twice\.yaml"):
+        load((), files=[tmp_path / "twice.yaml"], environment={})
+    with pytest.raises(UsageError, match=r"TTRAIN_SFT__EPOCHS is set.*write TTRAIN__SFT__EPOCHS"):
+        load((), environment={"TTRAIN_SFT__EPOCHS": "3"})
 
 
 @pytest.mark.parametrize(
@@ -163,7 +179,12 @@ def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
 
 
 def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
-    assert "data.sft.0.Weighted.path is {'weight': 2}" in refused("data.sft=[{weight: 2}]")
+    assert refused("data.sft=[{weight: 2}]") == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
+    message = refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]")
+    assert message == (
+        "data.sft.0.weight is 0 (from command line) but must be greater than 0\n"
+        "data.sft.1.wight is 1 (from command line) but there is no such setting"
+    )
 
 
 def _sections(model: BaseModel) -> list[BaseModel]:

@@ -61,7 +61,7 @@ def test_a_time_of_day_is_hour_and_minute_without_quotes_and_nothing_else(tmp_pa
     assert load(["runtime.night.start=23:05"], environment={}).settings.runtime.night == Night(start="23:05")
     for wrong in ("25:00", "6:30:10", "soon"):
         with pytest.raises(
-            UsageError, match=r"nightly\.deadline.*is not a time of day; write hour:minute from 00:00 to 23:59"
+            UsageError, match=r"nightly\.deadline.*must be a time of day as hour:minute, from 00:00 to 23:59"
         ):
             load([f"nightly.deadline={wrong}"], environment={})
 

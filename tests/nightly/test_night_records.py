@@ -122,7 +122,7 @@ def test_a_deadline_is_the_next_such_hour_of_its_time_zone_or_so_many_hours_that
 def test_two_deadlines_and_unknown_time_zones_are_refused() -> None:
     with pytest.raises(ValueError, match="set one of them"):
         Nightly(deadline="06:00", deadline_hours=2)
-    with pytest.raises(ValueError, match="try Europe/Berlin"):
+    with pytest.raises(ValueError, match="such as Europe/Berlin"):
         Nightly(timezone="Europe/Berlyn")
 
 

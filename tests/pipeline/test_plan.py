@@ -226,7 +226,7 @@ def test_force_follows_to_what_depends_on_a_stage_and_nowhere_else(built: House)
 
 
 def test_forcing_a_stage_that_does_not_exist_names_those_that_do(built: House) -> None:
-    with pytest.raises(UsageError, match=r"there is no stage .sfft.; did you mean sft\?; there are tokenizer, .*evaluate"):
+    with pytest.raises(UsageError, match=r"there is no stage .sfft.; did you mean sft\? there are tokenizer, .*evaluate"):
         built.plan(force=frozenset({"sfft"}))
 
 

@@ -70,7 +70,7 @@ def test_each_setting_that_differs_is_one_line_and_the_rest_are_none(tmp_path: P
     make_run(tmp_path, B, [Made("pretrain")], settings={"pretrain": {"optim": {"lr": 0.003}}, "runtime": {"threads": 3}})
     found = compared(tmp_path, A, B)
     assert lines(found.settings) == {"pretrain.optim.lr": ("0.004", "0.003")}
-    assert lines(found.settings_aside) == {"runtime.threads": ("None", "3")}
+    assert lines(found.settings_aside) == {"runtime.threads": ("null", "3")}
     assert lines(compared(tmp_path, A, A).settings) == {}
 
 
@@ -125,6 +125,14 @@ def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[d
     assert compared(tmp_path, *names).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("True", "true"), (None, "null"), ("['a', 'é']", '["a", "é"]'), ("[a", "[a"), ("muon", "muon"), (0.5, "0.5")],
+)
+def test_settings_stand_as_a_settings_file_has_them(value: object, text: str) -> None:
+    assert facts.as_yaml(value) == text
+
+
 def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
     make_run(tmp_path, A, [tokenizer(), shards()])
     make_run(tmp_path, B, [tokenizer(), shards(rows=200, digest="b", rejected=7)])
@@ -166,6 +174,10 @@ def test_other_tokenizers_and_other_held_out_data_are_warned_of(tmp_path: Path) 
     assert compared(tmp_path, A, B).remarks == (
         "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
     )  # the same texts, by their number and bytes
+    losses = {VALIDATION: 3.5}
+    make_run(tmp_path, C, [evaluation({}, tokenizer_content="t2")], metrics=losses)
+    make_run(tmp_path, B, [evaluation({})], metrics={VALIDATION: 4.0})
+    assert compared(tmp_path, B, C).verdict == "the runs share no metric that decides which is better with two tokenizers"
     make_run(tmp_path, B, [evaluation({}, heldout="h2")], metrics=METRICS)
     assert "the held-out data differ" in compared(tmp_path, A, B).remarks[0]
     other = evaluation({}, tokenizer_content="t2", heldout="h2")

@@ -34,8 +34,9 @@ COMMANDS_HEAD = """\
 ## Commands
 
 Exit codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a setting; 129, 130,
-143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. OVERRIDES are settings as `key=value`, with
-`--config` (`-c`) and `--profile`. Most commands take `--json`; `--help` explains the options.
+143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. KEY=VALUE is a setting; commands that take
+settings also take `--config` (`-c`) and `--profile`. Most commands take `--json`; `--help` explains
+the options.
 """
 WITH_SETTINGS_OF_PRETRAIN = ("sft", "dpo", "lora")
 UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
@@ -136,7 +137,8 @@ def _command_item(name: str, command: Any) -> str:
     words, options = [name], []
     for parameter in command.params:
         if parameter.param_type_name == "argument":
-            words.append(str(parameter.name).upper() + ("..." if parameter.nargs == -1 else ""))
+            word = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+            words.append(word + ("..." if parameter.nargs == -1 else ""))
         elif not parameter.hidden:
             options.append(max(parameter.opts, key=len))
     listed = [option for option in options if option not in UNLISTED_OPTIONS]

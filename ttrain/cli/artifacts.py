@@ -39,8 +39,10 @@ def _known_stage(stage: str) -> str:
     return stage
 
 
-StageFilter = Annotated[str, argument("of this stage alone", autocompletion=stage_words, callback=_known_stage)]
-Key = Annotated[str, argument("the beginning of its key; without: the newest")]
+StageFilter = Annotated[
+    str, argument("of this stage alone", metavar="STAGE", autocompletion=stage_words, callback=_known_stage)
+]
+Key = Annotated[str, argument("the beginning of its key; without: the newest", metavar="KEY")]
 
 
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
@@ -186,7 +188,7 @@ def artifacts_verify(
 )
 def artifacts_adopt(
     stage: StageName,
-    key: Annotated[str, argument("the beginning of the key of the artifact to keep")],
+    key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")],
     settings_options: SettingsOptions,
     pipeline: Annotated[str, option("the pipeline whose plan it is kept for")] = "full",
     as_json: AsJson = False,

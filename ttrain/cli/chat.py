@@ -100,7 +100,7 @@ class GreedyOptions(SamplingOptions):
 def chat(
     model: Annotated[
         str | None,
-        argument(f"{MODEL_HELP}; without one, the newest SFT model", metavar="[MODEL]", autocompletion=model_words),
+        argument(f"{MODEL_HELP}; without one, the newest SFT model", metavar="MODEL", autocompletion=model_words),
     ] = None,
     versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
     adapter: Annotated[
@@ -260,7 +260,7 @@ def generate(
 )
 def serve(
     context: Context,
-    model: Annotated[str | None, argument(LAST_MODEL, metavar="[MODEL]", autocompletion=model_words)] = None,
+    model: Annotated[str | None, argument(LAST_MODEL, metavar="MODEL", autocompletion=model_words)] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
     max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
     as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,

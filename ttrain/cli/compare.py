@@ -34,7 +34,7 @@ Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")
     "Look",
 )
 def compare(
-    runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN...", autocompletion=run_words)],
+    runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN", autocompletion=run_words)],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
     axis: Axis = "tokens",
     log: Log = False,
@@ -97,7 +97,7 @@ def report(
     options: ReportOptions,
     runs: Annotated[
         list[str] | None,
-        argument(f"{RUN_HELP}; default: latest", metavar="[RUN]...", autocompletion=run_words),
+        argument(f"{RUN_HELP}; default: latest", metavar="RUN", autocompletion=run_words),
     ] = None,
 ) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.

@@ -133,7 +133,7 @@ def data_validate(
     "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
 )
 def data_inspect(
-    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact")],
+    shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact", metavar="SHARDS")],
     rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
     seed: Annotated[int | None, option("seed for choosing random rows; without it the first rows", min=0)] = None,
@@ -160,8 +160,9 @@ def data_inspect(
     unit = "record" if records else "row"
     print(f"{len(shard_set):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
     for entry in shown:
-        live = sum(entry.live)
-        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens, {live} of them count in the loss")
+        beyond = 0 if records else max(0, len(entry.ids) - row_length)  # after the last input of a row that is full
+        targets_only = f", {beyond} of them only as a target" if beyond else ""
+        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens{targets_only}; {sum(entry.live)} count in the loss")
         data_reports.print_tokens(entry, pieces.special)
 
 
@@ -231,7 +232,7 @@ def tokenizer_train(
 
 @command(tokenizer_app, "Example:  ttrain tokenizer inspect tokenizer --text 'Hello, world'")
 def tokenizer_inspect(
-    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage")],
+    directory: Annotated[Path, argument("directory of the tokenizer, or an artifact of its stage", metavar="DIRECTORY")],
     text: Annotated[str | None, option("show the tokens of this text")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -288,7 +289,7 @@ SHOWN_ITEMS = 10
     "ttrain data contamination $(ttrain artifacts path shards-pretrain) --items suite.yaml --json",
 )
 def data_contamination(
-    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts")],
+    shards: Annotated[list[Path], argument("shards, directories with train/ in them, or artifacts", metavar="SHARDS")],
     items: Annotated[
         list[str] | None,
         option("a suite, or JSONL with items; without it the records held out beside the shards"),

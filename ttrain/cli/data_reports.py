@@ -46,7 +46,7 @@ FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
     "rejected": "  rejected", "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
     "cut_records": "  records cut", "too_long_dropped": "  pairs longer than a row",
-    "documents": "documents", "documents_seen": "  of", "heldout_rows": "  held out", "duplicates": "duplicates",
+    "documents": "documents", "documents_seen": "  read", "heldout_rows": "  held out", "duplicates": "duplicates",
     "near_duplicates": "near-duplicates",
     "tokens": "tokens", "live_tokens": "  that count in the loss", "bytes": "bytes", "bytes_per_token": "bytes per token",
     "shards": "shards", "encoded_blocks": "shards made", "reused_blocks": "shards reused", "encoder": "encoded by",

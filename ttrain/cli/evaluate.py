@@ -59,7 +59,7 @@ class TaskFiles:
     name="eval",
 )
 def evaluate(
-    models: Annotated[list[str], argument(MODELS_HELP, metavar="MODEL...")],
+    models: Annotated[list[str], argument(MODELS_HELP, metavar="MODEL")],
     suite: Annotated[
         list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")
     ] = None,

@@ -48,7 +48,7 @@ def gate_train(
     out: Annotated[Path, option("directory of the gate")],
     overrides: Annotated[
         list[str] | None,
-        argument("settings of the gate, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the gate, or runtime.*, as key=value", metavar="KEY=VALUE"),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -105,7 +105,7 @@ def gate_show(directory: Directory, as_json: AsJson = False) -> None:
 )
 def gate_route(
     directory: Directory,
-    text: Annotated[str, argument("the text; -: each line of standard input is one", callback=encodable)],
+    text: Annotated[str, argument("the text; -: each line of standard input is one", metavar="TEXT", callback=encodable)],
     as_json: AsJson = False,
 ) -> None:
     """Print the expert that a text is routed to, and the probability."""

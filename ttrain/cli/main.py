@@ -55,7 +55,7 @@ from ttrain.core.terminal import (
     table,
 )
 from ttrain.core.text import invalid_values
-from ttrain.errors import TTrainError, exit_code_of, with_fix
+from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
 from ttrain.store import layout
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -103,7 +103,11 @@ def main_options(
 def stage_run(
     stage: Annotated[
         str,
-        argument("the stage, see `ttrain stage list`; its inputs are those of the current plan", autocompletion=stage_words),
+        argument(
+            "the stage, see `ttrain stage list`; its inputs are those of the current plan",
+            metavar="STAGE",
+            autocompletion=stage_words,
+        ),
     ],
     settings_options: SettingsOptions,
     extend: Extend = False,
@@ -172,7 +176,7 @@ def up(
         list[str] | None,
         argument(
             "runs to open in MLflow, compared if several; servers.auth=off",
-            metavar="[RUN|KEY=VALUE]...",
+            metavar="RUN|KEY=VALUE",
             autocompletion=run_words,
         ),
     ] = None,
@@ -197,7 +201,12 @@ def up(
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
     pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
-    links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
+    try:
+        links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
+    except UsageError:
+        if missing:
+            print("the servers are running; stop them with: ttrain down", file=sys.stderr)
+        raise
     if as_json:
         print_json({**pages, **links})
     else:

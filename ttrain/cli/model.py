@@ -81,7 +81,7 @@ SHOWN_KINDS = 6  # in a line
 def models_size(
     arguments: Annotated[
         list[str] | None,
-        argument("a preset, and settings that override it", metavar="[PRESET|KEY=VALUE]..."),
+        argument("a preset, and settings that override it", metavar="PRESET|KEY=VALUE"),
     ] = None,
     config: Files = None,
     profile: Profiles = None,

@@ -98,9 +98,7 @@ schedule_app = Typer(
 Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
 
-ScheduleName = Annotated[
-    str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="[NAME]")
-]
+ScheduleName = Annotated[str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="NAME")]
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None
 def serve(
     overrides: Annotated[
         list[str] | None,
-        argument("servers.auth=token or servers.auth=off", metavar="[KEY=VALUE]..."),
+        argument("servers.auth=token or servers.auth=off", metavar="KEY=VALUE"),
     ] = None,
     unit: Annotated[
         Literal["systemd", "launchd", "cron"] | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -78,9 +79,9 @@ def option(help_text: str, *names: str, **rules: Any) -> Any:
     return Option(*names, help=help_text, **rules)
 
 
-def argument(help_text: str, **rules: Any) -> Any:
-    """A parameter of a command that is an argument."""
-    return Argument(help=help_text, **rules)
+def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
+    """A parameter of a command that is an argument; `metavar` is its name on the pages, to which Typer adds [] and ..."""
+    return Argument(help=help_text, metavar=metavar, **rules)
 
 
 SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
@@ -157,6 +158,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         function(**values)
 
     untyped: Any = call
+    untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # Typer keeps line breaks
     untyped.__annotations__ = {name: hint for name, hint, _ in options}
     untyped.__signature__ = inspect.Signature([
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -187,7 +189,7 @@ class SettingsOptions:
 
     overrides: Annotated[
         list[str] | None,
-        argument(SETTINGS_HELP, metavar="[KEY=VALUE]...", autocompletion=setting_words),
+        argument(SETTINGS_HELP, metavar="KEY=VALUE", autocompletion=setting_words),
     ] = None
     config: Files = None
     profile: Profiles = None

@@ -40,7 +40,7 @@ pipeline_app = command_group(
 
 pipeline_app.add_typer(nightly.schedule_app, name="schedule")
 
-Pipeline = Annotated[str, argument(PIPELINE_HELP)]
+Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]
 
 
 @command(
@@ -73,7 +73,9 @@ def pipeline_run(
     "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
 )
 def pipeline_rerun(
-    stage: Annotated[str, argument("the stage to run again; what depends on it follows", autocompletion=stage_words)],
+    stage: Annotated[
+        str, argument("the stage to run again; what depends on it follows", metavar="STAGE", autocompletion=stage_words)
+    ],
     settings_options: SettingsOptions,
     options: RunOptions,
     run: Annotated[
@@ -182,8 +184,8 @@ def pipeline_status(
     "ttrain pipeline logs full-20261121-160222 evaluate",
 )
 def pipeline_logs(
-    run: Annotated[str, argument("the run, or a part of its name", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, argument("of this stage alone", autocompletion=stage_words)] = "",
+    run: Annotated[str, argument("the run, or a part of its name", metavar="RUN", autocompletion=run_words)] = "latest",
+    stage: Annotated[str, argument("of this stage alone", metavar="STAGE", autocompletion=stage_words)] = "",
     follow: Annotated[bool, option("go on until the run ends", "--follow", "-f")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""

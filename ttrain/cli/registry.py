@@ -191,7 +191,7 @@ ModelVersion = Annotated[
     argument(
         "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
         "beginning of an artifact's key, or its directory",
-        metavar="VERSION",
+        metavar="REF",
     ),
 ]
 

@@ -41,7 +41,7 @@ EPILOG = (
     "ttrain sweep full 'pretrain.optim.lr=log(1e-3,1e-1)' pretrain.validate_every_steps=20 --prune\n\n"
     "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
 )
-Name = Annotated[str, argument("its name, or a part of it", metavar="[SWEEP]", show_default="the latest")]
+Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def sweep_full(
         list[str] | None,
         argument(
             "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
         ),
     ] = None,
     config: Files = None,

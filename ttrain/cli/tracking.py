@@ -37,7 +37,7 @@ track_app = command_group(
     "Examples:  ttrain track sync\n\nttrain track sync --dry-run\n\nttrain track sync full-20261121-160222-1a2b4 --json",
 )
 def track_sync(
-    run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it; default: all")] = None,
+    run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it; default: all", metavar="RUN")] = None,
     dry_run: Annotated[bool, option("only list what is waiting", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:

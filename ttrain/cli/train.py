@@ -55,10 +55,10 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
     "Train",
 )
 def train(
-    name: Annotated[str | None, argument(TASK_HELP)] = None,
+    name: Annotated[str | None, argument(TASK_HELP, metavar="TASK")] = None,
     overrides: Annotated[
         list[str] | None,
-        argument("settings of the task, or runtime.*, as key=value", metavar="[KEY=VALUE]..."),
+        argument("settings of the task, or runtime.*, as key=value", metavar="KEY=VALUE"),
     ] = None,
     config: Files = None,
     out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,

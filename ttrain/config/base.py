@@ -14,8 +14,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
+    Tag,
     ValidationError,
     create_model,
     model_validator,
@@ -136,7 +138,13 @@ def _as_sources(value: object) -> object:
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 
-Paths = Annotated[tuple[Location | Weighted, ...], BeforeValidator(_as_sources)]
+def _form_of_source(value: object) -> str:
+    return WEIGHTED if isinstance(value, Mapping | Weighted) else PLAIN
+
+
+PLAIN, WEIGHTED = "plain-source", "weighted-source"  # steps of pydantic's errors, which messages leave out
+Source = Annotated[Annotated[Location, Tag(PLAIN)] | Annotated[Weighted, Tag(WEIGHTED)], Discriminator(_form_of_source)]
+Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
 
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -168,7 +176,7 @@ def _existing_zone(value: str) -> str:
     try:
         ZoneInfo(value)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ValueError(f"timezone is {value!r}, which is not the name of a time zone; try Europe/Berlin") from None
+        raise ValueError("must be the name of a time zone, such as Europe/Berlin") from None
     return value
 
 
@@ -179,7 +187,7 @@ def _time_of_day(value: str) -> str:
     try:
         return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
     except ValueError:
-        raise ValueError(f"{value!r} is not a time of day; write hour:minute from 00:00 to 23:59, such as 06:30") from None
+        raise ValueError("must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30") from None
 
 
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, rules, yaml_text
-from ttrain.config.base import is_retired
+from ttrain.config.base import PLAIN, WEIGHTED, is_retired
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
@@ -32,6 +33,7 @@ SHOWN_ERRORS = 20
 KEY_CHARACTERS, KEY_PARTS = 200, 16
 S = TypeVar("S", bound=Section)
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
+SENTENCES = {"missing": "needs the key '{key}'", "extra_forbidden": "there is no such setting"}
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
 
@@ -92,8 +94,12 @@ def layers(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Override]:
     """Every value that is set, the weakest first. Raises UsageError where one cannot be read."""
-    value_layers = _layers(overrides, files, profiles, environment)
-    flat_overrides = [Override(origin, key, value) for origin, values in value_layers for key, value in flatten(values)]
+    flat_overrides: list[Override] = []
+    for origin, values in _layers(overrides, files, profiles, environment):
+        flat_values = list(flatten(values))
+        if repeated := next((key for key, number in Counter(key for key, _ in flat_values).items() if number > 1), None):
+            raise UsageError(f"'{one_line(repeated)}' is set twice in {origin}, with dots and by its section; remove one")
+        flat_overrides += [Override(origin, key, value) for key, value in flat_values]
     for origin, key, _ in flat_overrides:
         if len(key) > KEY_CHARACTERS or key.count(".") >= KEY_PARTS:
             raise UsageError(
@@ -115,6 +121,8 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
             _check_key(key, origin, valid_keys)
         if value in (None, {}) and key not in valid_keys and not is_field:
             continue  # a section in which nothing is set
+        if isinstance(value, bool) and key in numeric_keys(root):  # which pydantic reads as 1 or 0
+            raise UsageError(f"{key} is {str(value).lower()} (from {origin}) but must be a number")
         for stale, _ in flatten(_assign(tree, key, value), f"{key}."):
             sources.pop(stale, None)
         sources[key] = origin
@@ -153,6 +161,9 @@ def _layers(
     for path in files:
         yield str(path), read_yaml(path)
     for variable in sorted(environment):
+        name = variable.removeprefix("TTRAIN_")
+        if name != variable and "__" in name.lstrip("_") and not variable.startswith(ENVIRONMENT_PREFIX):
+            raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             yield variable, {key: _scalar(environment[variable], variable)}
@@ -288,7 +299,7 @@ def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:
         raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
     near = [name for name in valid_keys if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
     if not 1 <= len(near) <= SHOWN_NEIGHBOURS:
-        near = difflib.get_close_matches(key, valid_keys, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.4)
     all_of_them = (
         "; `ttrain config show` lists them all" if len(valid_keys) > SHOWN_KEYS else f"; there are {', '.join(valid_keys)}"
     )
@@ -314,6 +325,20 @@ def settable_keys(root: type[Section]) -> list[str]:
 def open_keys(root: type[Section]) -> list[str]:
     """Dotted names of the settings that are mappings from any name, checked by whoever knows the names."""
     return [key for key, annotation in leaf_fields(root) if get_origin(annotation) is dict]
+
+
+@functools.cache
+def numeric_keys(root: type[Section]) -> frozenset[str]:
+    """Dotted names of the settings whose value is a number, or nothing."""
+
+    def kinds(annotation: Any) -> set[Any]:
+        if get_origin(annotation) in (tuple, list, dict, Literal):
+            return set()
+        return {kind for part in get_args(annotation) for kind in kinds(part)} or {annotation}
+
+    return frozenset(
+        key for key, annotation in leaf_fields(root) if kinds(annotation) & {int, float} and bool not in kinds(annotation)
+    )
 
 
 def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -348,15 +373,27 @@ def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origi
         sources[f"{stage}.{other_budget}"] = f"{key} is set"
 
 
+def _is_below(name: Sequence[object], section: Sequence[object]) -> bool:
+    return len(name) > len(section) and tuple(name[: len(section)]) == tuple(section)
+
+
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One line per wrong setting: name, value, rule, origin."""
     lines: list[str] = []
     several: dict[str, int] = {}  # line of a setting that may have one of several forms, of which each has an error
-    errors = error.errors(include_url=False)
+    errors: list[Any] = list(error.errors(include_url=False))
+    for item in errors:
+        item["loc"] = tuple(step for step in item["loc"] if step not in (PLAIN, WEIGHTED))
+        if item["type"] == "missing":
+            item["ctx"], item["loc"] = {"key": item["loc"][-1]}, item["loc"][:-1]
+    wrong = [item["loc"] for item in errors]
+    errors = [  # a list whose entries are wrong is empty for pydantic
+        item for item in errors if item["type"] != "too_short" or not any(_is_below(name, item["loc"]) for name in wrong)
+    ]
     for item in errors[:SHOWN_ERRORS]:
         name = ".".join(str(step) for step in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "value_error":
+        if item["type"] == "value_error" and not message.startswith("must "):
             lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))
             continue
         *steps, last = item["loc"] or ("",)
@@ -366,7 +403,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
                 continue
             several[parent], name = len(lines), parent
         origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
-        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item)}"))
+        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item, SENTENCES)}"))
     if len(errors) > SHOWN_ERRORS:
         lines.append(f"and {len(errors) - SHOWN_ERRORS:,} more wrong settings")
     return "\n".join(lines)

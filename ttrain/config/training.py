@@ -51,8 +51,15 @@ class Training(Loop):
 
     def _check(self) -> None:
         super()._check()
-        if (self.tokens is None) == (self.epochs is None):
-            raise ValueError(f"set one of tokens ({self.tokens}) and epochs ({self.epochs}), and the other to null")
+        if self.tokens is None and self.epochs is None:
+            raise ValueError(
+                "tokens and epochs are both empty, but one of them must be the budget; set one, such as epochs=1"
+            )
+        if self.tokens is not None and self.epochs is not None:
+            raise ValueError(
+                f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
+                f"set the other to null"
+            )
         if self.tokens_per_step % self.row_length:
             good = max(1, round(self.tokens_per_step / self.row_length)) * self.row_length
             raise ValueError(

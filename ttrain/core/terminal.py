@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 PIPE_WIDTH = 180
+COLUMN_GAP = 2  # of a table
+SHORT_CELL = 20  # columns of a cell that stands beside others in a terminal too narrow for the table
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -85,16 +87,57 @@ def print_plain(screen: Console, text: str) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:
-    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
+    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them.
+
+    In a terminal that is too narrow for the longest words, where keys and paths would be broken, each row is several lines.
+    """
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    screen = screen or console()
+    lines = [[escaped(str(cell)) for cell in row] for row in (header, *rows)]
+    columns = list(zip(*lines, strict=True))
+    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]
+    room = screen.width - sum(least) - COLUMN_GAP * (len(least) - 1)
+    if screen.is_terminal and room < 0:
+        _print_narrow(lines, screen)
+        return
+    widths: list[int | None] = [None] * len(columns)
+    if screen.is_terminal:  # Rich alone would break the words of a wide column while another has room
+        wanted = [max(map(cell_len, column)) - width for column, width in zip(columns, least, strict=True)]
+        for rank, number in enumerate(sorted(range(len(columns)), key=wanted.__getitem__)):
+            added = min(wanted[number], room // (len(columns) - rank))
+            widths[number] = least[number] + added
+            room -= added
     drawn = Table(box=None, header_style="dim", pad_edge=False)
-    for name in header:
-        drawn.add_column(Text(escaped(name)), overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
-    (screen or console()).print(drawn)
+    for name, width in zip(lines[0], widths, strict=True):
+        drawn.add_column(Text(name), overflow="fold", width=width)
+    for line in lines[1:]:
+        drawn.add_row(*map(Text, line))
+    screen.print(drawn)
+
+
+def _print_narrow(lines: Sequence[Sequence[str]], screen: Console) -> None:
+    """Print a header and rows: of each row the first short cells in a line, then each other cell with its name below it."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    header = lines[0]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    beside, room = [0], screen.width - widths[0]
+    for number, width in enumerate(widths[1:], 1):
+        if width <= SHORT_CELL and width + COLUMN_GAP <= room:
+            beside.append(number)
+            room -= width + COLUMN_GAP
+    gap = " " * COLUMN_GAP
+    for line in lines:
+        cells = (line[number] + " " * (widths[number] - cell_len(line[number])) for number in beside)
+        style = "dim" if line is header else ""
+        screen.print(Text(gap.join(cells).rstrip(), style=style), soft_wrap=True)
+        below = [(header[number], cell) for number, cell in enumerate(line) if number not in beside and cell]
+        for name, cell in below if line is not header else ():
+            screen.print(Text(f"{gap}{name}: {cell}" if name else f"{gap}{cell}"), soft_wrap=True)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:

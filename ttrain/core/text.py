@@ -23,6 +23,7 @@ RULES: Mapping[str, str] = {
     "path_type": "a path",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_short": "at least {min_length} characters long",
     "too_short": "a list of {min_length} or more",
     "string_too_long": "at most {max_length} characters long",

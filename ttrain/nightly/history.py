@@ -18,7 +18,7 @@ from ttrain.errors import UsageError
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.reports import html
 from ttrain.reports.drawings import Scatter
-from ttrain.reports.sections import Cell, Table
+from ttrain.reports.sections import Cell, Table, Text
 from ttrain.stages import REPLAY, SHARDS_PRETRAIN
 from ttrain.store.layout import Artifact, Artifacts
 
@@ -187,8 +187,7 @@ def render(name: str, nights: Sequence[NightHistory]) -> str:
     page.section("Challenger and champion", page.charts(_charts(nights)))
     page.section("What each night learnt and lost", _table(nights))
     page.section(
-        "Figures on the held-out text of each night and source and by other metrics, with the change against the champion",
-        *_texts(nights),
+        "Figures by held-out text and metric", Text("In small: the change against the champion.", "faint"), *_texts(nights)
     )
     return page.render(_head(name, nights))
 

@@ -198,4 +198,4 @@ def extension_of(
                 best = (step, path)
     if best is None:
         return None, "--extend found no shorter run of this batch with a checkpoint before its decay; it starts from scratch"
-    return best[1], f"--extend: continues at step {best[0]} of the run {best[1].parent.parent.name[:12]}"
+    return best[1], f"--extend: continues at step {best[0]} of the shorter training {best[1].parent.parent.name[:12]}"

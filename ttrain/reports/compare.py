@@ -105,7 +105,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     """Compare runs; percentages are relative to the first one."""
     manifests = [{name: view.manifest(name) for name in view.stages} for view in views]
     settings = {True: list[Difference](), False: list[Difference]()}
-    for difference in _differences([view.params for view in views]):
+    for difference in _differences([{name: facts.as_yaml(value) for name, value in view.params.items()} for view in views]):
         if is_retired(difference.name) and len({*difference.values} - {ABSENT}) < 2:
             continue  # newer runs do not record it
         settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
@@ -115,7 +115,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     gone = list(_gone(views, manifests))
     return RunComparison(
         runs=tuple(view.name for view in views),
-        verdict=_verdict(views, metrics),
+        verdict=_verdict(views, metrics, has_one_tokenizer=len(_tokenizers(manifests)) < 2),
         remarks=tuple(_comparability_warnings(views, manifests)),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
@@ -253,11 +253,12 @@ def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
     return ComparedMetric(name, values, facts.better(name), facts.best(name, values), shares)
 
 
-def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str:
+def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric], *, has_one_tokenizer: bool) -> str:
     """The best run by the first deciding metric that differs, and by how much it beats the next best."""
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
-    for figure in filter(None, map(by_name.get, DECIDING_METRICS)):
+    deciding = [name for name in DECIDING_METRICS if has_one_tokenizer or "loss" not in name]
+    for figure in filter(None, map(by_name.get, deciding)):
         finite = {run: value for run, value in enumerate(figure.values) if value is not None and math.isfinite(value)}
         if len(finite) < 2:
             continue
@@ -273,7 +274,9 @@ def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric]) -> str
         )
         certainty = significance_text(views[winners[0]], views[next_best[0]], figure.name)
         return "; ".join(filter(None, (equal, comparison, certainty)))
-    return equal or "the runs share no metric that decides which is better"
+    return equal or (
+        "the runs share no metric that decides which is better" + ("" if has_one_tokenizer else " with two tokenizers")
+    )
 
 
 def _joined_names(numbers: Sequence[int], count: int) -> str:
@@ -283,7 +286,7 @@ def _joined_names(numbers: Sequence[int], count: int) -> str:
 
 def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[str]:
     """Reasons why metrics of the same name cannot be compared."""
-    tokenizers = {_content(stages, "tokenizer") for stages in manifests} - {None}
+    tokenizers = _tokenizers(manifests)
     if len(tokenizers) > 1:
         yield "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can"
     if len(_texts(views, manifests, same_tokens=len(tokenizers) < 2)) > 1:
@@ -295,6 +298,11 @@ def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manife
     ]
     if unfinished:
         yield f"not all runs are complete: {', '.join(unfinished)}"
+
+
+def _tokenizers(manifests: Sequence[Manifests]) -> set[str | None]:
+    """The content digests of the runs' tokenizers, as far as they are known."""
+    return {_content(stages, "tokenizer") for stages in manifests} - {None}
 
 
 def _content(stages: Manifests, name: str) -> str | None:

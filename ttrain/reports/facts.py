@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +42,16 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
             if name in settings and name not in changed and settings[name] not in (value, str(value))
         }
     return changed
+
+
+def as_yaml(value: Any) -> str:
+    """The value of a setting as a settings file has it; of MLflow it comes as a text, as Python writes it."""
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value) if value in ("True", "False", "None") or value.startswith(("[", "{")) else value
+        except (ValueError, SyntaxError):
+            return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:

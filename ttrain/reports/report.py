@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,14 +97,14 @@ def _stages(view: RunView) -> Table:
         maker = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
         manifest = view.manifest(name)
         figure_text = stage.record.get("metric") or (summary.key_figures(name, manifest["result"]) if manifest else "")
-        reason = joined([summary.shortened(stage.record.get("why") or []), " ", tag("small", maker)])
+        reason = joined(["; ".join(stage.record.get("why") or ()), " ", tag("small", maker)])
         rows.append((Cell(name, "short"), pill(stage.status), format_duration(stage.seconds), figure_text, reason))
     return Table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
 
 
 def _problem_table(problems: Sequence[Problem]) -> Block:
     if not problems:
-        return Text("Nothing failed, nothing was retried, no row was left out.", "faint")
+        return Text("Nothing failed, nothing was retried, no row was rejected.", "faint")
     states = {True: Cell("resolved", "good"), False: Cell("open", "bad")}
     rows = [(problem.stage or "the run", problem.description, states[problem.is_resolved]) for problem in problems]
     return Table(("stage", "problem", ""), rows)
@@ -202,10 +201,10 @@ def settings(view: RunView) -> Iterator[Block]:
     """The settings that differ from the defaults; all settings are folded."""
     if not view.params:
         return
-    changed = [(name, *values) for name, values in sorted(facts.changed_settings(view.params).items())]
+    changed = [(name, *map(facts.as_yaml, values)) for name, values in sorted(facts.changed_settings(view.params).items())]
     yield from table_of(("changed setting", "value", "default"), changed)
-    everything = json.dumps(dict(sorted(view.params.items())), indent=1, ensure_ascii=False)
-    yield Fold(f"all {len(view.params)} settings", Code(everything))
+    everything = [f"{name}: {facts.as_yaml(value)}" for name, value in sorted(view.params.items())]
+    yield Fold(f"all {len(view.params)} settings", Code("\n".join(everything)))
 
 
 def machine(view: RunView) -> list[Block]:
@@ -241,7 +240,8 @@ def find_problems(view: RunView, earlier: Iterable[runs.RecordedRun] = ()) -> li
         error, done = stage.record.get("error"), stage.status not in UNFINISHED
         if error or not done:
             outcome = "failed and was retried" if done else UNFINISHED[stage.status]
-            problems.append(Problem(name, f"{outcome}: {error}" if error else outcome, done))
+            text = str(error or "").removeprefix(f"stage {name} ").removeprefix("failed: ")
+            problems.append(Problem(name, f"{outcome}: {text}" if text else outcome, done))
         if step := stage.record.get("resumed_from_step"):
             problems.append(Problem(name, f"resumed at step {step:,}"))
         problems += (Problem(name, *problem) for problem in _of_artifact(view.manifest(name)))

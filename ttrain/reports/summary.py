@@ -86,7 +86,7 @@ def key_figures(stage: str, result: Result) -> str:
         reused = result["blocks"] - result["encoded_blocks"]
         reused_text = f"; {reused:,} of {result['blocks']:,} shards were reused" if reused else ""
         overlap_text = _overlaps(result.get("contamination"))
-        counts = f"{train['rows']:,} rows, {train['tokens']:,} tokens; held out {heldout['rows']:,} rows"
+        counts = f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
         return f"{counts}{left_out}{reused_text}{overlap_text}"
     if stage == "heldout":
         unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
@@ -138,7 +138,7 @@ def labels(run: RecordedRun) -> list[str]:
 def _figure(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def shown_stages(run: RecordedRun) -> list[Result]:
@@ -163,7 +163,7 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
 BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))
 
 # Of the held-out records, what is counted beside them.
-SCORED = {"chats": ("chats", "chat_tokens"), "domain": ("chats", "domain_tokens"), "pairs": ("pairs", "")}
+SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens"), "pairs": ("pair", "")}
 
 NO_SUITES: Result = {"models": (), "tasks": (), "comparisons": ()}
 
@@ -184,8 +184,8 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     def row(label: str, name: str, remark: str = "") -> EvaluationRow:
         return label, _with_interval(metrics[name], intervals.get(name)), remark
 
-    def count(name: str) -> str:
-        return f"{int(metrics.get(f'{EVALUATED}{name}') or 0):,}"
+    def count(name: str, noun: str) -> str:
+        return counted(int(metrics.get(f"{EVALUATED}{name}") or 0), noun)
 
     table: list[EvaluationRow] = []
     bits, *losses = PRIMARY_METRICS.values()
@@ -194,7 +194,7 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
         if name not in metrics:
             continue
         if model == bits.model:
-            remark = f"{count('documents')} documents, {count('document_bytes')} bytes"
+            remark = f"{count('documents', 'document')}, {count('document_bytes', 'byte')}"
             remark += "" if xz is None else f"; {'beats' if metrics[name] < xz else 'does not beat'} xz"
         table.append(row(f"{bits.label}, {label}", name, remark))
         groups = (group for group in metrics if group.startswith(f"{name}/"))  # eval/bits_per_byte/lang:zh is lang=zh
@@ -205,7 +205,7 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
             name = f"{EVALUATED}{loss.of(model)}"
             if (value := metrics.get(name)) is not None:
                 unit, tokens = SCORED[loss.records]
-                scored = f"{count(loss.records)} {unit}" + (f", {count(tokens)} scored tokens" if tokens else "")
+                scored = count(loss.records, unit) + (f", {count(tokens, 'scored token')}" if tokens else "")
                 remark = scored if previous is None else f"{value - previous:+.3f}"
                 p = paired.get(loss.of(model), {}).get("p")
                 table.append(row(f"{loss.label}, {model}", name, remark + ("" if p is None else f", p = {p:.2g}")))

@@ -112,13 +112,13 @@ def unknown(
     existing = list(dict.fromkeys(names))
     near = difflib.get_close_matches(text[:200], existing, n=3, cutoff=0.6)
     subject = f"{owner} has no {kind} '{text}'" if owner else f"there is no {kind} '{text}'"
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; did you mean {' or '.join(near)}" if near else ""
     suggestion = (
         f"there {'is' if len(existing) == 1 else 'are'} {listed(existing, shown)}"
         if existing
         else f"there is none yet, {begin}"
     )
-    return UsageError(f"{subject}{hint}; {suggestion}{also}")
+    return UsageError(f"{subject}{hint}{'? ' if near else '; '}{suggestion}{also}")
 
 
 def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:

@@ -212,9 +212,9 @@ class NonFinite(TTrainError):
             remedy = f"; {'it is skipped' if self.is_skipped else skipped}"
         name = "gradient" if math.isfinite(finished.loss) else "loss"
         super().__init__(
-            f"the {name} of step {self.step} is not finite (loss {finished.loss}, gradient norm {finished.norm}); its "
-            f"{len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
-            f"({config.optim.lr}){remedy}"
+            f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient norm {finished.norm:.6g}); "
+            f"its {len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower "
+            f"{config.prefix}optim.lr ({config.optim.lr}){remedy}"
         )
 
 
