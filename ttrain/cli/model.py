@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model",
 )
 def models_import(
-    source: Annotated[Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one")],
+    source: Annotated[
+        Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one", metavar="SOURCE")
+    ],
     to: Annotated[Path, option("directory to write; it must be empty or missing")],
     config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
