@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -205,16 +206,7 @@ def generate(
     loading_options.check_device()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
-
-    def check_out() -> None:
-        if out is None:
-            return
-        check_output_file(out)
-        if out.exists() and not force:
-            raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
-        if out.exists() and prompts.exists() and out.samefile(prompts):
-            raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
-
+    check_out = partial(_check_answers_file, out, prompts, force=force)
     check_out()
     [reference] = resolved_models([model], [loading_options.base], loading_options.run)
 
@@ -241,8 +233,9 @@ def generate(
             try:
                 done = batch.write_answers(out, header, make, check_out)
             except KeyboardInterrupt:
-                partial = batch.partial_of(out)
-                raise Interrupted(f"stopped; the answers so far are in {partial}; the same command continues") from None
+                raise Interrupted(
+                    f"stopped; the answers so far are in {batch.partial_of(out)}; the same command continues"
+                ) from None
     summary = {"out": out and str(out), "prompts": len(rows), "answered before": done,
                **tally.summary()}  # fmt: skip
     if as_json:
@@ -250,6 +243,16 @@ def generate(
     elif out is not None:
         rows_of_table = {"model": reference.text, **summary}.items()
         table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
+
+
+def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None:
+    if out is None:
+        return
+    check_output_file(out)
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+    if out.exists() and prompts.exists() and out.samefile(prompts):
+        raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
 
 
 @command(
