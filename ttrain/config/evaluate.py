@@ -144,14 +144,19 @@ class Shots(TaskBase):
             raise ValueError(f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4")
 
 
-class TextTask(TaskBase):
+class WindowsTask(TaskBase):
+    """A task on the tokens of records, which are scored in windows."""
+
+    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
+    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+
+
+class TextTask(WindowsTask):
     """Bits per byte and perplexity of documents, {"text"}."""
 
     kind: Literal["text"] = "text"
     file: str = setting(HELDOUT, "JSON Lines with `text`; heldout: the documents held out from pretraining")
     text_field: str = Field("text", min_length=1)
-    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
-    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
     max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
     by: tuple[str, ...] = setting(("source", "lang"), "keys of the rows: figures of each of their values too")
 
@@ -159,26 +164,22 @@ class TextTask(TaskBase):
         check_stride(self)
 
 
-class ChatsTask(TaskBase):
+class ChatsTask(WindowsTask):
     """Loss on the assistant's tokens of chats, and what its own answers look like."""
 
     kind: Literal["chats"] = "chats"
     file: str = setting("chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora")
-    row_length: int = Field(256, ge=8)
-    stride: int = Field(128, ge=1)
     new_tokens: int = setting(64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096)
     answers: int = setting(
         2, "of each chat that are judged: those with calls, then the last ones; 0: the loss alone", ge=0, le=64
     )
 
 
-class PairsTask(TaskBase):
+class PairsTask(WindowsTask):
     """Which of two answers a model gives the higher probability, {"prompt", "chosen", "rejected"}."""
 
     kind: Literal["pairs"] = "pairs"
     file: str = setting("pairs", "JSON Lines with pairs of answers; pairs: those held out from dpo")
-    row_length: int = Field(256, ge=8)
-    stride: int = Field(128, ge=1)
 
 
 class ChoicesTask(Shots):
