@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,18 @@ PLAIN_HEADS = frozenset({
 })  # fmt: skip
 
 LossTerms = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its parts, other sums
+
+
+class PackedTensors(NamedTuple):
+    """Packed rows on the device; where their records begin, as `NextTokenLoss.spans` has it, and their branches."""
+
+    input_ids_BT: Tensor
+    positions_BT: Tensor
+    segments_BT: Tensor
+    labels_BT: Tensor
+    spans: Spans | None
+    branches_BT: Tensor | None
+
 
 log = logging.getLogger("ttrain")
 
@@ -202,11 +214,11 @@ class NextTokenLoss(nn.Module):
         terms of that cross entropy, [B, T], and apart from it the balance terms, unweighted (see `balance_of`); each row
         counts `weights_B` times in these.
         """
-        batch = (input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
+        rows = PackedTensors(input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
         if next_only:
-            return self._first_head(*batch)[1], {}, {}
+            return self._first_head(rows)[1], {}, {}
         with self._routers.watched() as choices:
-            hidden_BTD, loss = self._first_head(*batch)
+            hidden_BTD, loss = self._first_head(rows)
         parts: dict[str, Tensor] = {} if branches_BT is not None else {"ce1": loss}
         sums: dict[str, Tensor] = {}
         second: Any = self.get_second_head() if branches_BT is None else None
@@ -232,53 +244,54 @@ class NextTokenLoss(nn.Module):
         if self._balancing.bias_rate:
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
-    def _first_head(
-        self,
-        input_ids_BT: Tensor,
-        positions_BT: Tensor,
-        segments_BT: Tensor,
-        labels_BT: Tensor,
-        spans: Spans | None = None,
-        branches_BT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def _first_head(self, rows: PackedTensors) -> tuple[Tensor, Tensor]:
         """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
         model: Any = self.causal
-        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": positions_BT}
-        arguments: dict[str, Any] = {} if spans is None else {"spans": spans}
-        if self._chunked and spans is None and self._by_records and not count(self.model):
-            arguments = attention.record_arguments(model, segments_BT, branches_BT)  # do not cover the keys of a prefix
+        inputs = self._inputs(rows)
+        if not self._chunked:
+            criterion = self._criterion if rows.branches_BT is None else token_losses
+            return self._head_as_it_is(inputs, rows.labels_BT, criterion)
+        hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        weight_VD = model.get_output_embeddings().weight
+        if rows.branches_BT is not None:
+            return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens)
+        return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT)
+
+    def _inputs(self, rows: PackedTensors) -> dict[str, Any]:
+        """What the model of transformers is called with, so that records and branches do not see each other."""
+        model: Any = self.causal
+        inputs: dict[str, Any] = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
+        arguments: dict[str, Any] = {} if rows.spans is None else {"spans": rows.spans}
+        if self._chunked and rows.spans is None and self._by_records and not count(self.model):  # which cover no prefix
+            arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
         if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
-            inputs |= {"attention_mask": segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), **arguments}
-        else:
-            mask_B1TT = segment_mask(segments_BT) if branches_BT is None else segment_mask(segments_BT, branches_BT)
-            inputs = prepend(self.model, {**inputs, "attention_mask": mask_B1TT})
-            inputs = attention.with_attention_mask(model, inputs)
-        if self._chunked:
-            hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
-            weight_VD = model.get_output_embeddings().weight
-            if branches_BT is not None:
-                return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens)
-            compiled = attention.is_compiled(model)
-            return hidden_BTD, linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
+            return inputs | {"attention_mask": rows.segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), **arguments}
+        inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(rows.segments_BT, rows.branches_BT)})
+        return attention.with_attention_mask(model, inputs)
+
+    def _head_as_it_is(
+        self, inputs: dict[str, Any], labels_BT: Tensor, criterion: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
+        model: Any = self.causal
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
         )
         try:
-            criterion = self._criterion if branches_BT is None else token_losses
             loss = criterion(model(**inputs, use_cache=False).logits, labels_BT)
         finally:
             hook.remove()
         return hidden_states[0], loss
 
+    def _loss_in_chunks(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
+        compiled = attention.is_compiled(self.causal)
+        return linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
+
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-        loss: Tensor
         if self._chunk_tokens == 0 or head.bias is not None:
-            loss = self._criterion(head(hidden_BTD), labels_BT)
-        else:
-            compiled = attention.is_compiled(self.causal)
-            loss = linear_token_loss_sum(hidden_BTD, head.weight, labels_BT, self._chunk_tokens, compiled=compiled)
-        return loss
+            return self._criterion(head(hidden_BTD), labels_BT)
+        return self._loss_in_chunks(hidden_BTD, head.weight, labels_BT)
 
     def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> dict[str, Tensor]:
         """Balance terms of the routers, unweighted."""
