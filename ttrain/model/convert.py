@@ -20,7 +20,7 @@ from ttrain.core.files import parse_json, temporary_path
 from ttrain.core.hashing import sha256_file
 from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import import_weights, registry
+from ttrain.model import factory, import_weights, registry
 from ttrain.model.import_weights import VOCABULARY, ConvertedModel, Settings, Weights
 from ttrain.store.model_files import SECOND_HEAD
 from ttrain.store.runs import remove_interrupted_writes
@@ -163,8 +163,7 @@ def _write(converted: ConvertedModel, directory: Path) -> int:
 
     registry.register_own()
     model = AutoModelForCausalLM.from_config(converted.config, dtype=torch.float32)
-    tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
-    expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    expected = factory.state(model)
     wrong = sorted(
         {*expected} ^ {*converted.weights}
         or {name for name in expected if expected[name].shape != converted.weights[name].shape}

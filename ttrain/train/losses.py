@@ -72,12 +72,16 @@ def linear_token_loss_sum(
     torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
     CPU than the plain way (247 ms against 205 ms).
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
-    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients, compiled
-    )
+    arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
+    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled)  # type: ignore[no-untyped-call]  # torch's
     return loss
+
+
+def _arguments(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None) -> tuple[Any, ...]:
+    """Of both functions below, which see positions in one row; the last one: whether gradients are recorded."""
+    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
+    return hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -124,11 +128,8 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
     chunk, in the backward pass.
     """
-    chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
-    gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
-    losses_N: Tensor = _LinearTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
-    )
+    arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
+    losses_N: Tensor = _LinearTokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     return losses_N.view_as(labels_BT)
 
 
