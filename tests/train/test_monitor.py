@@ -191,8 +191,8 @@ def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_i
 
 
 def test_the_table_orders_precisions_as_chips_do() -> None:
-    for chip, tflops in monitor.TFLOPS.items():
-        assert tflops["fp16"] >= tflops.get("tf32", 0) >= (tflops["fp32"] if "tf32" in tflops else 0), chip
+    for chip, (half, tf32, fp32) in monitor.TFLOPS.items():
+        assert half >= (tf32 or half) >= fp32, chip
 
 
 def test_a_peak_is_measured_at_once_and_draws_no_random_number() -> None:

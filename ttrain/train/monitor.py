@@ -111,26 +111,27 @@ def peak_memory(device: torch.device) -> int:
 
 
 TERA = 1e12
-# Dense TFLOP/s, accumulated in fp32, by a word of the name that torch.cuda.get_device_name gives. Sources:
+# Dense TFLOP/s in fp16, tf32 and fp32, accumulated in fp32, by a word of the name that torch.cuda.get_device_name gives.
+# Chips with tf32 have bf16 too, as fast as fp16. Sources:
 #   T4     nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
 #   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of the figures with
 #          sparsity. GH200 holds the same chip as H100 SXM.
 #   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A; 4090: "NVIDIA Ada GPU Architecture", appendix A
 # Boards of the same name that are slower (PCIe, NVL) have lines of their own, or are measured.
-TFLOPS: dict[str, dict[str, float]] = {
-    "T4": {"fp16": 65, "fp32": 8.1},
-    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
-    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
-    "A100 PCIe": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
-    "L4": {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
-    "L40S": {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
-    "3090": {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
-    "4090": {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},
-    "H100": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51.2},
-    "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "GH200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "B200": {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
+TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    "T4": (65, None, 8.1),
+    "A10": (125, 62.5, 31.2),
+    "A100": (312, 156, 19.5),
+    "A100 PCIe": (312, 156, 19.5),
+    "L4": (121, 60, 30.3),
+    "L40S": (362, 183, 91.6),
+    "3090": (71, 35.6, 35.6),
+    "4090": (165.2, 82.6, 82.6),
+    "H100": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756, 378, 51.2),
+    "H200": (989.4, 494.7, 66.9),
+    "GH200": (989.4, 494.7, 66.9),
+    "B200": (2250, 1125, 75),
 }
 
 OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})  # not covered by the line of the plain chip
@@ -152,10 +153,11 @@ def peak_flops(precision: Precision) -> float:
 def datasheet_flops(name: str, word: str) -> float | None:
     """The table's FLOP/s for a device name and a precision; None if not listed."""
     name_parts = {*name.replace("-", " ").split()}
-    for chip, tflops in TFLOPS.items():
+    for chip, (half, tf32, fp32) in TFLOPS.items():
         chip_parts = {*chip.split()}
         if chip_parts <= name_parts and name_parts & OTHER_BOARDS <= chip_parts:
-            return tflops[word] * TERA if word in tflops else None
+            tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}[word]
+            return None if tflops is None else tflops * TERA
     return None
 
 
