@@ -312,29 +312,23 @@ def row_losses(
     logsumexp(logits)^2 (arXiv:2202.08906, eq. 5). `tokens_BT`: False at padding, which counts in neither.
     """
     with torch.autocast(tokens_BT.device.type, enabled=False):  # autocast would count in bf16
-        return _row_losses(routers, choices, tokens_BT, live_B, z_loss)
-
-
-def _row_losses(
-    routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor, live_B: Tensor, z_loss: bool
-) -> tuple[Tensor, Tensor]:
-    B, T = tokens_BT.shape
-    inside_BT = tokens_BT.to(choices[0].logits_NE.dtype)
-    live_by_token_B = live_B / inside_BT.sum(1).clamp_min(1)
-    balance = z = inside_BT.new_zeros(())
-    for choice in choices:
-        scores_NE = routers.scores(choice)
-        E, k = scores_NE.shape[1], choice.experts_Nk.shape[1]
-        with torch.no_grad():  # by the scores alone: eq. 18 leaves out the balancing bias
-            wanted_Nk = scores_NE.topk(k, sorted=False).indices
-            chosen_BTE = torch.zeros_like(scores_NE).scatter_(1, wanted_Nk, 1.0).view(B, T, E)
-            counts_BE = torch.einsum("bte,bt->be", chosen_BTE, inside_BT)
-            f_BE = counts_BE * (E / k) / inside_BT.sum(1, keepdim=True).clamp_min(1)
-        sums_BE = torch.einsum("bte,bt->be", scores_NE.view(B, T, E), inside_BT)
-        balance = balance + ((f_BE * sums_BE).sum(1) * live_by_token_B).sum()
-        if z_loss:
-            z_BT = choice.logits_NE.logsumexp(-1).square().view(B, T)
-            z = z + ((z_BT * inside_BT).sum(1) * live_by_token_B).sum()
+        B, T = tokens_BT.shape
+        inside_BT = tokens_BT.to(choices[0].logits_NE.dtype)
+        live_by_token_B = live_B / inside_BT.sum(1).clamp_min(1)
+        balance = z = inside_BT.new_zeros(())
+        for choice in choices:
+            scores_NE = routers.scores(choice)
+            E, k = scores_NE.shape[1], choice.experts_Nk.shape[1]
+            with torch.no_grad():  # by the scores alone: eq. 18 leaves out the balancing bias
+                wanted_Nk = scores_NE.topk(k, sorted=False).indices
+                chosen_BTE = torch.zeros_like(scores_NE).scatter_(1, wanted_Nk, 1.0).view(B, T, E)
+                counts_BE = torch.einsum("bte,bt->be", chosen_BTE, inside_BT)
+                f_BE = counts_BE * (E / k) / inside_BT.sum(1, keepdim=True).clamp_min(1)
+            sums_BE = torch.einsum("bte,bt->be", scores_NE.view(B, T, E), inside_BT)
+            balance = balance + ((f_BE * sums_BE).sum(1) * live_by_token_B).sum()
+            if z_loss:
+                z_BT = choice.logits_NE.logsumexp(-1).square().view(B, T)
+                z = z + ((z_BT * inside_BT).sum(1) * live_by_token_B).sum()
     return balance, z
 
 
