@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,8 @@ class Callback:
     ends the run with an error that names it.
     """
 
+    saved_attributes: ClassVar[tuple[str, ...]] = ()  # that are its state in the checkpoint, as JSON
+
     def start(self, step: int, steps: int) -> None:
         """The loop begins at `step`; above 0, it continues."""
 
@@ -114,10 +116,12 @@ class Callback:
 
     def state(self) -> dict[str, Any]:
         """State of this callback for the checkpoint, as JSON."""
-        return {}
+        return {name: getattr(self, f"_{name}") for name in self.saved_attributes}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state()` returned."""
+        for name in self.saved_attributes:
+            setattr(self, f"_{name}", state[name])
 
     def end(self, step: int) -> None:
         """The loop ended as planned, or stopped after saving."""

@@ -6,7 +6,7 @@ A module of its own, because it shapes the result of a stage, unlike the guards,
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ttrain.config import Loop
@@ -18,6 +18,8 @@ log = logging.getLogger("ttrain")
 
 class EarlyStopping(Callback):
     """Asks for a stop after `patience` validations in a row without a loss that is lower by more than `min_delta`."""
+
+    saved_attributes = ("best", "waited")
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
         self.patience, self.min_delta = patience, min_delta
@@ -35,12 +37,6 @@ class EarlyStopping(Callback):
 
     def stop_reason(self) -> str | None:
         return "early stopping" if self._waited >= self.patience else None
-
-    def state(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
 
 
 def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:

@@ -11,9 +11,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +83,7 @@ class LossSpike(Guard):
     """
 
     name = "loss-spike"
+    saved_attributes = ("losses", "high")
     WINDOW, FEWEST = 50, 20  # steps
     DEVIATIONS, LEAST_DEVIATION = 6.0, 0.02
 
@@ -104,17 +104,12 @@ class LossSpike(Guard):
             self._high = high
         self._losses = [*self._losses, record.loss][-self.WINDOW :]
 
-    def state(self) -> dict[str, Any]:
-        return {"losses": self._losses, "high": self._high}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._losses, self._high = list(state["losses"]), state["high"]
-
 
 class Overfit(Guard):
     """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
 
     name = "overfit"
+    saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "told")
     RISES = 3
     LEAST_RISE = 0.01
 
@@ -153,15 +148,6 @@ class Overfit(Guard):
                 f"tokens, or bring more data",
                 self._record.rows,
             )
-
-    def state(self) -> dict[str, Any]:
-        names = ("loss", "live_tokens", "low", "before", "rises", "told")
-        return {name: getattr(self, f"_{name}") for name in names}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._loss, self._live_tokens, self._rises = state["loss"], state["live_tokens"], state["rises"]
-        self._before, self._told = state["before"], state["told"]
-        self._low = tuple(state["low"]) if state["low"] else None
 
 
 class DeadLoader(Guard):
