@@ -52,16 +52,14 @@ def test_memory_is_used_again_once_it_is_released_and_not_before() -> None:
     fourth = buffers.take(4, snapshot(4).weights, snapshot(4).optimizer, {})
     assert places(fourth) == places(second)
     assert float(third.weights["w"][0, 0]) == 3
-    assert buffers.waited_seconds < 5, "a take that had to wait would never end"
 
 
-def test_where_all_memory_is_in_use_the_wait_is_counted() -> None:
+def test_where_all_memory_is_in_use_a_snapshot_waits_for_it() -> None:
     buffers, one = SnapshotBuffers(sets=1), snapshot(1)
     first = buffers.take(1, one.weights, one.optimizer, {})
     threading.Timer(0.2, first.release).start()
     second = buffers.take(2, one.weights, one.optimizer, {})
     assert places(second) == places(first)
-    assert buffers.waited_seconds > 0.1
 
 
 def test_a_snapshot_holds_what_the_run_has_now() -> None:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -80,7 +80,6 @@ class Checkpoints:
         permanent: frozenset[int] = frozenset(),
     ) -> None:
         self.directory = directory
-        self.waited_seconds = 0.0  # that the trainer waited for the writer
         self.files, self._weights_file = files, weights_file
         self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
@@ -118,14 +117,9 @@ class Checkpoints:
 
         Raises ArtifactError if all are damaged: training must not silently restart.
         """
-        damaged = []
-        for path in reversed(list_checkpoints(self.directory)):
-            try:
-                return read(path, self._weights_file)
-            except ArtifactError as error:
-                log.warning("%s; trying the one before it", error)
-                self._damaged.add(path)
-                damaged.append(str(error))
+        snapshot, damaged = self._first_whole(reversed(list_checkpoints(self.directory)), "the one before it")
+        if snapshot:
+            return snapshot
         if not damaged and (self.directory / LATEST).exists():
             damaged = [f"the one that {self.directory / LATEST} names is gone"]
         if damaged:
@@ -145,13 +139,19 @@ class Checkpoints:
         pointed = self._pointed_best()
         if pointed is not None and all(step != pointed for _, step, _ in ranked):
             log.warning("the best checkpoint, of step %d, is gone or damaged; trying the next best", pointed)
-        for _, _, path in ranked:
+        return self._first_whole((path for _, _, path in ranked), "the next best")[0]
+
+    def _first_whole(self, paths: Iterable[Path], other: str) -> tuple[Snapshot | None, list[str]]:
+        """The first of the checkpoints whose digests match, and what is wrong with those before it."""
+        problems = list[str]()
+        for path in paths:
             try:
-                return read(path, self._weights_file)
+                return read(path, self._weights_file), problems
             except ArtifactError as error:
-                log.warning("%s; trying the next best", error)
+                log.warning("%s; trying %s", error, other)
                 self._damaged.add(path)
-        return None
+                problems.append(str(error))
+        return None, problems
 
     def begin(self) -> None:
         """Remove the `final` pointer, since training continues."""
@@ -182,9 +182,7 @@ class Checkpoints:
     def _finish(self, but: int) -> None:
         """Wait until at most `but` writes are pending; raise the errors of finished ones."""
         while len(self.pending) > but or (self.pending and self.pending[0].done()):
-            began = time.monotonic()
             wait_for([self.pending[0]])
-            self.waited_seconds += time.monotonic() - began
             self.pending.popleft().result()
 
     # --- in the writer thread ---------------------------------------------------------------------------------------------

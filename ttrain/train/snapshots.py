@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +31,10 @@ class SnapshotBuffers:
 
     Memory that is new costs a page fault every 4 KiB: 300 MB took 90 to 500 ms to copy into new memory on two EPYC cores,
     and 17 ms into memory that was there. The second set is allocated only if a snapshot is taken while the first is being
-    written; if both are in use, the trainer waits, and `waited_seconds` is the total.
+    written; if both are in use, the trainer waits.
     """
 
     def __init__(self, sets: int = 2) -> None:
-        self.waited_seconds = 0.0
         self._max_sets = sets
         self._allocated_sets = 0
         self._free: list[Memory] = []
@@ -60,14 +58,12 @@ class SnapshotBuffers:
         return Snapshot(step, copied_weights, copied_optimizer, state, release=lambda: self._release(lent))
 
     def _acquire(self) -> Memory:
-        began = time.monotonic()
         with self._changed:
             if not self._free and self._allocated_sets < self._max_sets:
                 self._allocated_sets += 1
                 return {}, {}
             while not self._free:
                 self._changed.wait()
-            self.waited_seconds += time.monotonic() - began
             return self._free.pop()
 
     def _release(self, lent: list[Memory]) -> None:
