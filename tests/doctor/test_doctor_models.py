@@ -77,8 +77,7 @@ class Subject:
         return adapters.state(self.model) if self.weights_file == adapters.WEIGHTS else multi_token.state(self.model)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        load = adapters.load_state if self.weights_file == adapters.WEIGHTS else multi_token.load_state
-        load(self.model, weights)
+        factory.overwrite(self.state(), weights)
 
 
 def build(name: str, adapter: str) -> Subject:

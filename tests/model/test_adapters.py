@@ -40,7 +40,7 @@ class HeldAdapter(Held):
         return adapters.state(self.model)  # type: ignore[arg-type]
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        adapters.load_state(self.model, weights)  # type: ignore[arg-type]
+        factory.overwrite(adapters.state(self.model), weights)  # type: ignore[arg-type]
 
 
 # --- targets ------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stan
     for base in (held, plain):
         model = adapters.attach(base, config)
         weights = {"prompt_embeddings": torch.randn(4, 256, generator=torch.Generator().manual_seed(1))}
-        adapters.load_state(model, weights) if kind == "prefix" else disturb(model)
+        factory.overwrite(adapters.state(model), weights) if kind == "prefix" else disturb(model)
         task, batch = LanguageModeling(config, model), NumberedRows(4).batch([0, 1, 2, 3])
         module = task.build_model()
         task.validation_step(module.eval(), batch, CPU)

@@ -26,13 +26,14 @@ from ttrain.evaluate import perplexity
 from ttrain.model import factory
 from ttrain.train import precision
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
-from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.local_group import LocalGroup
 from ttrain.train.optim import Optimizers
 from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.training_options import Origin, Validation
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -178,9 +179,9 @@ class StopAfter:
 def make_trainer(
     config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
     callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
-    stop_after: int | None = None, start: Snapshot | None = None, validation: Sequence[Batch] = (),
+    stop_after: int | None = None, validation: Sequence[Batch] = (), quick: Sequence[Batch] = (),
     task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: TrainerOptions = PLAIN, weights: Any = None,
-    **options: Any,
+    night: Any = None, **origin: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None
@@ -192,8 +193,9 @@ def make_trainer(
         task or LanguageModeling(config, model),
         loader,
         ranks=ranks, precision=precision.resolve_precision(config.precision, ranks.device), weights=weights or Held(model),
-        checkpoints=checkpoints, validation=validation, callbacks=callbacks, cadence=cadence, start=start,
-        stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, options=how, **options,
+        checkpoints=checkpoints, validation=Validation(validation, quick), callbacks=callbacks, cadence=cadence,
+        stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, options=how, night=night,
+        origin=Origin(**origin),
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.local_group import LocalGroup
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
+from ttrain.train.training_options import Origin
 
 LOSS_ROWS = 8
 
@@ -262,7 +263,7 @@ def resume(learner: Learner, rows: Rows, precision: Precision) -> Check:
         snapshot = read(saved, subject.weights_file)
     resumed, continued = learner.build(), LossRecorder()
     torch.seed()  # what random numbers were drawn before must not matter
-    second = trainer_of(learner, resumed, sample, callbacks=[continued], start=snapshot, **common)
+    second = trainer_of(learner, resumed, sample, callbacks=[continued], origin=Origin(snapshot), **common)
     second.fit()
     differ = [
         state_name for state_name, expected, actual in (

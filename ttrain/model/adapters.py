@@ -23,7 +23,7 @@ from ttrain.config import Lora
 from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
-from ttrain.model.factory import Tensors, overwrite
+from ttrain.model.factory import overwrite
 from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -106,11 +106,6 @@ def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
         return {"prompt_embeddings": adapter_layers.weight(model, name)}  # PEFT would return a copy
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return weights
-
-
-def load_state(model: PeftModel, weights: Tensors) -> None:
-    """Load an adapter's weights into the model. Raises ArtifactError if names or shapes differ."""
-    overwrite(state(model), weights)
 
 
 def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None) -> dict[str, bytes]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ttrain.config.model import MultiToken
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
-from ttrain.model.factory import Tensors
 from ttrain.store.model_files import SECOND_HEAD
 
 if TYPE_CHECKING:
@@ -77,11 +76,6 @@ def state(model: PreTrainedModel) -> dict[str, Tensor]:
         f"{SECOND_HEAD}/{name.partition('.')[2]}" if name.startswith(f"{NAME}.") else name: tensor
         for name, tensor in tensors.items()
     }
-
-
-def load_state(model: PreTrainedModel, weights: Tensors) -> None:
-    """Load weights into the model and its head. Raises ArtifactError if names or shapes differ."""
-    factory.overwrite(state(model), weights)
 
 
 def discarded_files(model: PreTrainedModel) -> frozenset[str]:

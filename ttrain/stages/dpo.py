@@ -50,13 +50,7 @@ def prepare(config: Section, inputs: Inputs, encoder: Encoder) -> training.Train
 
 def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
     """The task of the stage."""
-    return PreferenceTuning(
-        config,
-        model,
-        chunk_tokens=runtime.loss_chunk_tokens,
-        attention=runtime.attention,
-        gradient_checkpointing=runtime.gradient_checkpointing,
-    )
+    return PreferenceTuning(config, model, **training.task_options(runtime))
 
 
 def adapter_settings(config: Dpo) -> Lora:

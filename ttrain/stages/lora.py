@@ -33,7 +33,6 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     return training.TrainableModel(
         model,
         state=lambda: adapters.state(model),
-        load=lambda weights: adapters.load_state(model, weights),
         files={**own_files, **training.tokenizer_files(base)},
         directory="adapter",
         weights_file=adapters.WEIGHTS,

@@ -14,20 +14,20 @@ from ttrain.config import Runtime
 from ttrain.core.files import finite
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
-from ttrain.model.factory import count_parameters
+from ttrain.model.factory import count_parameters, overwrite
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import GUARDS
 from ttrain.stages.job import Figures, StageContext
 from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
-from ttrain.train.checkpoint import Checkpoints, Snapshot
+from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks, share_cores
 from ttrain.train.precision import Precision, set_deterministic
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
 from ttrain.train.schedules import decay_start, plateau_end
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, TrainerOptions
+from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, TrainerOptions, Validation
 
 COMPILED_STEPS = 500  # compiling takes about a minute
 
@@ -44,12 +44,15 @@ class TrainableModel:
 
     model: nn.Module
     state: Callable[[], dict[str, Tensor]]
-    load: Callable[[dict[str, Tensor]], None]
     files: dict[str, bytes]
     directory: str = "model"
     weights_file: str = checkpoint.WEIGHTS
     identity: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load weights into the model. Raises ArtifactError if names or shapes differ."""
+        overwrite(self.state(), weights)
 
 
 def start(runtime: Runtime) -> Ranks:
@@ -84,13 +87,9 @@ def train(
     ranks: Ranks,
     *,
     precision: Precision,
-    validation: Sequence[Any],
+    validation: Validation,
     callbacks: Sequence[Callback],
-    identity: Mapping[str, Any],
-    allow: frozenset[str],
-    quick: Sequence[Any] = (),
-    start: Snapshot | None = None,
-    plateau_snapshot: Snapshot | None = None,
+    origin: Origin,
 ) -> Figures:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
     config, order, runtime = task.config, loader.order, job.runtime
@@ -110,7 +109,6 @@ def train(
         weights=trained,
         checkpoints=checkpoints,
         validation=validation,
-        quick=quick,
         callbacks=callbacks,
         cadence=Cadence(
             log=runtime.log_every_steps,
@@ -123,11 +121,12 @@ def train(
         options=TrainerOptions(
             compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel, runtime.reduction
         ),
-        night=_night(runtime, ranks),
-        start=start,
-        plateau=plateau_snapshot,
-        identity=identity,
-        allow=allow,
+        night=None
+        if runtime.night is None
+        else NightThrottle(
+            runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit_bytes(runtime)
+        ),
+        origin=origin,
     )
     log.info("optimizer groups %s", trainer.optimizers.groups())
     try:
@@ -148,14 +147,6 @@ def train(
     ranks.barrier()
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
-
-
-def _night(runtime: Runtime, ranks: Ranks) -> NightThrottle | None:
-    if runtime.night is None:
-        return None
-    return NightThrottle(
-        runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit_bytes(runtime)
-    )
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.schedules import BUDGET, RATES, quick_rows
+from ttrain.train.training_options import Origin, Validation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +44,6 @@ def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, 
     return TrainableModel(
         model,
         state=lambda: multi_token.state(model),
-        load=lambda weights: multi_token.load_state(model, weights),
         files={**factory.files(model), **tokenizer_files(tokenizer)},
         left_out=multi_token.discarded_files(model),
         identity=identity or {},
@@ -52,13 +52,16 @@ def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
     """The task of most stages: next-token prediction."""
-    return LanguageModeling(
-        config,
-        model,
-        chunk_tokens=runtime.loss_chunk_tokens,
-        attention=runtime.attention,
-        gradient_checkpointing=runtime.gradient_checkpointing,
-    )
+    return LanguageModeling(config, model, **task_options(runtime))
+
+
+def task_options(runtime: Runtime) -> dict[str, Any]:
+    """How a task computes: results are equal up to the order of summation."""
+    return {
+        "chunk_tokens": runtime.loss_chunk_tokens,
+        "attention": runtime.attention,
+        "gradient_checkpointing": runtime.gradient_checkpointing,
+    }
 
 
 def run(
@@ -97,7 +100,7 @@ def fit(
     chosen = {} if runtime is job.runtime else {"tuned": {name: getattr(runtime, name) for name in TUNED}}
     job = replace(job, runtime=runtime)
     loader = loader_of(batches("train", rows), order, runtime, ranks)
-    validation, quick = _validation(config, batches("heldout", heldout), order, runtime)
+    validation = _validation(config, batches("heldout", heldout), order, runtime)
     extended = _extended(config, job, trained)
     log.info("rows %s", rows.counts())
     watching = language_model_callbacks(
@@ -111,12 +114,13 @@ def fit(
         ranks,
         precision=computed_in,
         validation=validation,
-        quick=quick,
-        callbacks=[*early_stopping(config, validation), *watching],
-        identity={**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
-        allow=BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
-        start=extended,
-        plateau_snapshot=plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None,
+        callbacks=[*early_stopping(config, validation.batches), *watching],
+        origin=Origin(
+            extended,
+            plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None,
+            {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
+            BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
+        ),
     )
     steps = figures["steps"] - figures["resumed_from_step"]
     return {
@@ -139,15 +143,13 @@ def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Row
     return rows, open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
 
 
-def _validation(
-    config: Training, heldout: BatchSource, order: Order, runtime: Runtime
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
     """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
     if config.validate_every_steps:
-        return validation, []
+        return Validation(validation)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    return validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device)
+    return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))
 
 
 def _extended(config: Training, job: StageContext, trained: TrainableModel) -> Snapshot | None:

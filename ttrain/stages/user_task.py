@@ -18,7 +18,6 @@ from ttrain.config import TaskConfig, UserTaskConfig, flatten
 from ttrain.config.loading import Override, merge, settable_keys
 from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
-from ttrain.model.factory import overwrite
 from ttrain.stages import trainable_model
 from ttrain.stages.callbacks import training_callbacks
 from ttrain.stages.job import Figures, StageContext
@@ -27,6 +26,7 @@ from ttrain.train import precision, task
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
+from ttrain.train.training_options import Origin, Validation
 
 SETTINGS = "settings.yaml"
 
@@ -57,24 +57,24 @@ def train(
     figures = trainable_model.train(
         cast("TrainingTask", Adapted(task, model)),
         loader,
-        trainable_model.TrainableModel(
-            model, lambda: state(model), lambda weights: overwrite(state(model), weights), {}, directory="."
-        ),
+        trainable_model.TrainableModel(model, lambda: state(model), {}, directory="."),
         job,
         ranks,
         precision=computed_in,
-        validation=validation,
+        validation=Validation(validation),
         callbacks=[
             *early_stopping(settings, validation),
             *training_callbacks(settings, job, loader=loader, ranks=ranks, precision=computed_in),
         ],
-        identity={
-            **identity,
-            "rows": len(rows),
-            "heldout_rows": len(heldout),
-            **dict(flatten(settings.model_dump(mode="json"))),
-        },
-        allow=allow,
+        origin=Origin(
+            identity={
+                **identity,
+                "rows": len(rows),
+                "heldout_rows": len(heldout),
+                **dict(flatten(settings.model_dump(mode="json"))),
+            },
+            allow=allow,
+        ),
     )
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))

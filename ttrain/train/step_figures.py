@@ -128,17 +128,19 @@ class DeferredStep:
 
 
 class DeferredSteps:
-    """The steps since the last reading. After more than `most_skips` in a row that are not finite nothing is updated."""
+    """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
 
-    def __init__(self, device: torch.device, most_skips: int) -> None:
+    def __init__(self, device: torch.device, config: Loop) -> None:
         self._steps: list[DeferredStep] = []
-        self._device, self._most_skips = device, most_skips
+        self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
         self._over = torch.zeros((), device=device)
         self._skips: Tensor | None = None  # in a row
         self._began = time.monotonic()
 
-    def __len__(self) -> int:
-        return len(self._steps)
+    @property
+    def is_full(self) -> bool:
+        """Whether they must be read before more are added."""
+        return len(self._steps) >= MOST_STEPS
 
     def stacked(self, losses: Mapping[int, Tensor], others: Sequence[Tensor | float]) -> Tensor:
         """The sum of the losses and the other sums in fp64."""
@@ -199,18 +201,19 @@ SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non
 class NonFinite(TTrainError):
     """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
 
-    def __init__(self, step: int, loss: float, norm: float, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
+    def __init__(self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
         """`in_a_row`: such steps up to this one."""
-        self.step, self.rows = step + 1, list(rows)
+        self.step, self.rows = finished.step + 1, list(rows)
+        self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW  # else the run ends
         shown = first_of(self.rows, SHOWN_ROWS)
         remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         if config.nonfinite == "skip":
             skipped = f"{SKIPS_IN_A_ROW} steps in a row were skipped before"
-            remedy = f"; {skipped if in_a_row > SKIPS_IN_A_ROW else 'it is skipped'}"
-        name = "gradient" if math.isfinite(loss) else "loss"
+            remedy = f"; {'it is skipped' if self.is_skipped else skipped}"
+        name = "gradient" if math.isfinite(finished.loss) else "loss"
         super().__init__(
-            f"the {name} of step {step + 1} is not finite (loss {loss}, gradient norm {norm}); its {len(self.rows)} rows: "
-            f"{shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"the {name} of step {self.step} is not finite (loss {finished.loss}, gradient norm {finished.norm}); its "
+            f"{len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower {config.prefix}optim.lr "
             f"({config.optim.lr}){remedy}"
         )
 

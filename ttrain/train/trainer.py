@@ -30,8 +30,6 @@ from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.step_figures import (
-    MOST_STEPS,
-    SKIPS_IN_A_ROW,
     DeferredStep,
     DeferredSteps,
     FinishedStep,
@@ -42,9 +40,19 @@ from ttrain.train.step_figures import (
     rows_to_blame,
 )
 from ttrain.train.task import TrainingTask
-from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, Cadence, FitResult, TrainerOptions, Weights
+from ttrain.train.training_options import (
+    COMPLETED,
+    INTERRUPTED,
+    STOPPED,
+    Cadence,
+    FitResult,
+    Origin,
+    TrainerOptions,
+    Validation,
+    Weights,
+)  # fmt: skip
 
-CADENCE, OPTIONS = Cadence(), TrainerOptions()  # unless others are given
+CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
 QUICK = "validation_loss_quick"
 log = logging.getLogger("ttrain")
 
@@ -69,33 +77,26 @@ class Trainer:
         precision: Precision,
         weights: Weights,
         checkpoints: Checkpoints | None = None,
-        validation: Sequence[Any] = (),
-        quick: Sequence[Any] = (),
+        validation: Validation = VALIDATION,
         callbacks: Sequence[Callback] = (),
         cadence: Cadence = CADENCE,
         stop_requested: Callable[[], bool] = lambda: False,
         options: TrainerOptions = OPTIONS,
         night: NightThrottle | None = None,
-        start: Snapshot | None = None,
-        plateau: Snapshot | None = None,
-        identity: Mapping[str, Any] | None = None,
-        allow: frozenset[str] = frozenset(),
+        origin: Origin = ORIGIN,
     ) -> None:
-        """`quick`: batches of a few rows whose loss is logged while training; it selects no checkpoint and stops nothing.
-        `start`: a checkpoint of a shorter run. `plateau`: weights and optimizer state of another run, with which the first
-        step begins. `identity`: settings that are saved in checkpoints and must be equal when
-        one is continued, except those in `allow`. Raises UsageError if they differ.
-        """
+        """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
         self.callback_list, self.night = CallbackList(callbacks, ranks, loader.order), night
-        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(identity or {})
+        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(origin.identity)
         self.steps = loader.order.steps
-        self.quick, self._quick_steps = quick, spread_steps(self.steps, cadence.quick_validations if quick else 0)
-        snapshot = (checkpoints.newest() if checkpoints else None) or start
+        self._quick_steps = spread_steps(self.steps, cadence.quick_validations if validation.quick else 0)
+        newest = checkpoints.newest() if checkpoints else None
+        snapshot = newest or origin.start
         self.bare = task.build_model()
-        self.first = self.step = resume.check_resumable(self, snapshot, allow) if snapshot else 0
-        if tensors := snapshot or plateau:
+        self.first = self.step = resume.check_resumable(self, snapshot, origin.allow) if snapshot else 0
+        if tensors := snapshot or origin.plateau:
             weights.load(dict(tensors.weights))
         whole = options.parallel != "fsdp" or ranks.world == 1
         if whole:  # else each rank moves only its shard
@@ -112,18 +113,17 @@ class Trainer:
         self._totals, self._votes = ReducedSums(ranks), Votes()
         defers = ranks.device.type == "cuda" if options.defer is None else options.defer
         can_defer = whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
-        most_skips = SKIPS_IN_A_ROW if task.config.nonfinite == "skip" else 0
-        self._deferred = DeferredSteps(ranks.device, most_skips) if defers and can_defer else None
+        self._deferred = DeferredSteps(ranks.device, task.config) if defers and can_defer else None
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.tokens_per_step
         resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
-        elif plateau:
-            self.optimizers.load_state(self.average.load_state(plateau.optimizer))
+        elif origin.plateau:
+            self.optimizers.load_state(self.average.load_state(origin.plateau.optimizer))
         self.loader.load_state_dict({"consumed_steps": self.first})
-        self._saved = self.first if snapshot and snapshot is not start else -1
-        self._recount = bool(snapshot and snapshot is not start and self.first < snapshot.step)
+        self._saved = self.first if newest else -1
+        self._recount = newest is not None and self.first < newest.step
 
     @property
     def compiled(self) -> bool:
@@ -189,7 +189,7 @@ class Trainer:
             if self.step in self._quick_steps:
                 self._validate_quickly()
             if self._validates(self.step):
-                improved = self._validated(*self._measure(self.validation))
+                improved = self._validated(*self._measure(self.validation.batches))
                 self._vote()
             reason = self._stop_reason()
             if self.step == self.steps or reason or improved or self._save_due(self.step):
@@ -253,7 +253,7 @@ class Trainer:
         factor, norm = self._norm(live)
         self._update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         deferred.add(DeferredStep(step, live, sums.losses, figures, norm, data_seconds), began)
-        if self._votes.signal or self._votes.callback or len(deferred) >= MOST_STEPS or self._reads(step + 1):
+        if self._votes.signal or self._votes.callback or deferred.is_full or self._reads(step + 1):
             for finished in deferred.read():
                 self._account(finished)
 
@@ -334,14 +334,13 @@ class Trainer:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         step = finished.step
         rows = rows_to_blame(self.loader.parts(step), finished.losses, self.ranks)
-        error = NonFinite(step, finished.loss, finished.norm, rows, self.task.config, self.counters.skipped_in_a_row)
-        policy = self.task.config.nonfinite
-        if policy == "skip" and self.counters.skipped_in_a_row <= SKIPS_IN_A_ROW:
+        error = NonFinite(finished, rows, self.task.config, self.counters.skipped_in_a_row)
+        if error.is_skipped:
             log.warning("%s", error)
             return
         self.counters.skipped -= 1  # the state before the step is saved
         self.counters.skipped_in_a_row -= 1
-        if policy != "raise" and step > max(0, self._saved):
+        if self.task.config.nonfinite != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
             with self.ranks.busy("saving"):
@@ -350,7 +349,7 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        self._log(self.step, {QUICK: self.validate(self.quick)})
+        self._log(self.step, {QUICK: self.validate(self.validation.quick)})
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -383,7 +382,7 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _validates(self, step: int) -> bool:
-        return bool(self.validation) and (step == self.steps or self._due(self.cadence.validate, step))
+        return bool(self.validation.batches) and (step == self.steps or self._due(self.cadence.validate, step))
 
     def _save_due(self, step: int) -> bool:
         is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps

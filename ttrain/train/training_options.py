@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from ttrain.train.snapshots import Snapshot
 
 COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
 
@@ -19,6 +22,25 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
+class Validation:
+    """Held-out batches to measure the loss on. `quick`: of a few rows, whose loss is logged while training; it selects no
+    checkpoint and stops nothing."""
+
+    batches: Sequence[Any] = ()
+    quick: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """From what a run begins where it has no checkpoint of its own, and what must be equal to continue one."""
+
+    start: Snapshot | None = None  # a checkpoint of a shorter run
+    plateau: Snapshot | None = None  # weights and optimizer state of another run, with which the first step begins
+    identity: Mapping[str, Any] = field(default_factory=dict)  # settings that are saved in checkpoints, and must be equal
+    allow: frozenset[str] = frozenset()  # those of them that may differ
+
+
+@dataclass(frozen=True)
 class Cadence:
     """Intervals of logging, checkpoints and validation, in steps; 0 is never."""
 
@@ -26,7 +48,7 @@ class Cadence:
     checkpoint: int = 100
     checkpoint_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     validate: int = 0
-    quick_validations: int = 0  # over the whole run, on the few rows of `Trainer.quick`
+    quick_validations: int = 0  # over the whole run
 
 
 @dataclass(frozen=True)
