@@ -137,8 +137,8 @@ def convert_minimind(weights: Weights, settings: Settings, origin: str) -> Conve
             f"it to false: positions up to 2048 need none"
         )
     try:
-        known = SettingsOrDefaults(settings)
-        sizes = _Sizes(weights, known)
+        lookup = SettingsOrDefaults(settings)
+        sizes = _Sizes(weights, lookup)
     except (KeyError, ValueError, IndexError) as error:
         raise ArtifactError(f"{origin} has MiniMind's embedding, but {error} is missing or mis-shaped") from None
     if sizes.K * sizes.heads != sizes.query or sizes.key % sizes.K:
@@ -156,13 +156,13 @@ def convert_minimind(weights: Weights, settings: Settings, origin: str) -> Conve
     for number in range(sizes.layers):
         tensors |= _minimind_layer(source, f"model.layers.{number}", sizes)
     source.finish()
-    return ConvertedModel("MiniMind", _config(sizes, known, tied, origin), tensors, known.assumed)
+    return ConvertedModel("MiniMind", _config(sizes, lookup, tied, origin), tensors, lookup.assumed)
 
 
 class _Sizes:
     """Sizes of the model, from shapes or else settings. D width, F inner width, E experts, S shared ones, K of a head."""
 
-    def __init__(self, weights: Weights, known: SettingsOrDefaults) -> None:
+    def __init__(self, weights: Weights, lookup: SettingsOrDefaults) -> None:
         first = "model.layers.0"
         self.V, self.D = weights[MINIMIND_EMBEDDING].shape
         self.layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
@@ -172,7 +172,7 @@ class _Sizes:
             self.K = weights[f"{first}.self_attn.q_norm.weight"].shape[0]
             self.heads = self.query // self.K
         else:
-            self.heads = max(1, int(known.get("num_attention_heads", HEADS)))
+            self.heads = max(1, int(lookup.get("num_attention_heads", HEADS)))
             self.K = max(1, self.query // self.heads)
         mlp = f"{first}.mlp"
         self.E, self.S = (
@@ -224,28 +224,28 @@ def _minimind_layer(source: StateDictReader, name: str, sizes: _Sizes) -> Weight
     return tensors
 
 
-def _config(sizes: _Sizes, known: SettingsOrDefaults, tied: bool, origin: str) -> PretrainedConfig:
+def _config(sizes: _Sizes, lookup: SettingsOrDefaults, tied: bool, origin: str) -> PretrainedConfig:
     from transformers import GraniteMoeSharedConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-    theta = float(known.get("rope_theta", THETA))
+    theta = float(lookup.get("rope_theta", THETA))
     common: dict[str, Any] = {
-        **{name: known.get(name, value) for name, value in IDS.items()},
+        **{name: lookup.get(name, value) for name, value in IDS.items()},
         "vocab_size": sizes.V,
         "hidden_size": sizes.D,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.key // sizes.K,
-        "hidden_act": known.get("hidden_act", "silu"),
-        "max_position_embeddings": known.get("max_position_embeddings", MINIMIND_LENGTH),
-        "rms_norm_eps": known.get("rms_norm_eps", EPS[sizes.normed]),
+        "hidden_act": lookup.get("hidden_act", "silu"),
+        "max_position_embeddings": lookup.get("max_position_embeddings", MINIMIND_LENGTH),
+        "rms_norm_eps": lookup.get("rms_norm_eps", EPS[sizes.normed]),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": tied,
     }
     kind = Qwen3Config if sizes.normed else LlamaConfig
     if not sizes.E:
         return kind(**common, intermediate_size=sizes.F, head_dim=sizes.K)
-    top_k = known.get("num_experts_per_tok", TOP_K[sizes.normed])
-    normalised = known.get("norm_topk_prob", True)
+    top_k = lookup.get("num_experts_per_tok", TOP_K[sizes.normed])
+    normalised = lookup.get("norm_topk_prob", True)
     if sizes.normed:
         experts = {"num_experts": sizes.E, "moe_intermediate_size": sizes.F, "norm_topk_prob": normalised}
         if sizes.S:
@@ -296,7 +296,7 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
             )
     sizes = _sizes(weights, SHARED if shared else f"{LAYERS}.0", origin)
     check_sizes(settings, sizes, origin)
-    known = SettingsOrDefaults(settings)
+    lookup = SettingsOrDefaults(settings)
     config = TinySeekConfig(
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["d_model"],
@@ -312,14 +312,14 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
         share_layers=shared,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": known.get("ro_theta", ROPE_THETA),
+            "rope_theta": lookup.get("ro_theta", ROPE_THETA),
         },
-        dropout=known.get("dropout", DROPOUT),
-        router_aux_loss_coef=known.get("alpha", ALPHA),
+        dropout=lookup.get("dropout", DROPOUT),
+        router_aux_loss_coef=lookup.get("alpha", ALPHA),
         layer_norm_eps=NORM_EPS,
-        max_position_embeddings=known.get("max_len", TINYSEEK_LENGTH),
-        pad_token_id=known.get("pad_idx", TINYSEEK_PAD),
-        eos_token_id=known.get("eos_token_id", TINYSEEK_END),
+        max_position_embeddings=lookup.get("max_len", TINYSEEK_LENGTH),
+        pad_token_id=lookup.get("pad_idx", TINYSEEK_PAD),
+        eos_token_id=lookup.get("eos_token_id", TINYSEEK_END),
         tie_word_embeddings=False,
     )
     if not shared:
@@ -333,7 +333,7 @@ def convert_tinyseek(weights: Weights, settings: Settings, origin: str) -> Conve
     second = {} if shared else source.linear("fc2", "second", V, D)
     source.finish()
     second_head = {name.removeprefix("second."): tensor for name, tensor in second.items()}
-    return ConvertedModel("TinySeek", config, tensors | head, known.assumed, second_head)
+    return ConvertedModel("TinySeek", config, tensors | head, lookup.assumed, second_head)
 
 
 def _sizes(weights: Weights, layer: str, origin: str) -> dict[str, int]:
