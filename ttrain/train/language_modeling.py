@@ -286,7 +286,8 @@ class NextTokenLoss(nn.Module):
 
     def _loss_in_chunks(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
         compiled = attention.is_compiled(self.causal)
-        return linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
+        loss: Tensor = linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
+        return loss
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         if self._chunk_tokens == 0 or head.bias is not None:
