@@ -320,7 +320,12 @@ class Overlapping(Line):
         ("test_task:Unfinished", (), UsageError, "lacks build_criterion, .*validation_step"),
         ("test_task:Overlapping", (), UsageError, "have no 'runtime'"),
         ("test_task:Line", ("qqq=3",), UsageError, r"unknown setting 'qqq' .* there are .*epochs.*slope"),
+        ("test_task:Line", ("epochs=0",), UsageError, r"epochs is 0 \(from command line\) but"),
         ("test_task:Line", ("early_stopping.patience=2",), UsageError, "validate_every_steps is 0"),
+        (
+            "test_task:Line", ("early_stopping.patience=2", "validate_every_steps=2"), UsageError,
+            "early_stopping is set, but there are no held-out rows",
+        ),
         ("test_task:Line", ("rows_total=0",), DataError, r"rows\(\) are empty"),
         ("test_task:Line", ("rows_total=7",), DataError, "only 7 rows; set rows_per_step=7"),
         ("test_task:Mean", (), TTrainError, r"Mean\.train_step returned a Tensor; return LossSum"),
