@@ -133,9 +133,9 @@ def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(shape: 
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = NumberedRows(6)
     trainer = make_trainer(config, model, rows, rows_per_device=6, weights=HeldAdapter(model))
-    loss_before = trainer.validate([rows.batch(range(6))])
+    loss_before = trainer.model.measure([rows.batch(range(6))])[0]
     trainer.fit()
-    loss_after = trainer.validate([rows.batch(range(6))])
+    loss_after = trainer.model.measure([rows.batch(range(6))])[0]
     after = adapters.state(model)
     assert {*after} == {*before} and trained == sum(tensor.numel() for tensor in after.values())
     assert [name for name in after if torch.equal(before[name], after[name])] == []
@@ -173,7 +173,7 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
         trainer = make_trainer(config, model, NumberedRows(24), how=how, task=PlainSgd(config, model))
         trainer.weights = HeldAdapter(model)
         trainer.fit()
-        assert trainer.compiled is how.compile
+        assert trainer.model.compiled is how.compile
         found.append(copies(adapters.state(model)))
     assert distance(*found) < 1e-4 * distance(before, found[0])
 

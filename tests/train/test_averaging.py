@@ -74,7 +74,7 @@ def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few
         expected = {name: kept * expected[name] + (1 - kept) * tensors[name] for name in expected}
     found = {trainer.optimizers.names[p]: p.detach() for p in trainer.optimizers.parameters}
     assert distance(expected, found) < 1e-6 < 1e-3 < distance(newest[-1], found)
-    assert result.validation_loss == trainer.validate(VALIDATION)
+    assert result.validation_loss == trainer.model.measure(VALIDATION)[0]
     snapshot = saved(trainer)
     assert same(dict(snapshot.weights), weights(trainer))
     names = trainer.optimizers.names.values()

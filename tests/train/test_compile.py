@@ -47,7 +47,7 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
     recorder = Recorder()
     fallen, same_losses = fit(tmp_path / "fallen", COMPILED, recorder)
     assert {*recorder.figures("compiled")} == {0.0}, "a curve, since trackers take numbers alone"
-    assert (eager.compiled, fallen.compiled) == (False, False)
+    assert (eager.model.compiled, fallen.model.compiled) == (False, False)
     assert "torch.compile failed" in caplog.text and "training continues without it" in caplog.text
     assert losses == same_losses
     assert same(eager.weights.state(), fallen.weights.state())
@@ -58,7 +58,7 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
 def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> None:
     straight, losses = fit(tmp_path / "straight", TrainerOptions())
     compiled, _ = fit(tmp_path / "mixed", COMPILED, stop_after=3)
-    assert compiled.compiled
+    assert compiled.model.compiled
     assert {*compiled.weights.state()} == {*straight.weights.state()}, "no name says that it was compiled"
     resumed, rest = fit(tmp_path / "mixed", TrainerOptions())
     assert resumed.first == 3
@@ -75,7 +75,7 @@ def digest_of_a_compiled_run(precision: str) -> str:
     config = settings_of_training(precision=precision, tokens=20 * 512, tokens_per_step=512, row_length=64)
     trainer = make_trainer(config, model, NumberedRows(52, 64), rows_per_device=8, how=COMPILED)
     trainer.fit()
-    assert trainer.compiled
+    assert trainer.model.compiled
     return digest(trainer.weights.state())
 
 

@@ -111,7 +111,7 @@ def test_a_compiled_model_has_the_losses_of_one_that_is_not() -> None:
     for how in (TrainerOptions(), TrainerOptions(compile=True)):
         trainer, recorder = trainer_of(None, how=how)
         trainer.fit()
-        assert trainer.compiled is how.compile
+        assert trainer.model.compiled is how.compile
         losses.append(recorder.figures("loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 

@@ -51,7 +51,7 @@ def fit(
     return {
         "weights": weights, "loaded": same(others, trainer.parallel.whole(trainer.weights.state())),
         "losses": recorder.figures("loss"), "norms": recorder.figures("grad_norm"), "held": held,
-        "validation": result.validation_loss, "first": result.resumed_from_step, "compiled": trainer.compiled,
+        "validation": result.validation_loss, "first": result.resumed_from_step, "compiled": trainer.model.compiled,
     }  # fmt: skip
 
 

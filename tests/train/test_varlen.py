@@ -185,7 +185,7 @@ def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_mo
             callbacks=[recorder], cadence=Cadence(log=1),
         )  # fmt: skip
         trainer.fit()
-        return trainer.compiled, len(as_on_cuda), recorder.figures("loss")
+        return trainer.model.compiled, len(as_on_cuda), recorder.figures("loss")
 
     *_, losses = fit(ALONE, compiled=False)
     ranks = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled=True), seconds=240, compiles=True)

@@ -150,9 +150,6 @@ class WindowsTask(TaskBase):
     row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
     stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
 
-    def _check(self) -> None:
-        check_stride(self)
-
 
 class TextTask(WindowsTask):
     """Bits per byte and perplexity of documents, {"text"}."""
@@ -162,6 +159,9 @@ class TextTask(WindowsTask):
     text_field: str = Field("text", min_length=1)
     max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
     by: tuple[str, ...] = setting(("source", "lang"), "keys of the rows: figures of each of their values too")
+
+    def _check(self) -> None:
+        check_stride(self)
 
 
 class ChatsTask(WindowsTask):

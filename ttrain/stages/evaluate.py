@@ -41,7 +41,7 @@ from ttrain.train.distributed import Ranks, share_cores
 
 Scores = dict[str, list[perplexity.Score]]  # of each record, by part
 Data = Mapping[str, Sequence[perplexity.Tokens]]  # the records, by part
-ItemsOfModels = dict[str, list[Items[Any]]]
+ItemsOfModels = dict[str, list[Items[Any]]]  # by model, or by suite
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}  # by the held-out records that they are over
 PART_NAMES = tuple(METRICS)
@@ -197,19 +197,16 @@ def _read_items(settings: Evaluate, job: StageContext) -> ItemsOfModels:
     }
     overlap_digests = {digest for part_name in heldout for digest in contamination.read_item_shares(job.inputs[part_name])}
     leave_out = settings.overlapping == "leave_out"
-    read: ItemsOfModels = {}
-    items_by_model: ItemsOfModels = {}
-    for name in _models(job):
-        for suite in settings.suites.of(name):
-            if suite not in read:
-                items = running.read([suites.load(suite)], heldout)
-                read[suite] = [
-                    running.mark_overlaps(task_items, overlap_digests, leave_out=leave_out) for task_items in items
-                ]
-        items_by_model[name] = [items for suite in settings.suites.of(name) for items in read[suite]]
+    read: ItemsOfModels = {
+        suite: [
+            running.mark_overlaps(items, overlap_digests, leave_out=leave_out)
+            for items in running.read([suites.load(suite)], heldout)
+        ]
+        for suite in dict.fromkeys(suite for name in _models(job) for suite in settings.suites.of(name))
+    }
     for line in items_of.lines([task_items for items in read.values() for task_items in items]):
         log.warning("%s", line)  # not among the results: they name paths of this machine
-    return items_by_model
+    return {name: [items for suite in settings.suites.of(name) for items in read[suite]] for name in _models(job)}
 
 
 def _progress(job: StageContext, parts_done: int) -> Callable[[float, int], None]:

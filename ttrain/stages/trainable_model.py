@@ -164,7 +164,7 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "train_seconds": result.seconds,
         "optimizer_groups": trainer.optimizers.groups(),
         "precision": trainer.precision.word,
-        "compiled": trainer.compiled,
+        "compiled": trainer.model.compiled,
         "deterministic": runtime.deterministic,
         "device": ranks.device.type,
         "ranks": ranks.world,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,10 @@ class LossScale:
     enabled: bool
     good_steps: int = 0
     overflows: int = 0  # in a row
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the fields of a checkpoint."""
+        vars(self).update(state)
 
     def update(self, finite: bool) -> None:
         """Update the scale after a step. Raises TTrainError if no scale helps."""

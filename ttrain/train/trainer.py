@@ -1,7 +1,7 @@
 """The training loop of every stage.
 
-The gradient of a step is the sum over all its targets, divided once by their number over all ranks and micro-batches. Data,
-dropout and position are functions of (seed, step, micro-batch), so a run continues bit for bit from any checkpoint.
+It draws the rows, takes the steps, validates, logs and saves. Position and rows are functions of (seed, step), so that a run
+continues bit for bit from any checkpoint; what a step does to the weights is in `placed_model`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError
 from ttrain.train import resume
-from ttrain.train.averaging import MovingAverage
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
-from ttrain.train.distributed import Ranks, full_tensor, global_norm
-from ttrain.train.parallel import place
-from ttrain.train.precision import LossScale, Precision
+from ttrain.train.distributed import Ranks, full_tensor
+from ttrain.train.placed_model import PlacedModel
+from ttrain.train.precision import Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
@@ -36,7 +34,6 @@ from ttrain.train.step_figures import (
     MicroBatchSums,
     NonFinite,
     ReducedSums,
-    measure,
     rows_to_blame,
 )
 from ttrain.train.task import TrainingTask
@@ -50,7 +47,7 @@ from ttrain.train.training_options import (
     TrainerOptions,
     Validation,
     Weights,
-)  # fmt: skip
+)
 
 CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
 QUICK = "validation_loss_quick"
@@ -94,28 +91,19 @@ class Trainer:
         self._quick_steps = spread_steps(self.steps, cadence.quick_validations if validation.quick else 0)
         newest = checkpoints.newest() if checkpoints else None
         snapshot = newest or origin.start
-        self.bare = task.build_model()
+        bare = task.build_model()
         self.first = self.step = resume.check_resumable(self, snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
             weights.load(dict(tensors.weights))
-        whole = options.parallel != "fsdp" or ranks.world == 1
-        if whole:  # else each rank moves only its shard
-            self.bare = self.bare.to(ranks.device)
         self._wants_compiled = options.compile
-        self.parallel, self._compiled_layers = place(
-            self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
-        )
-        self.optimizers = task.build_optimizer(self.bare)
-        self.optimizers.prepare(precision.product_dtype, ranks if options.reduction != "tree" else None)
-        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, self.steps)
+        self.model = PlacedModel(bare, task, loader, ranks, precision, options)
+        self.bare, self.parallel, self.loss_scale = self.model.bare, self.model.parallel, self.model.loss_scale
+        self.optimizers, self.average = self.model.optimizers, self.model.average
         self.factor = task.build_scheduler(self.steps)
-        self.counters, self.loss_scale, self._buffers = Counters(), precision.loss_scale(), SnapshotBuffers()
+        self.counters, self._buffers = Counters(), SnapshotBuffers()
         self._totals, self._votes = ReducedSums(ranks), Votes()
         defers = ranks.device.type == "cuda" if options.defer is None else options.defer
-        can_defer = whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
-        self._deferred = DeferredSteps(ranks.device, task.config) if defers and can_defer else None
-        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
-        self._scale = 1.0 / task.config.tokens_per_step
+        self._deferred = DeferredSteps(ranks.device, task.config) if defers and self.model.can_defer else None
         resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)
@@ -124,11 +112,6 @@ class Trainer:
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if newest else -1
         self._recount = newest is not None and self.first < newest.step
-
-    @property
-    def compiled(self) -> bool:
-        """Whether training passes are compiled."""
-        return self._compiled_layers is not None
 
     def fit(self) -> FitResult:
         """Train to the end of the order, or until a stop is requested."""
@@ -159,21 +142,6 @@ class Trainer:
             time.monotonic() - began,
         )  # fmt: skip
 
-    def validate(self, batches: Sequence[Any]) -> float:
-        """Mean loss per target over the batches, split over the ranks; NaN if there are none."""
-        return self._measure(batches)[0]
-
-    def _measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
-        """`validate`, and the figures of the task over the same batches."""
-        with self.average.as_weights():
-            return measure(self.task, self.bare, batches, self.ranks, self.precision)
-
-    def _trial_pass(self, module: nn.Module) -> None:
-        """Run one forward and backward pass, for the compiler."""
-        with self.precision.autocast():
-            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
-        loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
-
     def _loop(self) -> str:
         batches = iter(self.loader)
         if self.first == 0 and self._quick_steps:
@@ -189,7 +157,7 @@ class Trainer:
             if self.step in self._quick_steps:
                 self._validate_quickly()
             if self._validates(self.step):
-                improved = self._validated(*self._measure(self.validation.batches))
+                improved = self._validated(*self.model.measure(self.validation.batches))
                 self._vote()
             reason = self._stop_reason()
             if self.step == self.steps or reason or improved or self._save_due(self.step):
@@ -224,22 +192,21 @@ class Trainer:
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
         """Do one optimizer step, which began to wait for its rows at this time of `time.monotonic`."""
         data_seconds = time.monotonic() - began
-        self.bare.train()
         self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
-            sums = self._backward(step, micro_batches)
+            sums = self.model.backward(step, micro_batches)
             if self._deferred is not None and step > self.first and not sums.others:  # the first one names the parts
                 self._defer_step(self._deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
             figures = [math.fsum(losses), *self._totals.flat(*sums.read())]
         live, (total, *others) = self._agree(step, sums.live, figures)
-        factor, norm = self._norm(live)
+        factor, norm = self.model.norm(live)
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
             prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
-            self._update(factor, norm, prevented)
+            self.model.update(factor, norm, prevented)
         self.optimizers.zero_grad()
         seconds = time.monotonic() - began
         self._account(FinishedStep(step, live, sums.losses, total, whole_norm, others, seconds, data_seconds))
@@ -250,8 +217,8 @@ class Trainer:
         """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
         live, _ = self._agree(step, sums.live)
         figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.parts, {})))
-        factor, norm = self._norm(live)
-        self._update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
+        factor, norm = self.model.norm(live)
+        self.model.update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         deferred.add(DeferredStep(step, live, sums.losses, figures, norm, data_seconds), began)
         if self._votes.signal or self._votes.callback or deferred.is_full or self._reads(step + 1):
             for finished in deferred.read():
@@ -295,41 +262,6 @@ class Trainer:
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
 
-    def _backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> MicroBatchSums:
-        """Pass through this rank's micro-batches; the parameters then hold the (scaled) gradient over all ranks."""
-        sums = MicroBatchSums()
-        ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
-        for micro in ordered:
-            seed = _seed(self.task.config.seed, step, micro.number)
-            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
-            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed)
-            self.parallel.before_backward(last=micro is ordered[-1])
-            with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
-                with self.precision.autocast():
-                    loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
-                factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
-                (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
-            self.parallel.after_backward(micro)
-            sums.add(micro.number, loss)
-        self.parallel.finish()
-        return sums
-
-    def _norm(self, live: float) -> tuple[float, Tensor]:
-        """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
-        factor = 1.0 / (self._scale * self.loss_scale.scale * live)
-        return factor, global_norm(self.optimizers.parameters) * factor
-
-    def _update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
-        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the
-        device, weights and state stay as they are."""
-        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
-        clip = self.task.config.optim.clip
-        # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
-        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
-        self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
-        self.optimizers.zero_grad()
-        self.average.update(prevented)
-
     def _not_finite(self, finished: FinishedStep) -> None:
         """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         step = finished.step
@@ -349,7 +281,7 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        self._log(self.step, {QUICK: self.validate(self.validation.quick)})
+        self._log(self.step, {QUICK: self.model.measure(self.validation.quick)[0]})
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -370,7 +302,7 @@ class Trainer:
         if self.night is not None:
             metrics["night"] = float(self.night.on)
         if self._wants_compiled:
-            metrics["compiled"] = float(self.compiled)
+            metrics["compiled"] = float(self.model.compiled)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
         self._log(record.step, metrics | self.callback_list.figures("figures", record))
@@ -408,7 +340,7 @@ class Trainer:
         resume.check_optimizers(self, snapshot)
         self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
-            self.loss_scale = LossScale(**snapshot.state["loss_scale"])
+            self.loss_scale.load_state(snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])
         self.callback_list.load_state(snapshot.state["callbacks"])
         self.task.load_state(snapshot.state.get("task", {}))
@@ -436,8 +368,3 @@ class Trainer:
             log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
             self.parallel.load(self.weights.state(), best.weights)
         return best.step if best is not None else self.step
-
-
-def _seed(seed: int, step: int, micro_batch: int) -> int:
-    """Seed of dropout: a function of the micro-batch, not of the rank that computes it."""
-    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB) % (1 << 63)

@@ -1,0 +1,107 @@
+"""A model on its devices, with its optimizers: the gradient of a step, and the update.
+
+The gradient is the sum over all targets of the step, divided once by their number over all ranks and micro-batches. Dropout
+is a function of (seed, step, micro-batch), so that a run continues bit for bit from any checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ttrain.data.loader import Loader, MicroBatch
+from ttrain.train.averaging import MovingAverage
+from ttrain.train.distributed import Ranks, global_norm
+from ttrain.train.parallel import place
+from ttrain.train.precision import Precision
+from ttrain.train.step_figures import MicroBatchSums, measure
+from ttrain.train.task import TrainingTask
+from ttrain.train.training_options import TrainerOptions
+
+
+class PlacedModel:
+    """The task's model, distributed over the ranks and perhaps compiled, its optimizers and the average of its weights."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        task: TrainingTask,
+        loader: Loader,
+        ranks: Ranks,
+        precision: Precision,
+        options: TrainerOptions,
+    ) -> None:
+        self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
+        is_whole = options.parallel != "fsdp" or ranks.world == 1
+        self.bare = module.to(ranks.device) if is_whole else module  # else each rank moves only its shard
+        self.parallel, self._compiled_layers = place(
+            self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
+        )
+        self.optimizers = task.build_optimizer(self.bare)
+        self.optimizers.prepare(precision.product_dtype, ranks if options.reduction != "tree" else None)
+        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, loader.order.steps)
+        self.loss_scale = precision.loss_scale()
+        self.can_defer = is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
+        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
+        self._scale = 1.0 / task.config.tokens_per_step
+
+    @property
+    def compiled(self) -> bool:
+        """Whether training passes are compiled."""
+        return self._compiled_layers is not None
+
+    def measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
+        """Mean loss per target over the batches, split over the ranks, NaN if there are none; the figures of the task."""
+        with self.average.as_weights():
+            return measure(self.task, self.bare, batches, self.ranks, self.precision)
+
+    def backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> MicroBatchSums:
+        """Pass through this rank's micro-batches; the parameters then hold the (scaled) gradient over all ranks."""
+        self.bare.train()
+        sums = MicroBatchSums()
+        ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
+        for micro in ordered:
+            seed = _seed(self.task.config.seed, step, micro.number)
+            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
+            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed)
+            self.parallel.before_backward(last=micro is ordered[-1])
+            with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
+                with self.precision.autocast():
+                    loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
+                factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
+                (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+            self.parallel.after_backward(micro)
+            sums.add(micro.number, loss)
+        self.parallel.finish()
+        return sums
+
+    def norm(self, live: float) -> tuple[float, Tensor]:
+        """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
+        factor = 1.0 / (self._scale * self.loss_scale.scale * live)
+        return factor, global_norm(self.optimizers.parameters) * factor
+
+    def update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
+        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the
+        device, weights and state stay as they are."""
+        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
+        clip = self.task.config.optim.clip
+        # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
+        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
+        self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
+        self.optimizers.zero_grad()
+        self.average.update(prevented)
+
+    def _trial_pass(self, module: nn.Module) -> None:
+        """Run one forward and backward pass, for the compiler."""
+        with self.precision.autocast():
+            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
+        loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
+
+
+def _seed(seed: int, step: int, micro_batch: int) -> int:
+    """Seed of dropout: a function of the micro-batch, not of the rank that computes it."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB) % (1 << 63)
