@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from store.test_store import full_disk
 from support.kill_points import killed_everywhere
 from support.tracked_stores import opened, row, started
 from support.waiting import stopwatch, wait_until
@@ -318,6 +319,21 @@ def test_a_full_disk_is_named_once_and_what_waited_arrives_when_there_is_room(
     assert store.close() == 0
     assert store.client.get_run(str(run.id)).data.metrics == {"eval/bits_per_byte": 1.5}
     assert caplog.text.count("the pipeline continues") == caplog.text.count("free some space on its disk") == 1
+
+
+def test_a_disk_with_room_for_a_part_of_an_entry_gets_none_of_it_and_the_entry_is_not_taken_for_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    box = outbox.create(tmp_path, name="stage")
+    box.add("text", text="short")
+    journal = tmp_path / "tracking" / box.id / "journal.jsonl"
+    whole = journal.read_bytes()
+    with full_disk(1000):
+        box.add("text", text="x" * 5000)
+        assert journal.read_bytes() == whole and not box.is_kept
+        box.add("text", text="fits")
+    assert [entry.data["text"] for entry in outbox.read_journal(journal.parent).values()] == ["short", "fits"]
+    assert "cannot be saved in the outbox" in caplog.text and not journal.read_bytes().count(b"xx")
 
 
 def test_what_neither_mlflow_nor_the_disk_took_is_said_to_be_lost(

@@ -11,6 +11,7 @@ the disk cannot be written, it is in memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -145,7 +146,10 @@ class Outbox:
                 self._warn(error)
 
     def _append(self, lines: str) -> None:
-        """Append lines in one write, so that a kill leaves whole ones; after a torn one of a machine crash on a new line."""
+        """Append lines in one write, so that a kill leaves whole ones; after a torn one of a machine crash on a new line.
+
+        A disk that has room for a part of them gets none: a part would be lost, and take the last of its space.
+        """
         if self.directory is None:
             return
         try:
@@ -153,7 +157,12 @@ class Outbox:
             try:
                 size = os.fstat(descriptor).st_size
                 torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-                self._written += os.write(descriptor, (b"\n" if torn else b"") + lines.encode())
+                data = (b"\n" if torn else b"") + lines.encode()
+                written = os.write(descriptor, data)
+                if written < len(data):
+                    os.ftruncate(descriptor, size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._written += written
             finally:
                 os.close(descriptor)
         except OSError as error:
