@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.recorded_homes import Made, alive, falling, make_run
 from support.tracked_stores import opened
@@ -191,6 +192,17 @@ def test_damage_that_shows_in_the_middle_loses_nothing(runs_home: Path, caplog: 
     done = repair(runs_home, lambda line: None)
     assert process.exitcode == 0 and done.damage and len(done.runs) == 2 and done.waiting == 0
     assert {"late", "sft bbbb"} <= runs_of(runs_home).keys()
+
+
+def test_a_repair_holds_the_locks_of_one_run_at_a_time(runs_home: Path) -> None:
+    """Else a home of some hundred runs has more files open than a system allows."""
+    DAMAGES["header"](tracking.database_of(runs_home))
+    held: list[str] = []
+
+    def look(line: str) -> None:
+        held.extend(file.path for file in psutil.Process().open_files() if file.path.startswith(f"{runs_home}/tracking"))
+
+    assert len(repair(runs_home, look).runs) == 2 and not held
 
 
 def test_a_repair_that_was_killed_goes_on(runs_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,16 +69,16 @@ def repair(home: Path, say: Callable[[str], object]) -> Repair:
         say(f"{record['run']}: {number} of {len(missing)}")
         try:
             experiment = str(record["settings"]["tracking"]["experiment"])
-            if experiment not in trackers:
-                trackers[experiment] = tracking.open_own_store(home, experiment)
-            absent += _RunReplay(record, store, trackers[experiment]).replay()
+            # One for each run: until it is closed it holds a lock for every stage, and systems allow some 1,000 open files
+            tracker = trackers[experiment] = tracking.open_own_store(home, experiment)
+            with contextlib.closing(tracker):
+                absent += _RunReplay(record, store, tracker).replay()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             log.warning("the record of %s cannot be logged: %s: %s", record["run"], type(error).__name__, error)
             unreadable.append(record["run"])
         else:
             done.append(record["run"])
     for tracker in trackers.values():
-        tracker.close()
         tracking.refresh_views(tracker)
     waiting = [report for report in tracking.sync(home) if report.things]
     by_servers = tuple(run["run"] for run in runs.history(home) if aside is not None and _by_server(run))
