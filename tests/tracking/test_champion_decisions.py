@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 from support.champion_sets import SUFFIXES, aliases, champion, client_of, everywhere, register
 from support.data_commands import Run, in_process
+from support.outage_proxy import Proxy
 from support.tiny_stages import planned
 from support.tracked_stores import opened
 
@@ -86,6 +88,16 @@ def test_a_server_that_does_not_answer_is_an_error_not_the_answer_none(
         with pytest.raises(TrackingError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be queried") as raised:
             act("mine")
         assert "hidden" not in str(raised.value)
+
+
+def test_a_server_that_refuses_the_account_names_the_variables_of_it(
+    sets_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Proxy("http://127.0.0.1:9")) as proxy:
+        proxy.mode = "no entry"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.url)
+        with pytest.raises(TrackingError, match=r"401 .*; set MLFLOW_TRACKING_USERNAME and"):
+            tracking.Champions(sets_home).champion("mine")
 
 
 @pytest.mark.soak

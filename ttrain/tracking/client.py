@@ -110,6 +110,8 @@ def cannot_be_queried(uri: str, subject: str, error: Exception) -> TrackingError
     """The error of a question that MLflow did not answer. `subject`: what it was asked for."""
     cause = first_line(error)
     fix = "; start it, or set MLFLOW_TRACKING_URI to the one that holds them" if uri.startswith("http") else ""
+    if any(f"error code {status.value} " in cause for status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)):
+        fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     if "database is locked" in cause:
         fix = "; end the other program that is writing to it, and run the command again"
     return TrackingError(f"MLflow at {without_user(uri)} cannot be queried {subject}: {cause}{fix}")
