@@ -89,6 +89,7 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
 ) -> None:
     trains_here(monkeypatch)
     words = [*WORDS, "epochs=1"]
+    Path("out", "run", "work").mkdir(parents=True)  # all that a training left which was killed at once
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert done.json["steps"] == STEPS and not done.json["was_finished"]

@@ -165,7 +165,7 @@ def test_exact_answers() -> None:
     right = [
         ("Paris", "paris."), ("  The   Louvre!\nand more", "the louvre"), ("it is\n#### Paris", "Paris"),
         ("\n\nParis\nor Rome", "Paris"), ("「北京」。", "北京"), ("北京。", "北京"), ("ＡＢ", "ab"),
-        ("one\ntwo", "one\ntwo"),
+        ("one\ntwo", "one\ntwo"), ("〈静夜思〉", "静夜思"), ("·李白〔唐〕", "李白〔唐"), ("\ufeff李白\u200b――", "李白"),
     ]  # fmt: skip
     wrong = [("Paris or Rome", "Paris"), ("", "Paris"), ("『北京』市", "北京市"), ("one", "one\ntwo")]
     assert [pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]] == right

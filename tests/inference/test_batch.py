@@ -143,6 +143,9 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
         path.write_text('{"prompt": "Q"}\n' + line)
         with pytest.raises(DataError, match=r"p\.jsonl:2: "):
             batch.read(path, raw=False)
+    path.write_bytes('{"prompt": "Q"}\n{"prompt": "你好"}'.encode("gb18030"))
+    with pytest.raises(DataError, match=r"p\.jsonl:2: not valid UTF-8; write the row again as UTF-8, or convert the file"):
+        batch.read(path, raw=False)
 
 
 def test_answers_that_cannot_be_read_for_a_moment_are_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

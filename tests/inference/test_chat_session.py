@@ -235,6 +235,9 @@ def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(one: LoadedModel, dire
     assert "你好" in done.out  # for eyes too
     assert {reply["stop"] for reply in found} <= {"length", "end"}
     assert "the conversation is forgotten" in done.err
+    refused = pipe(b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory, "--json")  # a byte order mark is no text
+    assert refused.code == 1 and "line 2 of standard input is not valid UTF-8" in refused.err
+    assert refused.json["question"] == "Who?"
     plain = pipe(b"Who?\n", directory).out
     assert plain.endswith("\n") and plain.count("\n") == expected[0].count("\n") + 1
 

@@ -158,6 +158,10 @@ def test_a_home_with_other_files_is_refused_and_a_temporary_one_is_removed(tmp_p
             pass
     with pytest.raises(UsageError, match="which is a file"), home_for(tmp_path / "full" / "x", "mine/1"):
         pass
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / f".{MARK_FILE}.{2**22}.tmp").touch()
+    with home_for(tmp_path / "killed", "mine/1") as home:
+        assert (home / MARK_FILE).exists()
     with home_for(None, "mine/1") as home:
         (home / "x").touch()
     assert not home.exists()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import console, encodable, escape_control_characters, escaped, print_json
 from ttrain.core.text import counted
-from ttrain.errors import TTrainError, UsageError
+from ttrain.data.records import NOT_UTF8
+from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.inference.chat import Chat, Reply, save
 
 if TYPE_CHECKING:
@@ -76,8 +77,12 @@ class Pipe(ChatScreen):
         self._as_json, self._identities = as_json, identities or [{}] * len(names)
 
     def lines(self) -> Iterator[str]:
-        for line in sys.stdin.buffer:
-            yield line.decode("utf-8", "replace").rstrip("\r\n")
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError:
+                raise DataError(f"line {number} of standard input is {NOT_UTF8}") from None
+            yield text.removeprefix("\ufeff").rstrip("\r\n")
 
     def answer(self, chats: Sequence[Chat], question: str) -> None:
         replies = [chat.ask(question) for chat in chats]

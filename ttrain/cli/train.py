@@ -176,12 +176,10 @@ def run_alone(
 
 def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
-    from ttrain.pipeline.stage_worker import JOB
-
     check_no_artifact(out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out is {out}, which is a file; name a directory")
-    if out.exists() and not (out / WORK / JOB).exists() and any(out.iterdir()):
+    if out.exists() and not (out / WORK).is_dir() and any(out.iterdir()):
         raise UsageError(f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training")
 
 

@@ -144,6 +144,16 @@ def is_first(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[n
     return is_other
 
 
+def occurrences(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Places:
+    """How often each pair of values occurs, for all pairs."""
+    order = np.lexsort((second, first))
+    begins = np.flatnonzero(is_first(first[order], second[order]))
+    counts = np.zeros(len(order), np.int64)
+    sizes = np.diff(np.append(begins, len(order)))
+    counts[order] = np.repeat(sizes, sizes)
+    return counts
+
+
 def _common_prefix(first: Bytes, second: Bytes) -> int:
     """Length of the common prefix in bytes."""
     size, done, step = min(len(first), len(second)), 0, MANY_BYTES

@@ -21,7 +21,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import parse_json
-from ttrain.data.common_parts import MANY_BYTES, WORD_BYTES, Bytes, Comparison, Parts, Places, is_first, merged, padded_words
+from ttrain.data.common_parts import (
+    MANY_BYTES,
+    WORD_BYTES,
+    Bytes,
+    Comparison,
+    Parts,
+    Places,
+    is_first,
+    merged,
+    occurrences,
+    padded_words,
+)
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.shards import Column, Ids, arrow_array, counted_up, offsets_of
 
@@ -107,30 +118,31 @@ class TextIndex:
         the hits of the whole chain add nothing. A text that repeats a period has one chain for each of its bytes, and data
         with that period would hit at each byte as many seeds as the text has periods.
         """
+        gaps, contexts = self._contexts(hashes, at)
+        frequency = np.where(gaps > 0, occurrences(hashes, contexts), 0)
+        order = np.lexsort((contexts, -frequency, hashes))
+        hashes, at, gaps = hashes[order], at[order], gaps[order]
+        first_alike = np.searchsorted(hashes, hashes)  # of each seed, the first of the same hash, with the commonest context
+        texts = Comparison(self._data, self._data, self._words)
+        is_behind = self._is_behind(texts, at, at[first_alike], gaps[first_alike])
+        is_chained = (gaps > 0) & (gaps == gaps[first_alike]) & is_behind
+        order = np.lexsort((~is_chained, hashes))
+        self._hashes, self._at = hashes[order], at[order]
+        # Of all seeds of a hash, the distance of the first from the seed before it; of the first, the number in its chain.
+        self._gaps = gaps[first_alike]
+        self._chained = np.bincount(first_alike[is_chained], minlength=len(at))
+
+    def _contexts(self, hashes: Hashes, at: Places) -> tuple[Places, Hashes]:
+        """Of each seed the distance from the seed before it, and a hash of the two; 0 for the first of a text, and for one
+        that is far from the seed before it."""
         by_place = np.argsort(at)
         last, this = by_place[:-1], by_place[1:]
+        is_near = (at[this] - at[last] <= MANY_BYTES) & (self._text_at(at[this]) == self._text_at(at[last]))
+        last, this = last[is_near], this[is_near]
         gaps, contexts = np.zeros(len(at), np.int64), np.zeros(len(at), np.uint64)
         gaps[this] = at[this] - at[last]
-        gaps[this] *= (self._text_at(at[this]) == self._text_at(at[last])) & (gaps[this] <= MANY_BYTES)
         contexts[this] = (hashes[last] ^ gaps[this].astype(np.uint64)) * np.uint64(FACTORS[1])
-        contexts[gaps == 0] = 0
-        order = np.lexsort((contexts, hashes))
-        begins = np.flatnonzero(is_first(hashes[order], contexts[order]))
-        sizes = np.diff(np.append(begins, len(at)))
-        frequency = np.zeros(len(at), np.int64)
-        frequency[order] = np.repeat(sizes, sizes)
-        frequency[gaps == 0] = 0
-        order = np.lexsort((contexts, -frequency, hashes))
-        self._hashes, self._at, gaps = hashes[order], at[order], gaps[order]
-        first_alike = np.searchsorted(self._hashes, self._hashes)  # the first seed of the same hash
-        texts = Comparison(self._data, self._data, self._words)
-        is_behind = self._is_behind(texts, self._at, self._at[first_alike], gaps[first_alike])
-        is_chained = (gaps > 0) & (gaps == gaps[first_alike]) & is_behind
-        order = np.lexsort((~is_chained, self._hashes))
-        self._hashes, self._at = self._hashes[order], self._at[order]
-        # Of the first seed of each hash: its distance from the seed before it, and the number of seeds in its chain.
-        self._gaps = gaps[first_alike][order]
-        self._chained = np.bincount(first_alike[is_chained], minlength=len(at))
+        return gaps, contexts
 
     @staticmethod
     def _is_behind(comparison: Comparison, data_places: Places, text_places: Places, gaps: Places) -> npt.NDArray[np.bool_]:

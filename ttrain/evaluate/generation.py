@@ -32,7 +32,7 @@ PIECE = 64  # tokens to generate before looking for a stop text
 
 AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
 
-EDGES = string.punctuation + string.whitespace + "，。、；：？！“”‘’（）《》【】「」『』…—"
+EDGE_CATEGORIES = ("P", "Z", "Cc", "Cf")  # of Unicode: punctuation of every script, separators, and invisible characters
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,12 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 def normalised(text: str) -> str:
     """Normalise to lower case, plain width and single spaces, without punctuation at the ends."""
-    return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip(EDGES)
+    plain = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold())
+    return plain.strip("".join(filter(_is_edge, set(plain))))
+
+
+def _is_edge(character: str) -> bool:
+    return character in string.punctuation or unicodedata.category(character).startswith(EDGE_CATEGORIES)
 
 
 def _text_or_number(record: JsonDict, key: str) -> str | None:

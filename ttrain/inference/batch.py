@@ -19,6 +19,7 @@ from ttrain.data import existing
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
+from ttrain.data.records import NOT_UTF8
 from ttrain.data.tools import Malformed
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
@@ -211,9 +212,12 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
         if not line.strip():
             continue
         try:
-            value = orjson.loads(line) if is_json else {"prompt": line.decode("utf-8").rstrip("\r")}
+            text = line.decode("utf-8")
+            value = orjson.loads(text) if is_json else {"prompt": text.rstrip("\r")}
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
-        except (ValueError, RecursionError) as error:  # Malformed, JSON and UTF-8 are ValueErrors
+        except UnicodeDecodeError:
+            raise DataError(f"{path}:{at}: {NOT_UTF8}") from None
+        except (ValueError, RecursionError) as error:  # Malformed and JSON are ValueErrors
             raise DataError(f"{path}:{at}: {error}") from None
     if not prompts:
         raise DataError(f"{path} holds no prompts")

@@ -33,6 +33,7 @@ from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.runs import is_interrupted_write
 
 MARK_FILE = "reproduces.json"  # in the home given for a reproduction: an interrupted one continues there
 
@@ -125,7 +126,8 @@ def home_for(directory: Path | None, name: str) -> Iterator[Path]:
     mark = read_json(home / MARK_FILE)
     if home.exists() and not home.is_dir():
         raise UsageError(f"--home is {home}, which is a file; name a directory that is new or empty")
-    if home.is_dir() and any(home.iterdir()) and mark != {"name": name}:
+    is_used = home.is_dir() and not all(map(is_interrupted_write, home.iterdir()))  # a kill may leave an unfinished mark
+    if is_used and mark != {"name": name}:
         contents = f"a reproduction of {mark['name']}" if isinstance(mark, dict) and "name" in mark else "other files"
         raise UsageError(f"--home is {home}, which holds {contents}; name a directory that is new or empty")
     home.mkdir(parents=True, exist_ok=True)
