@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, argument, option
+from ttrain.cli.options import AsJson, argument, option, suite_words
 from ttrain.core.files import JsonDict, JsonObject, output_file, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -41,7 +41,10 @@ MODELS_HELP = (
 
 ModelNames = Annotated[list[str], argument(MODELS_HELP, metavar="MODEL")]
 
-Suites = Annotated[list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")]
+Suites = Annotated[
+    list[str] | None,
+    option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE", autocompletion=suite_words),
+]
 
 
 def _file(name: str, shape: str) -> Any:

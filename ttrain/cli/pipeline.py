@@ -17,6 +17,7 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
+    pipeline_words,
     run_words,
     stage_words,
 )
@@ -36,7 +37,7 @@ PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challeng
 
 pipeline_app = command_group(help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full")
 
-Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]
+Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocompletion=pipeline_words)]
 
 
 @command(
