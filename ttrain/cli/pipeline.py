@@ -253,7 +253,8 @@ def _print_cached(planned: Plan, run: Run) -> None:
     if rows := summary.rows(run.metrics, api.cached_results(planned)):
         table(("figure", "value", ""), rows)
     same = f" in the run {equals}" if (equals := run.record["equals"]) else ""
-    print(f"everything is cached: all {len(planned)} stages of {planned.pipeline} are unchanged{same}; nothing was run")
+    subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
+    print(f"everything is cached: {subject} unchanged{same}; nothing was run")
     fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")
