@@ -100,7 +100,7 @@ class Plan(Sequence[PlannedStage]):
     def __getitem__(self, index: Any) -> Any:
         """The stage of a number or a name."""
         if isinstance(index, str):
-            return next(stage for stage in self if stage.name == index)
+            return {stage.name: stage for stage in self}[index]
         return list(self)[index]
 
     def __iter__(self) -> Iterator[PlannedStage]:
@@ -144,9 +144,10 @@ def plan(
 ) -> Plan:
     """What a run would do. Runs nothing.
 
-    `only`, `since` and `until` choose stages, as --only, --from and --until do; `force` names stages to rebuild; `extend`
-    continues a shorter run's checkpoint; `resume_key` is the key of unfinished work to resume. `home`: of the store; else
-    TTRAIN_HOME, else ./artifacts. Raises UsageError.
+    `only`, `since` and `until` choose stages, as --only, --from and --until do; `force` names stages to rebuild; of `only`
+    and `force` a text names one stage, or several between commas. `extend` continues a shorter run's checkpoint;
+    `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
+    Raises UsageError.
     """
     from ttrain.flows import recipe
     from ttrain.pipeline.artifact_commands import store_of
@@ -154,10 +155,16 @@ def plan(
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
-    selection = Selection(frozenset(only), since, until)
-    rerun = Rerun(frozenset(force), extend, resume_key)
+    selection = Selection(_stage_names(only), since, until)
+    rerun = Rerun(_stage_names(force), extend, resume_key)
     stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection)
     return Plan(pipeline, settings, store, stages, selection, rerun)
+
+
+def _stage_names(names: Iterable[str]) -> frozenset[str]:
+    return (
+        frozenset(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else frozenset(names)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,13 +122,7 @@ def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exis
     if name.startswith("ttrain train task") or "=(" in str(values.get("overrides")):
         return  # the settings of a task are its own
     overrides, profiles = (values.get(key) or () for key in ("overrides", "profile"))
-    if name in (
-        "ttrain pipeline run",
-        "ttrain pipeline plan",
-        "ttrain train pretrain",
-        "ttrain train sft",
-        "ttrain train lora",
-    ):
+    if name in ("ttrain pipeline run", "ttrain pipeline plan", "ttrain stage run", "ttrain doctor", "ttrain config show"):
         load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
 
 

@@ -107,7 +107,8 @@ def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path
     assert options.run_words("full-") == [record.run] and options.run_words("la") == ["latest"]
     assert options.model_words("sf") == ["sft"] and options.model_words(f"{record.run}:l") == [f"{record.run}:lora"]
     assert options.setting_words("sft.optim.l") == ["sft.optim.lr="]
-    assert options.profile_words("s") == ["small"]
+    assert options.profile_words("s") == ["small"] and options.suite_words("e") == ["english"]
+    assert options.pipeline_words("n") == ["nightly"] and options.sweep_words("") == ["latest"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

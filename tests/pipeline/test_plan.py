@@ -16,6 +16,7 @@ from ttrain.core import hashing
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import python_docs
 from ttrain.errors import UsageError
+from ttrain.flows import api
 from ttrain.flows.full import full
 from ttrain.model import registry
 from ttrain.pipeline.plan import plan, plan_json, plan_stage
@@ -223,6 +224,13 @@ def test_force_follows_to_what_depends_on_a_stage_and_nowhere_else(built: House)
         planned = built.plan(force=frozenset(force))
         assert running(planned) == {name for name, stage in planned.items() if stage.forced} == stages
         assert {planned[name].why for name in stages} == {("asked to run again",)}
+
+
+def test_from_python_stages_are_named_by_a_text_or_a_list_and_found_by_their_names(house: House) -> None:
+    planned = api.plan("full", house.settings(), home=house.store.root, force="tokenizer, sft")
+    assert planned.rerun.force == {"tokenizer", "sft"} and planned["sft"].name == "sft"
+    with pytest.raises(KeyError, match="sfx"):
+        planned["sfx"]
 
 
 def test_forcing_a_stage_that_does_not_exist_names_those_that_do(built: House) -> None:

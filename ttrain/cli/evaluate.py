@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, app, argument, command, option
+from ttrain.cli.options import AsJson, app, argument, command, option, suite_words
 from ttrain.core.files import JsonDict, JsonObject, output_file, read_json, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -61,7 +61,8 @@ class TaskFiles:
 def evaluate(
     models: Annotated[list[str], argument(MODELS_HELP, metavar="MODEL")],
     suite: Annotated[
-        list[str] | None, option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE")
+        list[str] | None,
+        option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE", autocompletion=suite_words),
     ] = None,
     *,
     files: TaskFiles,

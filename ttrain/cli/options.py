@@ -94,6 +94,29 @@ def stage_words(incomplete: str) -> list[str]:
     return [name for name in STAGES if name.startswith(incomplete)]
 
 
+def pipeline_words(incomplete: str) -> list[str]:
+    """The pipelines that begin so."""
+    from ttrain.flows import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def sweep_words(incomplete: str) -> list[str]:
+    """The sweeps of the home that begin so."""
+    from ttrain.sweep.records import list_sweeps
+
+    return [
+        name for name in ("latest", *(sweep.name for sweep in list_sweeps(layout.home()))) if name.startswith(incomplete)
+    ]
+
+
+def suite_words(incomplete: str) -> list[str]:
+    """The suites that ship with ttrain and begin so."""
+    from ttrain.evaluate import suites
+
+    return [name for name in suites.names() if name.startswith(incomplete)]
+
+
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
 

@@ -17,6 +17,7 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
+    pipeline_words,
     run_words,
     stage_words,
 )
@@ -40,7 +41,7 @@ pipeline_app = command_group(
 
 pipeline_app.add_typer(nightly.schedule_app, name="schedule")
 
-Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]
+Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocompletion=pipeline_words)]
 
 
 @command(
@@ -256,7 +257,8 @@ def _print_cached(planned: Plan, run: Run) -> None:
     if rows := summary.rows(run.metrics, api.cached_results(planned)):
         table(("figure", "value", ""), rows)
     same = f" in the run {equals}" if (equals := run.record["equals"]) else ""
-    print(f"everything is cached: all {len(planned)} stages of {planned.pipeline} are unchanged{same}; nothing was run")
+    subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
+    print(f"everything is cached: {subject} unchanged{same}; nothing was run")
     fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")

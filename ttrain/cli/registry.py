@@ -328,7 +328,8 @@ def _training_facts(link: Link) -> str:
     runtime = link.provenance.get("runtime", {})
     facts = [f"in {result.get('precision')} on {result.get('device')}", f"ranks {result['ranks']}"]
     facts += [f"threads {result['threads']}"] if "threads" in result else []
-    facts += [f"{name} {runtime[name]}" for name in ("rows_per_device", "compile", "reduction") if name in runtime]
+    settings = {name: runtime.get(name) for name in ("rows_per_device", "compile", "reduction")}
+    facts += [f"{name} {value}" for name, value in settings.items() if value is not None]
     return ", ".join(facts)
 
 

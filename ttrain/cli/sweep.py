@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer.core import TyperGroup
 
-from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option
+from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option, sweep_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
@@ -41,7 +41,9 @@ EPILOG = (
     "ttrain sweep full 'pretrain.optim.lr=log(1e-3,1e-1)' pretrain.validate_every_steps=20 --prune\n\n"
     "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
 )
-Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
+Name = Annotated[
+    str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest", autocompletion=sweep_words)
+]
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Notify(Section):
     webhook_file: str | None = setting(
         None, "file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
     )
-    on: tuple[Event, ...] = setting(("failed", "promoted", "skipped"), "events that are told")
+    on: tuple[Event, ...] = setting(("failed", "promoted", "skipped"), "events that send a notification")
     timeout_seconds: float = setting(10.0, "for the program, and for the URL", gt=0)
 
     @field_validator("webhook")

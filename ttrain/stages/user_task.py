@@ -94,13 +94,13 @@ def task_class(name: str) -> type[UserTask]:
     except ModuleNotFoundError as error:
         if error.name != point.module.partition(".")[0] and error.name != point.module:
             raise  # the module exists, but one of its own imports does not
-        raise UsageError(f"--task is '{name}' but there is no module {error.name}, here or among the packages") from None
+        raise UsageError(f"the task is '{name}' but there is no module {error.name}, here or among the packages") from None
     except AttributeError as error:
         if error.name not in point.attr.split("."):
             raise
-        raise UsageError(f"--task is '{name}' but the module {point.module} has no {point.attr}") from None
+        raise UsageError(f"the task is '{name}' but the module {point.module} has no {point.attr}") from None
     if not (inspect.isclass(task_type) and issubclass(task_type, UserTask)):
-        raise UsageError(f"--task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
+        raise UsageError(f"the task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
     if inspect.isabstract(task_type):
         raise UsageError(f"the task {name} lacks {', '.join(sorted(task_type.__abstractmethods__))}; write them")
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
