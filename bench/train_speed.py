@@ -123,8 +123,8 @@ def search_choices(name: str, rounds: str) -> dict[str, Any]:
 
     from ttrain.config import Pretrain
     from ttrain.data.loader import ShuffledOrder
+    from ttrain.stages import tuning
     from ttrain.store.tunings import Choice
-    from ttrain.train import tuning
     from ttrain.train.distributed import Ranks
     from ttrain.train.language_modeling import LanguageModeling
     from ttrain.train.precision import resolve_precision

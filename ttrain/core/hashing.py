@@ -24,8 +24,8 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 # orchestrate. Then the few modules of other packages that only watch or hand over.
 NON_RESULT_PACKAGES = ("cli", "config", "core", "errors", "loggers", "pipeline", "reports", "store", "tracking")
 NON_RESULT_MODULES = (
-    "stages.callbacks", "stages.job", "stages.tuned", "train.callbacks", "train.guards", "train.monitor",
-    "train.periodic_evaluation", "train.tuning", "train.watchdog",
+    "stages.callbacks", "stages.job", "stages.tuning", "train.callbacks", "train.guards", "train.monitor",
+    "train.periodic_evaluation", "train.watchdog",
 )  # fmt: skip
 NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too

@@ -22,7 +22,7 @@ from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.stages.new_model import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
-from ttrain.stages.tuned import TUNED, tuned
+from ttrain.stages.tuning import TUNED, tuned
 from ttrain.train import checkpoint, leakage_check, precision
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
