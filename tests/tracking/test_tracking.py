@@ -71,6 +71,21 @@ def test_a_run_that_is_gone_is_made_anew(tracked_home: Path) -> None:
     assert started(store, run_id=deleted.id).id != deleted.id
 
 
+def test_a_run_whose_clock_was_set_back_does_not_end_before_it_began(
+    tracked_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tracked_home)
+    run = started(store)
+    yesterday = time.time() - 86400
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: yesterday)
+        run.finish("FINISHED")
+    wait_until(lambda: not run.waiting(), 60)
+    info = store.client.get_run(run.id).info
+    assert info.end_time >= info.start_time > 1000 * yesterday
+    store.close()
+
+
 def test_a_changed_parameter_warns_and_equal_ones_do_not(tracked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = opened(tracked_home)
     many: dict[str, Any] = {f"p{i}": i for i in range(250)}

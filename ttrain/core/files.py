@@ -208,6 +208,12 @@ def write_output(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def lacks_inodes(path: Path) -> bool:
+    """Whether the file system of a path has no room for another file, however much space is free."""
+    status = os.statvfs(path)
+    return status.f_files > 0 and status.f_favail == 0  # without a number of its own, as of btrfs, there is no limit
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """A hard link, which takes no space; a copy, at once whole, where the file system has none."""
     try:

@@ -207,9 +207,13 @@ class TrackedRun:
         self.enqueue("made_by", stage=stage, key=key)
 
     def finish(self, status: str, *, at: float | None = None) -> None:
-        """End the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued."""
+        """End the run as FINISHED, FAILED or KILLED, now or `at` an earlier time; it can still be continued.
+
+        MLflow shows the time between its begin and its end, which is not negative where the clock was set back meanwhile.
+        """
+        ended = max(time.time(), float(self.outbox.run_info.get("started", 0.0))) if at is None else at
         self.outbox.update_run_info(ended=True)
-        self.enqueue("end", status=status, time=int(1000 * (time.time() if at is None else at)))
+        self.enqueue("end", status=status, time=int(1000 * ended))
 
     def waiting(self) -> list[Entry]:
         """The entries to deliver now: all but the curve that a follower still follows."""
