@@ -194,6 +194,26 @@ def test_damage_that_shows_in_the_middle_loses_nothing(runs_home: Path, caplog: 
     assert {"late", "sft bbbb"} <= runs_of(runs_home).keys()
 
 
+def test_a_repair_brings_the_set_of_a_night_that_took_its_tokenizer_and_base_from_the_champion(runs_home: Path) -> None:
+    def evaluated(**models: Made) -> Made:
+        inputs = {name: (made.stage, made.key, "") for name, made in models.items()}
+        return Made("evaluate", inputs=inputs, result={"metrics": {"bits_per_byte": 2.0}})
+
+    tokenizer = Made("tokenizer", texts={"tokenizer.json": "{}"})
+    base = Made("pretrain", falling(4), inputs={"tokenizer": ("tokenizer", tokenizer.key, "")})
+    tuned = Made("sft", falling(4), inputs={"base": ("pretrain", base.key, "")})
+    kept = {"model_set": "quickstart/1", "metrics": {}, "tracking": {"identity": "5d" * 16, "run_id": "gone", "url": None}}
+    make_run(runs_home, "full-20260104-000000-dddd", [tokenizer, base, evaluated(base=base)], number=4, **kept)
+    kept["tracking"] = {"identity": "6e" * 16, "run_id": "gone", "url": None}
+    make_run(runs_home, "nightly-20260105-000000-eeee", [tuned, evaluated(base=base, sft=tuned)], number=5, **kept)
+    DAMAGES["header"](tracking.database_of(runs_home))
+    repair(runs_home, lambda line: None)
+    night, first = tracking.list_sets(runs_home)
+    assert (night.run, first.run) == ("nightly-20260105-000000-eeee", "full-20260104-000000-dddd")
+    assert night.members.keys() == {"tokenizer", "pretrain", "sft"}
+    assert all(night.keys[stage] == first.keys[stage] for stage in ("tokenizer", "pretrain"))
+
+
 def test_a_repair_holds_the_locks_of_one_run_at_a_time(runs_home: Path) -> None:
     """Else a home of some hundred runs has more files open than a system allows."""
     DAMAGES["header"](tracking.database_of(runs_home))

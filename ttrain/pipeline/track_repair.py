@@ -16,11 +16,13 @@ from typing import Any
 
 from ttrain import tracking
 from ttrain.config import flatten
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import names, run_summary, system_metrics
 from ttrain.pipeline.run_models import RunModels
 from ttrain.reports import summary
+from ttrain.stages import CANDIDATES, CHOSEN_BASE
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -131,8 +133,9 @@ class _RunReplay:
         )
         absent = [f"{record['run']}:{entry['name']}" for entry in record["stages"] if not self._stage(entry, run)]
         run.log_inputs(data for artifact in self._artifacts.values() for data in tracking.data_of(artifact))
-        if record.get("model_set") and {"tokenizer", "evaluate"} <= self._artifacts.keys():
-            self._models.register_set(self._artifacts, record["run"], record["metrics"], run)
+        of_set = self._with_inputs()
+        if record.get("model_set") and {"tokenizer", "evaluate"} <= of_set.keys():
+            self._models.register_set(of_set, record["run"], record["metrics"], run)
         table = list[summary.EvaluationRow]()
         if "evaluate" in self._artifacts:
             results = {name: artifact.result for name, artifact in self._artifacts.items()}
@@ -141,6 +144,16 @@ class _RunReplay:
         run_summary.log_end(run, record, self._store.root, self._artifacts, changed, table, ended=ended)
         tracking.note_run_id(self._store.root, run)
         return absent
+
+    def _with_inputs(self) -> dict[str, Artifact]:
+        """The run's artifacts with the tokenizer and the models that a night took from its champion: these are no stages of
+        its record, but inputs of what it built."""
+        artifacts = dict(self._artifacts)
+        models = [row.model for row in TRAINING_STAGES.values()]
+        for stage, roles in (("evaluate", models), (CHOSEN_BASE.name, CANDIDATES[:1]), ("pretrain", ["tokenizer"])):
+            inputs = (self._store.input_of(artifacts.get(stage), name) for name in roles)
+            artifacts |= {artifact.stage: artifact for artifact in inputs if artifact and artifact.stage not in artifacts}
+        return artifacts
 
     def _stage(self, entry: Mapping[str, Any], parent: tracking.AnyRun) -> bool:
         """Log one stage; return False if its artifact is missing."""
