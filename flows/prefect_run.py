@@ -51,7 +51,7 @@ def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     """Choose or start the server, before Prefect is imported; returns a function that waits for it."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    servers.check_prefect_api_url(home)
+    servers.check_prefect_server(home)
     os.environ.update(servers.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):

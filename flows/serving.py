@@ -129,7 +129,7 @@ def serve_lock(home: Path) -> Iterator[None]:
 
 def _server(home: Path, auth: Auth) -> str:
     """The API address of the server that is named or runs, else of one that is started."""
-    servers.check_prefect_api_url(home)
+    servers.check_prefect_server(home)
     if not os.environ.get("PREFECT_API_URL") and not server_records.live_server(home, "prefect"):
         servers.start(home, {"prefect": PREFECT_PORT}, auth, OWNER)
     prefect_run.begin(home)()

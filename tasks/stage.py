@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
 
 CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
 
+LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals and at the workers
+WORKERLESS_SECONDS = 300.0  # a killed worker is replaced within seconds; a cluster that grows by itself takes minutes
+
 IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
 
@@ -114,12 +118,32 @@ class DaskPool:
                 yield self._result(waiting)
         finally:  # none may still write when the caller goes on
             for future in waiting:
-                future.wait()
+                while not future.wrapped_future.done() and _has_workers(future):
+                    future.wait(LOOK_SECONDS)
 
     def _result(self, waiting: deque[Any]) -> Any:
+        future, last_seen = waiting[0], time.monotonic()
+        while not future.wrapped_future.done():
+            self._check_signal()
+            future.wait(LOOK_SECONDS)
+            if _has_workers(future):
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > WORKERLESS_SECONDS:
+                raise TTrainError(
+                    f"the Dask cluster has had no worker for {WORKERLESS_SECONDS:.0f} s; start workers, or where they were "
+                    f"killed for want of memory, lower runtime.workers; the same command continues"
+                )
+        self._check_signal()
+        return waiting.popleft().result()
+
+    def _check_signal(self) -> None:
         if signum := self._stop_signal():
             raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
-        return waiting.popleft().result()
+
+
+def _has_workers(future: Any) -> bool:
+    """Whether the cluster that computes a future has workers."""
+    return bool(future.wrapped_future.client.scheduler_info()["workers"])
 
 
 def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callable[[], int] = lambda: 0) -> None:

@@ -31,14 +31,17 @@ def main() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both send it
         sys.exit(128 + signum)
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_DFL:  # not under nohup
-            signal.signal(signum, end)
+    heeded = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]  # under nohup one
+    for signum in heeded:
+        signal.signal(signum, end)
     try:
         command_line.main()
     finally:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in heeded:
+            if signal.getsignal(signum) is end:
+                signal.signal(signum, signal.SIG_DFL)
         if received:
             from ttrain.core.signals import is_native_code_running
 

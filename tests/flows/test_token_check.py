@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
+from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.errors import UsageError
 from ttrain.flows import servers
 from ttrain.flows.access_control import UPLOADS, BodyLimited, TokenRequired
@@ -170,9 +171,25 @@ def test_a_server_of_another_home_is_refused_with_what_to_set(
     for text in ("", "another"):
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", text)
         with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING says \(401\); set it .* servers/token there"):
-            servers.check_prefect_api_url(tmp_path)
+            servers.check_prefect_server(tmp_path)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", TOKEN)
-    servers.check_prefect_api_url(tmp_path)
+    servers.check_prefect_server(tmp_path)
+
+
+def test_the_home_s_own_server_whose_token_was_changed_or_removed_meanwhile_is_to_be_ended(
+    application: Application, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    server = server_records.Server("prefect", 1, PORT[0], "", asks_token=True)
+    monkeypatch.setattr(server_records, "live_server", lambda home, name: server)
+    for text in (None, "another", TOKEN):
+        if text:
+            write_bytes(server_records.token_file(tmp_path), text.encode(), PRIVATE_FILE)
+        else:
+            server_records.make_folder(tmp_path)
+        with contextlib.nullcontext() if text == TOKEN else pytest.raises(UsageError, match="end it with `ttrain down`"):
+            servers.check_prefect_server(tmp_path)
 
 
 def test_whether_it_is_there_everybody_may_know(application: Application) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import socket
 import ssl
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 from support.pipeline_home import Cli
 
 from ttrain.config import Runtime
+from ttrain.errors import TTrainError
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import stage
 
 SHARDS = ("pipeline", "run", "full", "--only", "tokenizer,shards-pretrain,shards-sft", "shards.block_bytes=1024")
 
@@ -33,13 +38,27 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
                 stranger.wrap_socket(connection).recv(1)
 
 
+@pytest.mark.parametrize(("seconds", "error"), [(0.0, "has had no worker for 0 s"), (600.0, "stopped while Dask made")])
+def test_blocks_of_a_cluster_without_workers_are_not_waited_for_without_end(
+    seconds: float, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where nobody stops the run, nor where somebody does."""
+    client = SimpleNamespace(scheduler_info=lambda: {"workers": {}})
+    pending = SimpleNamespace(wait=lambda seconds: None, wrapped_future=SimpleNamespace(done=lambda: False, client=client))
+    monkeypatch.setattr(stage.block_task, "submit", lambda *arguments: pending)
+    monkeypatch.setattr(stage, "WORKERLESS_SECONDS", seconds)
+    signals = itertools.chain([0, 0], itertools.repeat(signal.SIGINT))
+    with pytest.raises(TTrainError, match=error):
+        list(stage.DaskPool(2, lambda: next(signals)).map(print, iter([(1,), (2,), (3,)])))
+
+
 @pytest.mark.soak
 def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(fresh: Cli, tmp_path: Path) -> None:
     """Of many blocks, which two workers make and the stages put together."""
     alone = Cli(tmp_path / "alone", fresh.data)
     alone.here(*SHARDS, "--engine", "none")
     said = fresh(*SHARDS, "runtime.sharding=dask", "runtime.workers=2")
-    assert [stage["outcome"] for stage in fresh.runs()[0]["stages"]] == ["completed"] * 3, said
+    assert [made["outcome"] for made in fresh.runs()[0]["stages"]] == ["completed"] * 3, said
     for name in ("shards-pretrain", "shards-sft"):
         made, expected = (ArtifactStore(home).latest(name) for home in (fresh.home, alone.home))
         assert (made.key, made.content) == (expected.key, expected.content)

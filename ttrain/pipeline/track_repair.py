@@ -150,8 +150,8 @@ class _RunReplay:
         its record, but inputs of what it built."""
         artifacts = dict(self._artifacts)
         models = [row.model for row in TRAINING_STAGES.values()]
-        for stage, input_names in (("evaluate", models), (CHOSEN_BASE.name, CANDIDATES[:1]), ("pretrain", ["tokenizer"])):
-            inputs = (self._store.input_of(artifacts.get(stage), name) for name in input_names)
+        for stage, roles in (("evaluate", models), (CHOSEN_BASE.name, CANDIDATES[:1]), ("pretrain", ["tokenizer"])):
+            inputs = (self._store.input_of(artifacts.get(stage), name) for name in roles)
             artifacts |= {artifact.stage: artifact for artifact in inputs if artifact and artifact.stage not in artifacts}
         return artifacts
 
