@@ -76,7 +76,7 @@ def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(
 
 def test_a_selection_that_cannot_be_is_refused(built: House) -> None:
     for selection, force, words in (
-        (only("sftt"), "", "there is no stage .sftt.; did you mean sft.; there are tokenizer"),
+        (only("sftt"), "", "there is no stage .sftt.; did you mean sft. there are tokenizer"),
         (Selection(until="base-model"), "", "stage base-model is not needed here"),
         (Selection(since="sft", until="pretrain"), "", "--from sft --until pretrain leaves no stage to build"),
         (only("sft"), "lora", "--force lora refers to stage lora, which --only sft"),
