@@ -102,7 +102,7 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
     assert newest_with(tmp_path, "tokenizer")["run"] != newest
     with pytest.raises(UsageError, match="no run has a stage evaluate yet"):
         newest_with(tmp_path, "evaluate")
-    with pytest.raises(UsageError, match=r"there is no stage 'sftt'; did you mean sft\? there are source"):
+    with pytest.raises(UsageError, match=r"there is no stage 'sftt'; did you mean sft.* there are source"):
         newest_with(tmp_path, "sftt")
 
 

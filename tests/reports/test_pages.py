@@ -206,7 +206,7 @@ def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Pa
     assert headings[:4] == ["Stages", "What went wrong", "Curves", "Evaluation"]
     assert {"Data", "Samples", "Lineage", "Settings", "Machine and libraries"} <= set(headings)
     for words in (
-        "resumed at step 20", "2 steps were skipped", "3 bad rows were left out: not JSON 3",
+        "resumed at step 20", "skipped 2 steps whose gradient", "3 bad rows left out: not JSON 3",
         "the loss was not finite at step 7", "12,829", "一二三 world", "step 10", "first words", "39.58k",
     ):  # fmt: skip
         assert words in page, words

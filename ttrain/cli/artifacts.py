@@ -132,7 +132,9 @@ def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str
     matches = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
     if len(matches) > 1:
         raise references.ambiguous(stage, "keys", [f"{name} {short_digest(full)}" for name, full in matches])
-    return matches[0] if matches else (stage, key)
+    if not matches:
+        raise references.unknown("stage or key", stage, STAGES, shown=len(STAGES))
+    return matches[0]
 
 
 @command(artifacts_app, "Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json")

@@ -109,12 +109,13 @@ def report(
     if options.png:
         _draw(names, options)
         return
-    if options.metric or options.stage or len(names) > 1:
+    if len(names) > 1:
         raise UsageError(
-            f"a page is about one run, with all its curves, but {' '.join(names)} was given with "
-            f"{'--metric or --stage' if options.metric or options.stage else 'several runs'}; add --png, or use "
-            f"`ttrain compare --html`"
+            f"a page is about one run, but {len(names)} are named: {', '.join(names)}; name one, add --png for a picture of "
+            f"their curves, or use `ttrain compare --html`"
         )
+    if options.metric or options.stage:
+        raise UsageError("a page has all curves, and --metric or --stage chooses some; leave it out, or add --png")
     from ttrain.reports.report import report_of
     from ttrain.tracking import read_run
 

@@ -13,7 +13,7 @@ from ttrain.cli.options import Allow, AsJson, Files, argument, command, command_
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
-from ttrain.core.text import format_duration
+from ttrain.core.text import counted, format_duration
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
@@ -187,7 +187,7 @@ def train(
     )
     for expert in config.experts:
         check_length(expert, settings)
-    why = f"{len(references)} experts, {len(texts)} files, in {out}"
+    why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
     figures = train_task.run_alone(GATE, GATE.name, config.model_dump(mode="json"), runtime, out, why, display)
     return {
         "out": str(out),

@@ -14,6 +14,8 @@ from typing import Annotated
 from typer import Exit
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
 from typer._click.exceptions import UsageError as ClickUsageError
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from ttrain.cli import (  # noqa: F401  # each registers its commands
     artifacts,
@@ -244,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except ClickException as error:
-        path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
+        path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else _command_path(arguments)
         _print_error(f"{_problem(error)}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except (TTrainError, OSError) as error:
@@ -261,6 +263,17 @@ def main(arguments: list[str] | None = None) -> None:
             os._exit(INTERRUPTED)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _command_path(arguments: list[str]) -> str:
+    """The command that the arguments name, such as "ttrain pipeline run"; of an error that came before it was known."""
+    command, path = get_command(app), ["ttrain"]
+    for word in arguments:
+        child = command.commands.get(word) if isinstance(command, TyperGroup) else None
+        if child is not None:
+            command = child
+            path.append(word)
+    return " ".join(path)
 
 
 def _problem(error: ClickException) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
-from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time, short_digest
+from ttrain.core.text import ABSENT, counted, first_of, format_duration, format_number, format_time, short_digest
 from ttrain.reports import charts, compare, facts, summary
 from ttrain.reports.charts import TITLES
 from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, tiles
@@ -148,7 +148,7 @@ def data_tables(view: RunView) -> Iterator[Block]:
     yield from table_of(header, sets, numbers=range(1, 7))
     if files:
         columns = ("data set", "file", "rows", "kept", "tokens", "bytes", "left out")
-        yield Fold(f"{len(files)} files", Table(columns, files, numbers=range(2, 6)))
+        yield Fold(counted(len(files), "file"), Table(columns, files, numbers=range(2, 6)))
     tokenizer = view.manifest("tokenizer").get("result", {})
     if tokenizer:
         ids, fit, unknown = (tokenizer.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
@@ -275,7 +275,7 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     for source in manifest.get("continued") or ():
         yield f"continued the work of {short_digest(source['key'])}, made by other code", True
     if skipped := result.get("skipped_steps"):
-        yield f"{skipped:,} steps were skipped: their gradient was not finite", True
+        yield f"skipped {counted(skipped, 'step')} whose gradient was not finite", True
     for guard, count in (result.get("guard_warnings") or {}).items():
         yield f"the guard {guard.replace('_', ' ')} warned {count:,} times", False
     if result.get("stop_reason") not in (None, "completed"):
@@ -284,7 +284,7 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
         if rejected := tally.get("rejected"):
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
             of = f" of the {role} data" if role != "train" else ""
-            yield f"{sum(rejected.values()):,} bad rows{of} were left out: {reasons}", True
+            yield f"{counted(sum(rejected.values()), 'bad row')}{of} left out: {reasons}", True
 
 
 def _gaps(view: RunView, stage: str) -> Iterator[str]:
