@@ -42,12 +42,8 @@ def main() -> None:
         for signum in heeded:
             if signal.getsignal(signum) is end:
                 signal.signal(signum, signal.SIG_DFL)
-        if received:
-            from ttrain.core.signals import is_native_code_running
-
-            if is_native_code_running():
-                os._exit(128 + received[0])
-            sys.exit(128 + received[0])  # also where a library makes another error of it
+        if received:  # also where a library makes another error of it; without the seconds in which Python takes torch down
+            os._exit(128 + received[0])
 
 
 if __name__ == "__main__":
