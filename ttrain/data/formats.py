@@ -113,8 +113,10 @@ _LETTERS = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # of a string
 _REST = re.compile(_LETTERS + rb'(?P<end>")?(?P<cut>\\)?', re.DOTALL)
 # Whole strings and the text between them, up to the next structural character: between elements, and within them.
 _BETWEEN, _WITHIN = (
-    re.compile(rb"(?:[^" + signs + rb']++|"' + _LETTERS + rb'")*+', re.DOTALL) for signs in (rb'"{}\[\],', rb'"{}\[\]')
+    re.compile(rb"(?:[^" + signs + rb']++|"' + _LETTERS + rb'"' + innermost + rb")*+", re.DOTALL)
+    for signs, innermost in ((rb'"{}\[\],', b""), (rb'"{}\[\]', rb'|\[[^"{}\[\]]*+\]|\{[^"{}\[\]]*+\}'))
 )
+_OPENINGS, _CLOSINGS = re.compile(rb"[{\[]++"), re.compile(rb"[}\]]++")
 _NEWLINE_TO_RETURN = bytes.maketrans(b"\n", b"\r")  # white space outside of strings, and as wrong within them
 
 
@@ -145,15 +147,16 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
             at, sign = end + 1, piece[end : end + 1]
             if sign == b'"':  # of a string that continues in the next piece
                 in_string = True
-            elif sign in b"{[":
-                depth += 1
-                if depth == 1:
-                    out[at - 1] = ord(" ")
+            elif openings := _OPENINGS.match(piece, end):
+                if depth == 0:
+                    out[end] = ord(" ")
+                at, depth = openings.end(), depth + len(openings[0])
             elif sign == b"," or (sign == b"]" and depth == 1):
                 out[at - 1] = ord("\n")
                 depth = -1 if sign == b"]" else depth
-            elif depth > 1:
-                depth -= 1
+            elif depth > 1 and (closings := _CLOSINGS.match(piece, end)):
+                count = min(len(closings[0]), depth - 1)
+                at, depth = end + count, depth - count
         yield bytes(out)
         offset += len(piece)
     if depth >= 0:
