@@ -262,6 +262,11 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
         heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
+    if champion is None and (last := nights.last_champion()):
+        base = (
+            f"no champion any more, so that it begins from scratch; `ttrain models promote {last} --name {settings.name}` "
+            f"makes the last one champion again"
+        )
     reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
     return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
 

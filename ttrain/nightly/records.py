@@ -333,6 +333,15 @@ class Nights:
         completed = (night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW))
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
 
+    def last_champion(self) -> str | None:
+        """Version of the newest champion that a night made or began with."""
+        for night in self.newest_first():
+            if night.outcome == "promoted":
+                return str(night.data.get("version"))
+            if night.frozen.champion:
+                return night.frozen.champion.version
+        return None
+
     def damaged(self, settings: Settings) -> set[str]:
         """Digests of the files that a night found damaged under the same settings of `reading`."""
         reading = _reading_digest(settings)
