@@ -85,12 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(status, data, headers, with_body=with_body)
 
     def _send(self, status: int, data: bytes, headers: Mapping[str, str], *, with_body: bool) -> None:
+        # Before the headers: a client that only wants these sends its next request meanwhile, to another thread.
+        upto = self.site.breaks.pop(0) if with_body and data and self.site.breaks else len(data)
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         if with_body and data:
-            upto = self.site.breaks.pop(0) if self.site.breaks else len(data)
             self.wfile.write(data[:upto])
             if upto < len(data):
                 time.sleep(BREAK_SECONDS)
