@@ -31,7 +31,8 @@ def main() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both send it
         sys.exit(128 + signum)
 
-    heeded = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]  # under nohup one
+    # Under nohup SIGHUP is ignored, and stays so.
+    heeded = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     for signum in heeded:
         signal.signal(signum, end)
     try:

@@ -119,7 +119,6 @@ def suite_words(incomplete: str) -> list[str]:
 
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
-
     return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
 
 

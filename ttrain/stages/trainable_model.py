@@ -101,6 +101,10 @@ def train(
         keep_every=runtime.keep_every_steps,
         permanent=frozenset({decay_start(config.schedule, order.steps), *runtime.keep_steps}),
     )
+    night = None
+    if runtime.night:
+        limit = limit_bytes(runtime)
+        night = NightThrottle(runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
     trainer = Trainer(
         task,
         loader,
@@ -121,11 +125,7 @@ def train(
         options=TrainerOptions(
             compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel, runtime.reduction
         ),
-        night=None
-        if runtime.night is None
-        else NightThrottle(
-            runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit_bytes(runtime)
-        ),
+        night=night,
         origin=origin,
     )
     log.info("optimizer groups %s", trainer.optimizers.groups())
