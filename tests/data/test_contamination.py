@@ -276,6 +276,20 @@ def test_what_repeats_a_period_on_both_sides_is_compared_once_a_period(
     assert sum(compared) < len(data), "216 seeds of the text are equal to those at each byte of the data"
 
 
+def test_a_text_that_repeats_itself_is_compared_with_a_record_at_a_few_of_its_places() -> None:
+    """However often it does; a record with half of it is found, whichever half."""
+    period = b"thefoxjumps"
+    text = period * 1_800
+    searched, records = TextIndex([text], 32), [period * 450, text[: len(text) // 2 + 1], text[len(text) // 2 - 4 :]]
+    data = np.frombuffer(b"".join(record + b"\1" for record in records), np.uint8)
+    compared = sum(len(places) for places, _ in searched._hits(Comparison(data, searched._data, searched._words)))
+    beginnings = len(records) * 16 * 9  # 16 places, at each of the nine periods before the second seed of a chain
+    assert compared <= len(data) // len(period) + beginnings, "it was compared with each record at 202 places"
+    begins = np.cumsum([0, *(len(record) + 1 for record in records[:-1])])
+    found = {match.record: match.bytes for match in searched.find(data, begins)}
+    assert found[1] >= len(text) // 2 and found[2] >= len(text) // 2
+
+
 def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -> None:
     names, numbers = [f"Namenname{one}" for one in "abcdefghijklmnopqr"], range(100, 118)
     pattern = "howmanyappleshas{}whenmarygiveshimanotherbasketwith{}applesinsideitintheafternoon"
