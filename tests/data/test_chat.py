@@ -311,8 +311,10 @@ def test_a_template_endless_for_a_content_is_refused(
     fine, endless = ((Message("user", text), Message("assistant", "Hello")) for text in ("Hi", "Hi!"))
     ids, _ = encode_chat(encoder, fine)
     assert shown(encoder, ids) == "Hi<|im_end|>Hello<|im_end|>"
-    for conversations in ([fine, endless, fine], [fine]):
-        with pytest.raises(DataError, match=r"asks for too much: it needs more than 0\.\d+ s of CPU time; set tokenizer"):
+    longest = (*endless, Message("user", "?"))
+    told = r"asks for too much: it needs more than 0\.\d+ s of CPU time; the longest of 3 chats has 3 turns and begins 'Hi!'"
+    for conversations in ([fine, longest, fine], [fine]):
+        with pytest.raises(DataError, match=told):
             encode_chats(encoder, conversations)
 
 

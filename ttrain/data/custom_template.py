@@ -194,7 +194,12 @@ class JinjaTemplate(Template):
         try:
             renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
         except BudgetExceeded as error:
-            self._exceeded = self._refused(f"it asks for too much: {error}")
+            # No chat is left out for it: which one that is depends on the speed of the machine, and so would the shards.
+            longest = max((messages for messages, _ in conversations), key=len)
+            self._exceeded = self._refused(
+                f"it asks for too much: {error}; the longest of {len(conversations):,} chats has {len(longest):,} turns and "
+                f"begins {longest[0].content[:60]!r}: shorten it or leave it out, if others render"
+            )
             raise self._exceeded from None
         texts: list[Rendered] = []
         for (messages, _), rendering in zip(conversations, renderings, strict=True):
