@@ -323,6 +323,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     write_json(tmp_path / "value.json", old)
     with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
         write_json(tmp_path / "value.json", {"new": "x" * 5000})
+    with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
+        write_output(tmp_path / "value.json", "x" * 5000)
     assert read_json(tmp_path / "value.json") == old
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
     (tmp_path / "value.json").write_bytes(b"{")

@@ -197,6 +197,9 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
             yield file
         if is_replaced:
             written.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # as in `write_bytes`
+        raise
     finally:
         if is_replaced:
             written.unlink(missing_ok=True)

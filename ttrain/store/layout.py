@@ -131,6 +131,17 @@ def usable_home(root: Path | None = None) -> Path:
     return root
 
 
+def closed_home(error: OSError) -> OSError | UsageError:
+    """The error of a file of the home that this account may not read, with the fix; any other error as it is."""
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    if not isinstance(error, PermissionError) or path is None or not path.is_relative_to(home()):
+        return error
+    return UsageError(
+        f"TTRAIN_HOME is {home()}, but this account may not use {path}: {error.strerror}; run the command as the account "
+        "that owns it, or set TTRAIN_HOME to a directory of yours"
+    )
+
+
 class Elsewhere(Protocol):
     """Another place that holds artifacts by the same keys, such as the tracker."""
 
