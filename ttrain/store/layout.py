@@ -140,7 +140,7 @@ def closed_home(error: OSError) -> OSError | UsageError:
         return error
     fix = "run the command as the account that owns it" if is_closed else "make it writable"
     return UsageError(
-        f"TTRAIN_HOME is {home()}, but this account may not use {path}: {error.strerror}; {fix}, or set TTRAIN_HOME to a "
+        f"TTRAIN_HOME is {home()}, but {path} cannot be used: {error.strerror}; {fix}, or set TTRAIN_HOME to a "
         "directory of yours"
     )
 
