@@ -113,6 +113,11 @@ def export(
         fsync(work)
         _put(work, target)
     except Exception as error:  # the libraries' own
+        if "(os error " in str(error) and not is_disk_full(error):  # of safetensors, such as 4 GB on FAT32
+            raise TTrainError(
+                f"--to is {target}, which cannot be written: {error}; choose another disk with --to, or, where it takes no "
+                f"large files, a smaller --shard-size, which is {request.shard_size}"
+            ) from None
         if not is_disk_full(error):
             raise
         size = sum(path.stat().st_size for path in _files(reference.model if request.merge else reference.directory))
