@@ -25,6 +25,7 @@ from pathlib import Path
 from ttrain.core import redact
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+RUST_DISK_FULL = f"(os error {errno.ENOSPC})"  # how safetensors and tokenizers say it, in errors of their own
 FREE_SPACE = "free some space and run the same command again"
 
 
@@ -42,8 +43,9 @@ class TTrainError(Exception):
 
 
 def is_disk_full(error: object) -> bool:
-    """Whether a file or a SQLite database could not be written for want of space."""
-    return getattr(error, "errno", None) in DISK_FULL or "database or disk is full" in str(error)
+    """Whether a file or a SQLite database could not be written for want of space, also by a library written in Rust."""
+    text = str(error)
+    return getattr(error, "errno", None) in DISK_FULL or "database or disk is full" in text or RUST_DISK_FULL in text
 
 
 def exit_code_of(error: TTrainError | OSError) -> int:

@@ -10,6 +10,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,7 @@ import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.core.files import output_file, read_json, write_json, write_output
+from ttrain.core.files import output_file, read_json, temporary_directory, write_json, write_output
 from ttrain.core.hashing import DigestCache
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.names import base_digest_of
@@ -318,11 +320,36 @@ def full_disk(most_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
+def test_temporary_directories_of_killed_processes_are_removed_and_those_in_use_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script = (
+        "import os, tempfile; from signal import SIGKILL; from ttrain.core.files import temporary_directory as t\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\nwith t('serve') as d:\n (d / 'a').touch()\n os.kill(os.getpid(), SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False)
+    (left,) = tmp_path.glob(".ttrain-*")
+    (tmp_path / ".ttrain-link.tmp").symlink_to(elsewhere)
+    (tmp_path / "ttrain-home").mkdir()
+    with temporary_directory("doctor") as used:
+        assert left.exists(), "it may be one that is made just now"
+        for directory in (left, used, elsewhere):
+            os.utime(directory, (0, 0))
+        with temporary_directory("doctor"):
+            assert used.exists() and not left.exists() and elsewhere.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ttrain-link.tmp", "elsewhere", "ttrain-home"]
+
+
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     old = {"text": "ü\u2028", "number": 1}
     write_json(tmp_path / "value.json", old)
     with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
         write_json(tmp_path / "value.json", {"new": "x" * 5000})
+    with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
+        write_output(tmp_path / "value.json", "x" * 5000)
     assert read_json(tmp_path / "value.json") == old
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
     (tmp_path / "value.json").write_bytes(b"{")

@@ -177,3 +177,31 @@ def test_eight_writers_on_a_cold_home_all_get_through(tmp_path: Path, monkeypatc
     found = store.client.search_runs([experiment.experiment_id])
     assert sorted(run.data.params["number"] for run in found) == list("01234567")
     assert all(len(store.client.get_metric_history(run.info.run_id, "loss")) == 50 for run in found)
+
+
+def test_an_experiment_that_is_deleted_while_a_run_goes_on_is_restored_with_all_of_the_run(
+    tracked_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next run restores it anyway: the stage would then be there, without its end."""
+    store = opened(tracked_home)
+    parent = started(store, "full")
+    stage = store.start_run("sft", parent=parent, tags={}, params={})
+    experiment = store.client.get_run(parent.id).info.experiment_id
+    for step in (1, 2):
+        stage.log_metrics([row(step)])
+        store.client.delete_experiment(experiment)
+    for run in (stage, parent):
+        run.finish("FINISHED")
+    assert store.close() == 0
+    assert [store.client.get_run(run.id).info.status for run in (parent, stage)] == ["FINISHED", "FINISHED"]
+    assert sorted(point.step for point in store.client.get_metric_history(stage.id, "loss")) == [1, 2]
+    warning = "the experiment ttrain was deleted in MLflow, but a run in it goes on, so it is restored"
+    assert [record.getMessage() for record in caplog.records] == [warning] * 2
+    store.client.delete_experiment(experiment)
+    store = opened(tracked_home)
+    again = store.start_run("sft", tags={}, params={}, run_id=stage.id, identity=stage.identity)
+    assert again.id == stage.id, "a run that is continued, too"
+    store.client.delete_run(again.id)
+    again.log_metrics([row(3)])
+    assert "the run was deleted in MLflow" in caplog.records[-1].getMessage(), "one run alone stays deleted"
+    store.close()

@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            _print_error(with_fix(error))
+            _print_error(with_fix(layout.closed_home(error) if isinstance(error, OSError) else error))
         sys.exit(exit_code_of(error))
     except (Exception, KeyboardInterrupt) as error:
         if not _is_interrupt(error):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
@@ -197,6 +199,9 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
             yield file
         if is_replaced:
             written.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # as in `write_bytes`
+        raise
     finally:
         if is_replaced:
             written.unlink(missing_ok=True)
@@ -244,6 +249,38 @@ def user_path(text: str | Path) -> Path:
     with contextlib.suppress(RuntimeError):
         return Path(text).expanduser()
     return Path(text)
+
+
+UNLOCKED_SECONDS = 60.0  # a temporary directory has its lock within milliseconds
+
+
+@contextlib.contextmanager
+def temporary_directory(name: str) -> Iterator[Path]:
+    """A directory in the system's one for temporary files, which is removed at the end; before it is made, those that killed
+    processes of this account left are removed.
+
+    Its lock, which ends with its process, says that it is in use.
+    """
+    for left in Path(tempfile.gettempdir()).glob(".ttrain-*.tmp"):
+        with contextlib.suppress(OSError), _locked_directory(left) as status:  # in use, another account's, or gone
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > UNLOCKED_SECONDS:
+                shutil.rmtree(left)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".ttrain-{name}-", suffix=".tmp")))
+        with contextlib.suppress(OSError):  # where the file system has no locks, no directory is taken for left
+            stack.enter_context(_locked_directory(directory))
+        yield directory
+
+
+@contextlib.contextmanager
+def _locked_directory(path: Path) -> Iterator[os.stat_result]:
+    """Hold the lock of a directory, which is no link. Raises OSError where another process has it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_tree(path: Path) -> None:

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from ttrain.core.files import temporary_directory
 from ttrain.core.signals import end_with_parent
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.doctor.parts import (
@@ -242,11 +242,9 @@ def two_ranks(learner: Learner, rows: Rows) -> Check:
 def resume(learner: Learner, rows: Rows, precision: Precision) -> Check:
     """Whether four steps equal, to the bit, two steps, a checkpoint, and two steps of another trainer that loads it."""
     sample, one_rank = select_rows(rows, STEPS * ROWS_PER_STEP), Ranks(0, 1, precision.device)
-    with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
+    with temporary_directory("doctor") as directory:
         subject = learner.build()
-        checkpoints = Checkpoints(
-            Path(directory), files=lambda: subject.files, weights_file=subject.weights_file, keep=STEPS
-        )
+        checkpoints = Checkpoints(directory, files=lambda: subject.files, weights_file=subject.weights_file, keep=STEPS)
         straight = LossRecorder()
         common: dict[str, Any] = {
             "ranks": one_rank, "precision": precision, "steps": STEPS,
@@ -257,7 +255,7 @@ def resume(learner: Learner, rows: Rows, precision: Precision) -> Check:
         )
         first.fit()
         checkpoints.close()
-        saved = next(path for path in checkpoints_in(Path(directory)) if step_of(path) == STEPS // 2)
+        saved = next(path for path in checkpoints_in(directory) if step_of(path) == STEPS // 2)
         snapshot = read(saved, subject.weights_file)
     resumed, continued = learner.build(), LossRecorder()
     torch.seed()  # what random numbers were drawn before must not matter
@@ -346,8 +344,8 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
-    with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as name:
-        directory, deadline = Path(name), time.monotonic() + RANK_SECONDS
+    with temporary_directory("doctor") as directory:
+        deadline = time.monotonic() + RANK_SECONDS
         launch: Any = start_processes  # not forked: a fork of a process with threads hangs
         ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
         try:

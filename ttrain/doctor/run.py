@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +15,7 @@ import transformers
 
 from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Training
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
-from ttrain.core.files import ProgressWriter
+from ttrain.core.files import ProgressWriter, temporary_directory
 from ttrain.core.machine import processor, usable_cores
 from ttrain.data import locations
 from ttrain.data import records as sources
@@ -85,9 +84,9 @@ class Doctor:
             "threads": lambda: machine.threads(runtime, usable_cores()),
             "tuning": lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())),
         })  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="ttrain-doctor-") as directory:
+        with temporary_directory("doctor") as directory:
             try:
-                inputs = gather(self.stage, self.settings, self.artifacts, Path(directory))
+                inputs = gather(self.stage, self.settings, self.artifacts, directory)
                 encoder = Encoder(inputs.paths["tokenizer"])
                 rows = open_rows(inputs.paths["shards"] / "train", encoder, self.config)
                 if not len(rows):

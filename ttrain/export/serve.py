@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from ttrain.core.files import read_object
+from ttrain.core.files import read_object, temporary_directory
 from ttrain.core.signals import PARENT
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export.export import DTYPES, Request, export
@@ -62,14 +61,14 @@ def served(
     if any(option.split("=")[0] in ("--host", "--port") for option in options):
         raise UsageError("--host and --port are not for the server's own options: it listens on 127.0.0.1, see --port")
     port = _free(port)
-    with tempfile.TemporaryDirectory(prefix="ttrain-serve-") as directory:
+    with temporary_directory("serve") as directory:
         name = re.sub(r"[^\w.]+", "-", reference.text.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
-        _provide(reference, Path(directory), name, dtype)
+        _provide(reference, directory, name, dtype)
         command = [sys.executable, "-m", program, str(port), str(max_requests),
                    "serve", name, "--device", device, "--dtype", DTYPES[dtype],
                    *options, "--host", HOST, "--port", str(port)]  # fmt: skip
         environment = {**os.environ, PARENT: str(os.getpid()), ACCESS: token}
-        environment |= {"HF_HUB_CACHE": directory, "HF_HUB_OFFLINE": "1"}
+        environment |= {"HF_HUB_CACHE": str(directory), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(command, cwd=directory, stdout=sys.stderr, env=environment)
         try:
             wait_until_ready(port, process)

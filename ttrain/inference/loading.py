@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ttrain.core.files import temporary_directory
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError, UsageError
@@ -198,9 +198,9 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
             pass  # it lacks some of the tokens that ttrain needs
     can_chat = existing.brings_template(directory)
     begins = open_tokenizer(directory / existing.JSON).encode("", add_special_tokens=True).ids
-    with tempfile.TemporaryDirectory(prefix="ttrain-") as temporary:
-        existing.install(existing.files_in(directory), Path(temporary), "own" if can_chat else "ttrain")
-        return Encoder(Path(temporary)), tuple(begins), can_chat
+    with temporary_directory("tokenizer") as temporary:
+        existing.install(existing.files_in(directory), temporary, "own" if can_chat else "ttrain")
+        return Encoder(temporary), tuple(begins), can_chat
 
 
 def _second_head(model: PreTrainedModel, directory: Path, device: torch.device, dtype: torch.dtype) -> nn.Linear | None:

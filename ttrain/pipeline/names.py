@@ -163,6 +163,8 @@ class _Resolver:
             return self._of_directory(text, files["config"][0].parent)
         advice = f"; {self.store.advice()}" if self.store.damaged() else ""
         stages = self._stages_with_models()
+        if not stages:
+            runs.check_readable(self.store.root)
         raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
 
     def _last_model(self) -> Reference:

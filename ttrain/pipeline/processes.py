@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.config import DATASETS, Settings
-from ttrain.core.files import JsonDict, lacks_inodes, read_json
+from ttrain.core.files import JsonDict, lacks_inodes, read_json, temporary_path
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.pipeline import stage_worker
@@ -351,7 +352,7 @@ def _result(
         if outcome["kind"] == "unexpected":
             location = f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
         if outcome["kind"] == RankLost.__name__:
-            location += _advice_on_full_disk(work)  # the other rank could not write its result
+            location += _advice_on_disk(work)  # the other rank could not write its result
         who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
         if outcome["kind"] == NothingNew.__name__:
             raise NothingNew(outcome["error"])
@@ -360,7 +361,7 @@ def _result(
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     ended = group.describe_end()
-    advice = _advice_on_full_disk(work) + _advice_on_memory(stage, f"{ended}\n{tail}")
+    advice = _advice_on_disk(work) + _advice_on_memory(stage, f"{ended}\n{tail}")
     raise StageFailed(f"stage {stage.name}: {ended}{advice}; its log is {log_path}\n{tail}")
 
 
@@ -371,12 +372,19 @@ def _advice_on_memory(stage: Stage, text: str) -> str:
     return f"; if memory ran out, {stage.memory_advice}" if signal.SIGKILL.name in text else ""
 
 
-def _advice_on_full_disk(work: Path) -> str:
-    """What to add to a stage's message where its disk is full; empty where it is not."""
+def _advice_on_disk(work: Path) -> str:
+    """What to add to a stage's message where its disk is full, or has become read-only; else empty."""
     if shutil.disk_usage(work).free < LEAST_FREE_BYTES:
         return f"; the disk of {work} is full: {FREE_SPACE}"
     if lacks_inodes(work):
         return f"; the disk of {work} has no inodes left for new files: remove some files and run the same command again"
+    try:  # no flag of the mount says it where ext4 has met an error
+        probe = temporary_path(work / "probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return f"; the disk of {work} has become read-only: make it writable and run the same command again"
     return ""
 
 

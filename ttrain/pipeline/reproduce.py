@@ -7,7 +7,6 @@ machine differ, the report says how.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_json, user_path, write_json
+from ttrain.core.files import JsonDict, read_json, temporary_directory, user_path, write_json
 from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
@@ -119,8 +118,8 @@ def home_for(directory: Path | None, name: str) -> Iterator[Path]:
     Raises UsageError if the given one holds anything but an interrupted reproduction of the same model.
     """
     if directory is None:
-        with tempfile.TemporaryDirectory(prefix="ttrain-reproduce-") as folder:
-            yield Path(folder)
+        with temporary_directory("reproduce") as folder:
+            yield folder
         return
     home = user_path(directory).absolute()
     mark = read_json(home / MARK_FILE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config import ExistingModelConfig
+from ttrain.core.files import temporary_directory
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
 from ttrain.model import factory, multi_token
@@ -66,13 +66,13 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
 
 def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
     """Load the model from the files that are in the key alone: others in the same folder must not affect it."""
-    with tempfile.TemporaryDirectory(prefix="ttrain-model-") as temporary:
+    with temporary_directory("model") as temporary:
         for path in (*files["config"], *files["weights"], *files.get("second_head", ())):
-            (Path(temporary) / path.name).symlink_to(path.absolute())
+            (temporary / path.name).symlink_to(path.absolute())
         try:
-            return new_model.load(Path(temporary))
+            return new_model.load(temporary)
         except ArtifactError as error:
-            raise ArtifactError(str(error).replace(temporary, str(files["config"][0].parent))) from None
+            raise ArtifactError(str(error).replace(str(temporary), str(files["config"][0].parent))) from None
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

@@ -87,11 +87,17 @@ def find_run(home: Path, text: str) -> JsonDict | None:
 
 
 def need_run(home: Path, text: str) -> JsonDict:
-    """As `find_run`, but raises UsageError if there is none."""
+    """As `find_run`, but raises UsageError if there is none, PermissionError if this account may not read it."""
     record = find_run(home, text)
     if record is None:
-        raise unknown("run", text, runs.names(home))
+        raise unknown_run(home, text, runs.names(home))
     return record
+
+
+def unknown_run(home: Path, text: str, names: Sequence[str]) -> UsageError:
+    """The error about the name of no run. Raises PermissionError where this account may not read the records."""
+    runs.check_readable(home, matching(text, names))
+    return unknown("run", text, names)
 
 
 def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:

@@ -207,6 +207,14 @@ def names(home: Path) -> list[str]:
     return sorted(stems, key=time_in_name, reverse=True)
 
 
+def check_readable(home: Path, name: str | None = None) -> None:
+    """Raise PermissionError where this account may not list the runs of a home, or read the record of this one."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.scandir(home / "runs").close()
+        if name:
+            (home / "runs" / f"{name}.json").open("rb").close()
+
+
 def time_in_name(name: str) -> tuple[str, ...]:
     """("20261121", "160222", "1a2b4") of the run "full-20261121-160222-1a2b4"."""
     return tuple(name.rsplit("-", 3)[1:])

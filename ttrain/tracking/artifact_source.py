@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ttrain.core.files import JsonObject, parse_object
+from ttrain.core.files import JsonObject, parse_object, temporary_directory
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
@@ -85,8 +85,8 @@ class MlflowSource:
 
     def text(self, run_id: str, path: str) -> str:
         """The text of one of the run's files."""
-        with tempfile.TemporaryDirectory() as folder:
-            return self.download(run_id, path, folder).read_text(encoding="utf-8", errors="replace")
+        with temporary_directory("tracking") as folder:
+            return self.download(run_id, path, str(folder)).read_text(encoding="utf-8", errors="replace")
 
     def download(self, run_id: str, path: str, folder: str) -> Path:
         """Write one of the run's files below a folder; return its path there."""
@@ -303,8 +303,8 @@ class MlflowArtifacts:
 
     def _manifest_of(self, run_id: str, stage: str, directory: Path | None) -> Any:
         """The manifest in a run; None if there is none that this version reads."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = directory / MANIFEST if directory else Path(folder) / MANIFEST
+        with temporary_directory("tracking") as folder:
+            path = directory / MANIFEST if directory else folder / MANIFEST
             try:
                 if directory is None:
                     self._download(run_id, f"{stage}/{MANIFEST}", path)

@@ -130,7 +130,7 @@ class _RunReader:
         ):  # a night's run has the night's name
             if tracked_runs := self._ask("with_tags", tag, [text]):
                 return self._tracked(tracked_runs[0])
-        raise references.unknown("run", text, self._names)
+        raise references.unknown_run(self._home, text, self._names)
 
     def _with_id(self, run_id: str) -> _Match | None:
         """The run with this id in MLflow, or the run of the stage that has it."""

@@ -364,12 +364,29 @@ def _find_run(run: TrackedRun) -> Any:
         runs = _runs_of_identity(run, run.identity) if run.is_again or run.outbox.run_info.get("doubtful") else []
         return runs[0] if runs else None
     try:
-        entity = run.store.client.get_run(run.id)
+        return active_run(run)
     except Exception as error:
         if code_of(error) == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
-    return entity if entity.info.lifecycle_stage == "active" else None
+
+
+def active_run(run: TrackedRun) -> Any:
+    """The run as MLflow has it; None if the user deleted it. If its whole experiment was deleted, that is restored.
+
+    The next new run restores it anyway (`experiment_id`), and this one would never end in it. Raises MLflow's errors.
+    """
+    with run.store.lock:
+        client = run.store.client
+        entity = client.get_run(run.id)
+        if entity.info.lifecycle_stage == "active":
+            return entity
+        experiment = client.get_experiment(entity.info.experiment_id)
+        if experiment.lifecycle_stage != "deleted":
+            return None
+        client.restore_experiment(experiment.experiment_id)
+        log.warning("the experiment %s was deleted in MLflow, but a run in it goes on, so it is restored", experiment.name)
+        return client.get_run(run.id)
 
 
 def _create_run(run: TrackedRun, parent: str | None) -> Any:

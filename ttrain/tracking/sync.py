@@ -54,7 +54,7 @@ def undelivered_runs(home: Path, run: str | None = None) -> list[UndeliveredRun]
     chosen = [candidate for candidate in listed if run in (candidate.run, candidate.name)]
     chosen = chosen or [candidate for candidate in listed if candidate.run.startswith(run)]
     if not chosen and references.find_run(home, run) is None:
-        raise references.unknown("run", run, [*(candidate.run for candidate in listed), *runs.names(home)])
+        raise references.unknown_run(home, run, [*(candidate.run for candidate in listed), *runs.names(home)])
     return chosen
 
 

@@ -156,6 +156,8 @@ class MlflowStore(TrackingStore):
             return self._retry_later(False)
         _, failure = attempt(partial(runs.ensure_run, run))
         _, error = (None, failure) if failure else attempt(action)
+        if error and not failure and is_refusal(error) and attempt(partial(runs.active_run, run))[0]:
+            _, error = attempt(action)  # now that its experiment is restored
         if error is None:
             return True
         refused = isinstance(error, RefusedError) or (not failure and (is_refusal(error) or type(error) is ValueError))
