@@ -69,6 +69,8 @@ def comparison_page(
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
     took = f", took {format_duration(view.seconds)}" if view.seconds else ""
     lines = [(f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", "faint")]
+    if view.decision:
+        lines.append((": ".join(view.decision), "verdict" if "promoted" in view.decision else "remark"))
     lines += [(label, "note") for label in summary.labels(view.record)]
     lines += [(str(problem), "remark") for problem in problems if not problem.is_resolved]
     lines += [(note, "note") for note in view.notes]
