@@ -63,12 +63,13 @@ class ComparedMetric:
     values: tuple[float | None, ...]
     better: int  # -1: less is better, 1: more is, 0: neither
     best: int | None  # number of the best run
-    percent: tuple[float | None, ...]  # by how much it differs from the first run's
+    percent: tuple[float | None, ...]  # by how much it differs from that of the first run that has it
 
     def cell(self, run: int) -> Cell:
-        """The value of a run, by how much it differs from the first run's, and whether it is the best."""
+        """The value of a run, by how much it differs from that of the first run that has it, and whether it is the best."""
         style = "number best" if run == self.best else "number"
-        return Cell(format_number(self.values[run], self.name), style, small=facts.change(self.percent[run]) if run else "")
+        is_first = all(value is None for value in self.values[:run])
+        return Cell(format_number(self.values[run], self.name), style, "" if is_first else facts.change(self.percent[run]))
 
 
 @dataclass(frozen=True)
