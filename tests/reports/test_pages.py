@@ -306,6 +306,9 @@ def test_kills_failures_and_earlier_tries_are_told(tmp_path: Path) -> None:
         ("sft", "failed: no memory", False),
     ]
     assert ("", "the run's process was killed, or the machine went down", False) in told(A)
+    stop = {"stopped": "stopped by a signal", "error": "stopped by a signal; the same command continues"}
+    make_run(tmp_path, A, [Made("pretrain")], outcome="interrupted", **stop)
+    assert told(A) == [("", stop["error"], False)], "once"
 
 
 def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) -> None:

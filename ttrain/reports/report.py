@@ -252,9 +252,9 @@ def find_problems(view: RunView, earlier: Iterable[runs.RecordedRun] = ()) -> li
 
 
 def _of_run(view: RunView) -> Iterator[str]:
-    if stopped := view.record.get("stopped"):
+    stopped, error = view.record.get("stopped"), view.record.get("error")
+    if stopped and not str(error or "").startswith(str(stopped)):
         yield f"the run was stopped: {stopped}"
-    error = view.record.get("error")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
         yield str(error)
     if view.status == "crashed":
