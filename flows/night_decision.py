@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ttrain import tracking
@@ -18,6 +19,7 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.run_models import REGISTERED
+from ttrain.pipeline.run_summary import log_page
 from ttrain.reports import summary
 from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
@@ -73,7 +75,10 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
         run_id = execution.tracked_run
-        champions.log_decision(name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures))
+        page = partial(log_page, home=home, name=run)  # again, with the decision
+        champions.log_decision(
+            name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures), log_more=page
+        )
     return judged
 
 

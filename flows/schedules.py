@@ -116,11 +116,11 @@ def next_slots(cron: str, timezone: str, count: int, start: datetime | None = No
     start = start or datetime.now(UTC)
     schedule = CronSchedule(cron=cron, timezone=timezone)
     end = start + timedelta(days=366 * YEARS)
-    try:
-        dates = asyncio.run(schedule.get_dates(count, start=start, end=end))
+    try:  # in the second of two equal hours Prefect begins with the slots of the first, up to 60
+        dates = asyncio.run(schedule.get_dates(count + 60, start=start, end=end))
     except ValueError:  # croniter raises it where no date fits
         return []
-    return [date.astimezone(ZoneInfo(timezone)) for date in dates]
+    return [date.astimezone(ZoneInfo(timezone)) for date in dates if date >= start][:count]
 
 
 def create(home: Path, schedule: Schedule) -> bool:

@@ -251,3 +251,12 @@ def test_pairs_that_no_run_has_sharded_are_read_as_pairs(tmp_path: Path) -> None
     settings = with_data(tmp_path / "home", NUMBERS, dpo={"row_length": 64, "tokens_per_step": 64})
     paths = gather("dpo", settings, {}, tmp_path / "home" / "made").paths
     assert open_rows(paths["shards"] / "train", Encoder(paths["tokenizer"]), settings.dpo).counts()["pairs"] > 50
+
+
+def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_run_checks", lambda checks: iter(()))  # those of the machine
+    settings = with_data(tmp_path / "home", NUMBERS, dpo={"row_length": 8, "tokens_per_step": 64})
+    *_, last = run.Doctor("dpo", settings, {}, tmp_path / "home").checks()
+    assert not last.ok and "are longer than dpo.row_length 8" in str(last.figure)

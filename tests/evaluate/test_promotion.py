@@ -66,6 +66,7 @@ def of_tokens(better_by: float = 0.0, *, per_record: int = 0) -> Scores:
         (scores(0.1, spread=0.5), scores(spread=0.5, seed=2), {"resamples": 0}, True, "resamples is 0"),
         (scores(0.1, count=19), scores(count=19), {}, True, "19 held-out records are too few"),
         (scores(0.1, count=19), scores(count=19), {"margin": 0.2}, False, "not more than the margin 0.2"),
+        (scores(-0.1, count=19), scores(count=19), {}, False, "worse by 0.10000; 19 held-out records are too few"),
         (scores(0.1, count=20), scores(count=20), {}, True, "lower end of the interval"),
         (figure(1.9), figure(2.0), {}, True, "0 held-out records are too few"),
         (figure(2.0), figure(2.0), {}, False, "not more than the margin"),

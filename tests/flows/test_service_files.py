@@ -218,6 +218,13 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     assert max(slots).astimezone(zone).strftime("%-M %-H * * *") == cron, "by the clock of the zone"
 
 
+@pytest.mark.parametrize(("cron", "following"), [("30 2 * * *", "2026-10-26T01:30"), ("* * * * *", "2026-10-25T02:00")])
+def test_in_the_hour_that_comes_twice_no_slot_is_listed_that_has_passed(cron: str, following: str) -> None:
+    second = datetime(2026, 10, 25, 1, 10, tzinfo=UTC)  # 02:10 in Berlin, as an hour before
+    slots = schedules.next_slots(cron, "Europe/Berlin", 1, second)
+    assert [slot.astimezone(UTC).isoformat()[:16] for slot in slots] == [following]
+
+
 def test_a_refusal_is_told_with_its_reason_and_without_the_request(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What prefect's server says of settings that another version of ttrain wrote, and of a server that is gone."""
     import httpx

@@ -106,7 +106,9 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
     assert (champion(second), found.data["version"]) == ("2", "2")
-    assert outcomes["replay"] == "completed" and "of 1 earlier night" in second.output
+    assert outcomes["replay"] == "completed" and "of 1 earlier set" in second.output
+    pages = [page.read_text() for page in second.home.glob("mlflow/**/report.html")]
+    assert sum("night-000002: promoted: better by" in page for page in pages) == 1, "the page in MLflow has the decision"
     tracked = {name for (name,) in second.rows("mlflow", "select name from runs")}
     assert {"night-000001", "night-000002"} <= tracked and not any(name.startswith("nightly-") for name in tracked)
 

@@ -17,7 +17,7 @@ from ttrain.cli.main import app
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.reports import facts
-from ttrain.reports.compare import RunComparison, compare, labels
+from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels
 from ttrain.tracking import read_runs
 from ttrain.tracking.datasets import DataInput
 
@@ -95,6 +95,8 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
         make_run(tmp_path, run, [], metrics=dict(zip(names, values, strict=True)))
     found = {one.name: one for one in compared(tmp_path, A, B).metrics}
     assert (found["eval/bits_per_byte"].best, found["eval/bits_per_byte"].percent) == (1, (0.0, -25.0))
+    later = ComparedMetric("champion/bits_per_byte", (None, 2.0, 3.0), -1, 1, (None, 0.0, 50.0))
+    assert [later.cell(run).small for run in range(3)] == ["", "", "+50 %"], "nothing to compare the first one with"
     assert (found["pretrain/tokens_per_second"].best, found["pretrain/tokens_per_second"].percent) == (1, (0.0, 50.0))
     assert found["eval/documents"].best is None and found["eval/documents"].better == 0
     assert compared(tmp_path, A, B).same_metrics == ("tok/bytes_per_token",)
@@ -222,7 +224,7 @@ def test_one_other_held_out_record_makes_evaluations_incomparable(tmp_path: Path
         make_run(tmp_path, name, [found], metrics={"eval/bits_per_byte": 1.0 if name == B else 2.0})
     found = compared(tmp_path, A, B)
     assert "the held-out data differ" in found.remarks[0]
-    assert found.verdict.endswith("(-50 %)")
+    assert found.verdict.startswith("no metric decides which is better, since the held-out data differ")
 
 
 def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_well_is_told(tmp_path: Path) -> None:

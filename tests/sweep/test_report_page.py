@@ -96,6 +96,12 @@ def test_dots_stand_where_their_values_are_and_tell_them() -> None:
     assert "<title>dot &lt;3.0&gt;</title>" in linear
 
 
+def test_trials_and_nights_have_whole_numbers_also_where_they_are_two() -> None:
+    few = Scatter("trial", [(1.0, 2.0, "dot", True), (2.0, 3.0, "dot", False)], is_whole=True)
+    (drawing,) = page_drawings([few], axis="tokens", log=False)
+    assert ">2<" in drawing and ">1.5<" not in drawing
+
+
 def places(drawing: str) -> list[tuple[float, float]]:
     """Where the dots of a drawing are, in pixels from its upper left corner."""
     marks = drawing[drawing.index('class="mark-symbol') :]

@@ -55,9 +55,13 @@ def test_a_decision_stands_on_the_set_and_on_the_run_however_often_it_is_logged(
 
 
 def test_a_first_champions_decision_has_no_figures_to_compare_and_may_belong_to_another_run(sets_home: Path) -> None:
-    night = opened(sets_home).start_run("night", tags={}, params={})
+    night = opened(sets_home).start_run("night", tags={"ttrain.night": "night-000001"}, params={})
     first = {**DECISION, "champion": None, "difference": None, "interval": None, "samples": 0}
-    tracking.Champions(sets_home).log_decision("mine", "1", first, "| |", run_id=night.id)
+    pages: list[str] = []
+    more = lambda run: pages.append(run.id)  # noqa: E731
+    tracking.Champions(sets_home).log_decision("mine", "1", first, "| |", run_id=night.id, log_more=more)
+    assert pages == [night.id], "the run is still open: its page is logged again"
+    assert tracking.read_run(sets_home, str(night.id)).decision == ("night-000001", "promoted", "better by 0.10000")
     names = {name for name in client_of(sets_home).get_run(night.id).data.metrics if name.startswith("promotion/")}
     assert names == {"promotion/challenger", "promotion/samples"}
 

@@ -63,9 +63,10 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     except (TypeError, ValueError, ArithmeticError):
         return {}
     large = (
-        f"the head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, at most {LARGEST_HEAD}"
+        f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, and may have "
+        f"{LARGEST_HEAD} at most"
     )
-    size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, a power of two, in whole rows"
+    size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a power of two, in whole rows"
     rules = {TIED: Rule(share > LARGEST_HEAD, large), BATCH_KEY: Rule(batch, size)}
     tied = rules[TIED].value if values[TIED] == AUTO else str(values[TIED]).lower() in TRUE
     muon = values[f"{OPTIM}kind"] == "muon"

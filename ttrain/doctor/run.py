@@ -44,7 +44,7 @@ from ttrain.stages import (
     training,
 )
 from ttrain.stages.job import StageContext
-from ttrain.stages.rows import open_rows
+from ttrain.stages.rows import check_left_out, open_rows
 from ttrain.stages.shards import heldout_records
 from ttrain.store import tunings
 from ttrain.store.layout import Artifact
@@ -89,12 +89,15 @@ class Doctor:
                 inputs = gather(self.stage, self.settings, self.artifacts, directory)
                 encoder = Encoder(inputs.paths["tokenizer"])
                 rows = open_rows(inputs.paths["shards"] / "train", encoder, self.config)
+                check_left_out(self.config, rows)
                 if not len(rows):
                     raise DataError("the training data is empty: it gave no row to learn from")
             except UsageError:
                 raise
             except TTrainError as error:
-                yield Check("data", False, str(error), "fix the data; `ttrain data validate` lists every bad row")
+                yield Check(
+                    "data", False, str(error), "fix the data or the setting; `ttrain data validate` lists every bad row"
+                )
                 return
             counts = rows.counts()
             figure = f"{inputs.figure}: {counts['rows']} rows of {rows.row_length} tokens, {counts['fill']:.1%} filled"

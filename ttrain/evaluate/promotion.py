@@ -191,7 +191,8 @@ def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, 
     if compared is None or compared.interval is None:
         better = difference > margin
         why = f"{samples} held-out records are too few for an interval" if settings.resamples else "resamples is 0"
-        reason = f"{change}, which is {'more' if better else 'not more'} than the margin {margin:g}; {why}"
+        relation = f", which is {'more' if better else 'not more'} than the margin {margin:g}"
+        reason = f"{change}{'' if difference < 0 <= margin else relation}; {why}"
         return decided(better, reason, difference=difference)
     low, high = sorted(sign * end + 0.0 for end in compared.interval)
     better = low > margin

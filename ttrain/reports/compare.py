@@ -63,12 +63,13 @@ class ComparedMetric:
     values: tuple[float | None, ...]
     better: int  # -1: less is better, 1: more is, 0: neither
     best: int | None  # number of the best run
-    percent: tuple[float | None, ...]  # by how much it differs from the first run's
+    percent: tuple[float | None, ...]  # by how much it differs from that of the first run that has it
 
     def cell(self, run: int) -> Cell:
-        """The value of a run, by how much it differs from the first run's, and whether it is the best."""
+        """The value of a run, by how much it differs from that of the first run that has it, and whether it is the best."""
         style = "number best" if run == self.best else "number"
-        return Cell(format_number(self.values[run], self.name), style, small=facts.change(self.percent[run]) if run else "")
+        is_first = all(value is None for value in self.values[:run])
+        return Cell(format_number(self.values[run], self.name), style, "" if is_first else facts.change(self.percent[run]))
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,12 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
     gone = list(_gone(views, manifests))
+    has_one_tokenizer = len(_tokenizers(manifests)) < 2
+    has_one_text = len(_texts(views, manifests, same_tokens=has_one_tokenizer)) < 2
     return RunComparison(
         runs=tuple(view.name for view in views),
-        verdict=_verdict(views, metrics, has_one_tokenizer=len(_tokenizers(manifests)) < 2),
-        remarks=tuple(_comparability_warnings(views, manifests)),
+        verdict=_verdict(views, metrics, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
+        remarks=tuple(_comparability_warnings(views, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text)),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
         settings_aside=tuple(settings[True]),
@@ -253,8 +256,12 @@ def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
     return ComparedMetric(name, values, facts.better(name), facts.best(name, values), shares)
 
 
-def _verdict(views: Sequence[RunView], metrics: Sequence[ComparedMetric], *, has_one_tokenizer: bool) -> str:
+def _verdict(
+    views: Sequence[RunView], metrics: Sequence[ComparedMetric], *, has_one_tokenizer: bool, has_one_text: bool
+) -> str:
     """The best run by the first deciding metric that differs, and by how much it beats the next best."""
+    if not has_one_text:
+        return "no metric decides which is better, since the held-out data differ; `ttrain eval` measures models on one text"
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
     deciding = [name for name in DECIDING_METRICS if has_one_tokenizer or "loss" not in name]
@@ -284,12 +291,11 @@ def _joined_names(numbers: Sequence[int], count: int) -> str:
     return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
-def _comparability_warnings(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[str]:
+def _comparability_warnings(views: Sequence[RunView], *, has_one_tokenizer: bool, has_one_text: bool) -> Iterator[str]:
     """Reasons why metrics of the same name cannot be compared."""
-    tokenizers = _tokenizers(manifests)
-    if len(tokenizers) > 1:
+    if not has_one_tokenizer:
         yield "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can"
-    if len(_texts(views, manifests, same_tokens=len(tokenizers) < 2)) > 1:
+    if not has_one_text:
         yield "the held-out data differ: the evaluations are of different texts and cannot be compared"
     unfinished = [
         f"{label} {view.status}"

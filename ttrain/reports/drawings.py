@@ -168,9 +168,12 @@ def scatter_spec(scatter: Scatter, colours: Sequence[str]) -> Spec:
     else:
         scale = {"type": "log" if scatter.log else "linear", "zero": False, "nice": False, "padding": 16}
         x |= {"type": "quantitative", "scale": scale}
-        x["axis"] |= {"labelExpr": FIGURE, **({"tickMinStep": 1} if scatter.is_whole else {})}
+        x["axis"] |= {"labelExpr": FIGURE}
+        values = [float(dot[0]) for dot in scatter.dots]
         if scatter.log:
-            x["axis"] |= {"values": _round_values([float(dot[0]) for dot in scatter.dots])}
+            x["axis"] |= {"values": _round_values(values)}
+        elif scatter.is_whole and max(values) - min(values) < 5:  # else Vega marks halves between
+            x["axis"] |= {"values": list(range(int(min(values)), int(max(values)) + 1))}
     y = {"field": "y", "type": "quantitative", "scale": {"zero": False, "padding": 12}, "axis": {"title": None}}
     first, second, *_ = colours
     mark = {"type": "point", "filled": True, "opacity": 1}

@@ -69,6 +69,8 @@ def comparison_page(
 def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
     took = f", took {format_duration(view.seconds)}" if view.seconds else ""
     lines = [(f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", "faint")]
+    if view.decision:
+        lines.append((": ".join(view.decision), "verdict" if "promoted" in view.decision else "remark"))
     lines += [(label, "note") for label in summary.labels(view.record)]
     lines += [(str(problem), "remark") for problem in problems if not problem.is_resolved]
     lines += [(note, "note") for note in view.notes]
@@ -250,9 +252,9 @@ def find_problems(view: RunView, earlier: Iterable[runs.RecordedRun] = ()) -> li
 
 
 def _of_run(view: RunView) -> Iterator[str]:
-    if stopped := view.record.get("stopped"):
+    stopped, error = view.record.get("stopped"), view.record.get("error")
+    if stopped and not str(error or "").startswith(str(stopped)):
         yield f"the run was stopped: {stopped}"
-    error = view.record.get("error")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
         yield str(error)
     if view.status == "crashed":

@@ -92,8 +92,8 @@ def key_figures(stage: str, result: Result) -> str:
         unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, nights = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
-        return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(nights, 'earlier night')}"
+        kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
+        return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
     if stage == "average":
         return f"{result['share']:g} of the champion's weights in {result['averaged_tensors']:,} tensors"
     if stage == CHOSEN_BASE:

@@ -108,8 +108,8 @@ def order_of(config: Training, rows: Rows) -> Order:
     return ShuffledOrder(len(rows), size, total, config.seed)
 
 
-def _check(config: Training, rows: Rows) -> None:
-    """Raise where too many chats have nothing to learn from, or the rows are too few for one step."""
+def check_left_out(config: Training, rows: Rows) -> None:
+    """Raise DataError where too many pairs are too long for a row, or too many chats have nothing to learn from."""
     counts = rows.counts()
     dropped, records, limit = counts.get("all_masked_dropped", 0), counts["records"], config.dropped_fraction
     too_long = counts.get("too_long_dropped", 0)
@@ -125,6 +125,11 @@ def _check(config: Training, rows: Rows) -> None:
             f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
             f"{config.section}.dropped_fraction {limit}; fix the data, or raise it"
         )
+
+
+def _check(config: Training, rows: Rows) -> None:
+    """Raise where too much is left out, or the rows are too few for one step."""
+    check_left_out(config, rows)
     if not len(rows):
         raise TooFewRows("the training data is empty: it gave no row to learn from")
     if len(rows) < config.rows_per_step:

@@ -35,6 +35,7 @@ from ttrain.tracking.model_sets import (
     read_copied_sets,
     set_of,
 )
+from ttrain.tracking.runs import TrackedRun
 from ttrain.tracking.tracker import MlflowStore
 
 log = logging.getLogger("ttrain")
@@ -119,9 +120,10 @@ class Champions:
         *,
         run_id: str | None = None,
         figures: str = "",
+        log_more: Callable[[TrackedRun], object] = lambda run: None,
     ) -> None:
         """Log a decision about a set in the tags and the description of its version, and in the tags, metrics and files of
-        the run; `figures` in a file alone. Replaces an earlier one, so it can be repeated."""
+        the run; `figures` in a file alone. Replaces an earlier one, so it can be repeated. `log_more` gets the run."""
         chosen = self.find(name, version)
         text = json.dumps(dict(decision), sort_keys=True)
         word = "promoted" if decision["promote"] else "kept"
@@ -135,6 +137,7 @@ class Champions:
             run.log_summary(decision_metrics(decision))
             run.log_text(json.dumps(dict(decision), indent=1, sort_keys=True), "decision.json")
             run.log_text("\n\n".join(filter(None, (table, figures))), "decision.md")
+            log_more(run)
             store.close()
 
     def _repaired_set(self, name: str, version: str) -> ModelSet:

@@ -201,6 +201,10 @@ class _RunReader:
         parent = match.parent or NO_RUN
         record = match.record or _record_of(parent, match.children)
         settings = masked(dict(flatten(record["settings"])))
+        name, decision = self._decisions.get(record["run"], ("", {}))
+        decided = tuple(parent.tags[tag] for tag in ("ttrain.night", "ttrain.decision", "ttrain.decision.reason"))
+        if decision:
+            decided = (name, "promoted" if decision["promote"] else "kept", str(decision["reason"]))
         return RunView(
             name=record["run"],
             run_id=match.run_id,
@@ -209,9 +213,10 @@ class _RunReader:
             started=record["started_unix"],
             seconds=record["seconds"],
             params={name: str(value) for name, value in settings.items()},  # in the form that MLflow stores
-            metrics={**(record.get("metrics") or {}), **self._decisions.get(record["run"], {}), **parent.metrics},
+            metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {}), **parent.metrics},
             stages={entry["name"]: self._stage(entry, match) for entry in record["stages"]},
             notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
+            decision=decided if all(decided) else (),
             record=match.record or {},
             store=self._store,
             ask=self._ask_source,
@@ -248,11 +253,11 @@ class _RunReader:
         return stage_run.tags["ttrain.run"] if stage_run else _maker_in(manifest)
 
     @cached_property
-    def _decisions(self) -> Mapping[str, Mapping[str, float]]:
-        """The figures of nights' decisions, by the run of the night."""
-        nights = map(read_object, (self._home / "nightly").glob("*/night-*.json"))
-        decided = (night for night in nights if night.get("run") and isinstance(night.get("decision"), dict))
-        return {night["run"]: decision_metrics(night["decision"]) for night in decided}
+    def _decisions(self) -> Mapping[str, tuple[str, JsonObject]]:
+        """The name and the decision of each night that decided, by its run."""
+        nights = ((path.stem, read_object(path)) for path in (self._home / "nightly").glob("*/night-*.json"))
+        decided = ((name, night) for name, night in nights if night.get("run") and isinstance(night.get("decision"), dict))
+        return {night["run"]: (name, night["decision"]) for name, night in decided}
 
 
 def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict:

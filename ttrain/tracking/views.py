@@ -64,6 +64,7 @@ class RunView:
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
     notes: tuple[str, ...]  # what could not be read, and what was read instead
+    decision: tuple[str, ...]  # about a night's models: (night, promoted or kept, reason); empty if there is none
     record: JsonObject = field(repr=False)  # the whole record in the home; empty if there is none
     store: ArtifactStore = field(repr=False, compare=False)
     ask: Callable[..., Any] = field(repr=False, compare=False)  # a method of MlflowSource: its answer, None if it has none
