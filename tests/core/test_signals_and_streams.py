@@ -160,22 +160,63 @@ def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_i
 WITH_FILES = """
 import os, signal, sys, tempfile
 from ttrain.__main__ import main
-class Command:
-    def main(self):
-        with tempfile.TemporaryDirectory(dir=sys.argv[1]):
-            os.kill(os.getpid(), int(sys.argv[2]))
-class Loaded:
-    main = Command()
-sys.modules["ttrain.cli"] = Loaded()
+from ttrain.cli import artifacts
+def home():
+    with tempfile.TemporaryDirectory(dir=directory):
+        os.kill(os.getpid(), int(signum))
+_, directory, signum = sys.argv
+sys.argv = ["ttrain", "artifacts", "list"]
+artifacts.home = home
 main()
 """
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_told_to_end_removes_its_temporary_files(signum: int, tmp_path: Path) -> None:
+def test_a_command_that_is_told_to_end_removes_its_temporary_files_and_says_so(signum: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITH_FILES, str(tmp_path), str(int(signum))]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 128 + signum and list(tmp_path.iterdir()) == []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+IGNORED = """
+import os, signal, sys
+from ttrain.__main__ import main
+from ttrain.core.signals import resend_ignored
+from ttrain.pipeline.stage_worker import StopFlag
+class Destroyed:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        len("x")  # the handler is called here, or after
+class Command:
+    def main(self):
+        Destroyed()
+        signal.sigtimedwait([], 60)  # until the signal comes again
+        print("not ended")
+class Loaded:
+    main = Command()
+sys.modules["ttrain.cli"] = Loaded()
+if sys.argv[2] == "command":
+    main()
+else:
+    stop = StopFlag(stops_by_itself=True)
+    resend_ignored(stop.take_back)
+    stop.listen()
+    Loaded.main.main()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("process", ["command", "stage"])
+def test_a_signal_whose_exception_python_ignores_since_an_object_is_destroyed_is_sent_again(
+    process: str, signum: int
+) -> None:
+    command = [sys.executable, "-c", IGNORED, str(int(signum)), process]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    expected = "KeyboardInterrupt\n" if process == "stage" or signum == signal.SIGINT else ""
+    assert done.stdout == "" and done.stderr.endswith(expected) and done.stderr.count("Traceback") == (expected != "")
+    assert "ignored" not in done.stderr
+    assert process == "stage" or done.returncode in (128 + signum, -signum)
 
 
 NATIVE = """

@@ -22,7 +22,7 @@ from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.config import Settings
-from ttrain.errors import Interrupted, RankLost, StageFailed
+from ttrain.errors import ArtifactError, Interrupted, RankLost, StageFailed
 from ttrain.pipeline import launch, processes, stage_worker
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN, STAGES
@@ -85,6 +85,26 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(processes, "WORKER", "support.saboteur")
 
     return choose
+
+
+@pytest.mark.parametrize("error", [None, ArtifactError("cannot read the tokenizer: KeyboardInterrupt")])
+def test_a_stage_stops_whatever_a_library_makes_of_the_exception(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = stage_worker.StopFlag(stops_by_itself=True)
+    monkeypatch.setattr(stop, "listen", lambda: None)
+    monkeypatch.setattr(stage_worker, "job_of", lambda *_, **named: (None, None))
+
+    def run(*_: object) -> None:
+        try:
+            stop._handle(signal.SIGTERM, None)
+        except BaseException as raised:
+            assert not isinstance(raised, Exception), "which libraries take for their own"
+            raise error or raised from None
+
+    monkeypatch.setattr(stage_worker, "import_module", lambda name: SimpleNamespace(run=run))
+    outcome = stage_worker._run(tmp_path, {"stage": "evaluate"}, stop, 0)
+    assert outcome == {"outcome": "interrupted", "error": "stopped by a signal", "signal": signal.SIGTERM}
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(bed: Bed) -> None:

@@ -136,7 +136,9 @@ def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manif
 def test_an_interrupted_reproduction_goes_on_in_its_home_and_no_other_takes_it(root: Path, tmp_path: Path) -> None:
     place = tmp_path / "again"
     impatient = Mock(ended=lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    with home_for(place, "mine/1") as home, pytest.raises(Interrupted):
+    with home_for(place, "mine/1") as home, pytest.raises(Interrupted, match="stage shards-pretrain; the same command cont"):
+        again(root, home, screen=impatient)
+    with home_for(None, "mine/1") as home, pytest.raises(Interrupted, match="nothing is kept; with --home DIR"):
         again(root, home, screen=impatient)
     first = ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino
     with home_for(place, "mine/1") as home:

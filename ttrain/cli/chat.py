@@ -232,9 +232,10 @@ def generate(
                       "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
             try:
                 done = batch.write_answers(out, header, make, check_out)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit) as stop:  # the latter has the exit code of SIGTERM or SIGHUP
+                signum = int(stop.code or 0) - 128 if isinstance(stop, SystemExit) else signal.SIGINT
                 raise Interrupted(
-                    f"stopped; the answers so far are in {batch.partial_of(out)}; the same command continues"
+                    f"stopped; the answers so far are in {batch.partial_of(out)}; the same command continues", signum
                 ) from None
     summary = {"out": out and str(out), "prompts": len(rows), "answered before": done,
                **tally.summary()}  # fmt: skip

@@ -61,6 +61,7 @@ from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
 from ttrain.store import layout
 
 INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 
 stage_app = command_group(
@@ -242,6 +243,10 @@ def main(arguments: list[str] | None = None) -> None:
                 raise KeyboardInterrupt
         finally:
             sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
+    except SystemExit as ended:
+        if ended.code in TERMINATED:
+            print("interrupted", file=sys.stderr)
+        raise
     except NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)

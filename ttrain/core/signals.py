@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
@@ -67,6 +69,32 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number in heeded_signals():
             signal.signal(number, previous[number])
+
+
+RESEND_SECONDS = 0.01
+
+
+def resend_ignored(signal_of: Callable[[BaseException | None], int]) -> None:
+    """Send a signal again where Python ignored the exception of its handler, as it does while a library's `__del__` runs:
+    of 24 times Ctrl-C in `ttrain generate` one was lost. `signal_of` gives the signal of an ignored exception, or 0."""
+
+    def resend(signum: int) -> None:
+        is_in_hook = True  # in which the exception would be ignored for good
+        while is_in_hook:
+            time.sleep(RESEND_SECONDS)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            while frame and frame.f_code is not hook.__code__:
+                frame = frame.f_back
+            is_in_hook = frame is not None
+        os.kill(os.getpid(), signum)
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if signum := signal_of(ignored.exc_value):
+            threading.Thread(target=resend, args=(signum,), daemon=True).start()
+        else:
+            sys.__unraisablehook__(ignored)
+
+    sys.unraisablehook = hook
 
 
 NATIVE = "native-code"  # name of a thread

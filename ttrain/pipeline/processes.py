@@ -346,7 +346,8 @@ def _result(
     if outcome and outcome["outcome"] == "interrupted":
         raise Interrupted(f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"])
     if sent_signal and outcome is None:
-        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended", sent_signal)
+        saved = "its last checkpoint is kept" if stage.uses_ranks else "its next run begins it again"
+        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended; {saved}", sent_signal)
     if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
         location = ""
         if outcome["kind"] == "unexpected":

@@ -91,11 +91,14 @@ def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, sc
 
     Raises the error of a failed stage, or Interrupted once its state is saved.
     """
-    store, stop_request = ArtifactStore(home), StopRequest(screen.say, "the stage saves its state")
+    is_kept = (home / MARK_FILE).exists()
+    effect = "the stage saves its state" if is_kept else "what was made again is removed, for want of --home"
+    store, stop_request = ArtifactStore(home), StopRequest(screen.say, effect)
     observer = _RebuildObserver(screen, stop_request)
     artifacts: dict[str, Artifact] = {}
     done: list[Rebuilt] = []
-    with stop_request.catching_signals():
+    next_step = "the same command continues" if is_kept else "nothing is kept; with --home DIR the same command continues"
+    with _saying(next_step), stop_request.catching_signals():
         for recipe in recipes:
             if stop_request.signum:
                 raise Interrupted(f"stopped before stage {recipe.stage.name}", stop_request.signum)
@@ -109,6 +112,15 @@ def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, sc
     store.cache.save()
     not_rebuilt = tuple(recipe.stage.name for recipe in recipes[len(done) :])
     return Reproduction(lineage, home, tuple(done), not_rebuilt)
+
+
+@contextmanager
+def _saying(next_step: str) -> Iterator[None]:
+    """Add to an interruption what the user can do then."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(f"{error}; {next_step}", error.signum) from None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, read_object, write_json
-from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup
+from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup, resend_ignored
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
@@ -62,14 +62,23 @@ class StopFlag:
         return self.signum != 0
 
     def listen(self) -> None:
-        """Install the handlers. A stage that does not check the flag is stopped by Interrupted, possibly at once."""
+        """Install the handlers. A stage that does not check the flag is stopped by KeyboardInterrupt, possibly at once."""
         for signum in heeded_signals():
             signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def settle(self) -> None:
-        """Raise no more: only the result is still to be written."""
-        self._raises = False
+    def settle(self) -> int:
+        """Raise no more: only the result is still to be written. Returns the signal that was raised before, or 0."""
+        raised, self._raises = self.signum if self._raises else 0, False
+        return raised
+
+    def take_back(self, error: BaseException | None) -> int:
+        """The signal whose exception Python ignored, to be sent again; 0 where the error is another one."""
+        if not isinstance(error, KeyboardInterrupt) or not self.signum:
+            return 0
+        signum, self.signum = self.signum, 0
+        signal.signal(signum, self._handle)  # a hang-up is ignored after the first
+        return signum
 
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum:
@@ -79,7 +88,7 @@ class StopFlag:
         self.signum, self._since = signum, time.monotonic()
         ignore_hangup()
         if self._raises:
-            raise Interrupted("stopped by a signal", signum)
+            raise KeyboardInterrupt  # Interrupted is an Exception, which libraries and the encoder take for their own
 
 
 def main() -> int:
@@ -94,6 +103,7 @@ def main() -> int:
         log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
         return 1
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
+    resend_ignored(stop.take_back)
     with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
         with sample_system_metrics(work, spec):
@@ -159,23 +169,22 @@ def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:
         stop.settle()
         integrity.save()
         return {"outcome": "completed", "result": result}
-    except Interrupted as error:
-        stop.settle()
+    except BaseException as error:
+        return _outcome_of(error, stop)
+
+
+def _outcome_of(error: BaseException, stop: StopFlag) -> JsonDict:
+    if signum := stop.settle():  # whatever error a library made of it
+        return {"outcome": "interrupted", "error": "stopped by a signal", "signal": signum}
+    if isinstance(error, Interrupted):
         return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
-    except TTrainError as error:
-        stop.settle()
+    if isinstance(error, TTrainError):
         log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
         damaged = {"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}
         files = {"files": list(map(redact.url, error.files))} if isinstance(error, DataError) else {}
         return {"outcome": "failed", "error": str(error), "kind": type(error).__name__, **damaged, **files}
-    except BaseException as error:
-        stop.settle()
-        log.error("%s", traceback.format_exc())
-        return {
-            "outcome": "failed",
-            "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"),
-            "kind": "unexpected",
-        }
+    log.error("%s", "".join(traceback.format_exception(error)))
+    return {"outcome": "failed", "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"), "kind": "unexpected"}
 
 
 @contextlib.contextmanager
