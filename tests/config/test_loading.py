@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import Settings, TaskConfig, flatten, loading, rules
+from ttrain.config import TRAINING_CONFIGS, Settings, TaskConfig, flatten, loading, rules
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.pipeline.names import settings_of
@@ -308,3 +309,10 @@ def test_another_optimizer_and_a_model_that_exists_have_one_rate_and_usual_betas
 def test_a_number_overrides_and_auto_gives_it_back() -> None:
     assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.betas=[0.9,0.99]")[rules.BETAS_KEY] == (0.9, 0.99)
     assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.head_lr=auto") == followed()
+
+
+@pytest.mark.parametrize("stage", TRAINING_CONFIGS)
+def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stage: str) -> None:
+    settings = {name: getattr(Settings(), name) for name in TRAINING_CONFIGS[stage].model_fields}
+    config = TRAINING_CONFIGS[stage](**settings)
+    assert pickle.loads(pickle.dumps(config)) == config

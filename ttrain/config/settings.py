@@ -291,8 +291,16 @@ class ReferenceConfig(Section):
     dpo: ScoredRows
 
 
+def _config_of(name: str, settings: type[Section]) -> type[Section]:
+    """A section with the settings of one training stage, by its name in this module: doctor's ranks unpickle it."""
+    config = with_fields({name: (settings, ...)})(Section)
+    config.__module__, config.__qualname__ = __name__, f"Training-{name}"
+    globals()[config.__qualname__] = config
+    return config
+
+
 TRAINING_CONFIGS: dict[str, type[Section]] = {
-    **{name: with_fields({name: (row.settings, ...)})(Section) for name, row in TRAINING_STAGES.items()},
+    **{name: _config_of(name, row.settings) for name, row in TRAINING_STAGES.items()},
     "pretrain": PretrainConfig,
     "sft": SftConfig,
     "lora": LoraConfig,
