@@ -314,8 +314,10 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
         runs_home.resolve(f"{runs_home.run}:nope")
     with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
         runs_home.resolve(f"{runs_home.run}:evaluate")
-    with pytest.raises(ArtifactError, match="stage pretrain has no artifact"):
+    with pytest.raises(ArtifactError, match=r"stage pretrain has no artifact .* run `ttrain pipeline run full` first"):
         runs_home.resolve("pretrain")
+    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full data.dpo=FILE` first"):
+        runs_home.resolve("dpo")
     with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
         runs_home.resolve("./home")
     with pytest.raises(UsageError, match="did you mean lora"):

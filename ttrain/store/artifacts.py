@@ -196,9 +196,13 @@ class ArtifactStore:
         damaged = [
             f"{path.parent.name} {path.name[:SHOWN_KEY]} is damaged: {why}" for path, why in self.damaged(stage).items()
         ]
-        return (
-            f"{'; '.join(damaged[:SHOWN_DAMAGES])}; {DamagedFile.fix}" if damaged else "run `ttrain pipeline run full` first"
-        )
+        if damaged:
+            return f"{'; '.join(damaged[:SHOWN_DAMAGES])}; {DamagedFile.fix}"
+        from ttrain.config import TRAINING_STAGES  # 0.2 s, which commands that read the store alone need not take
+
+        row = TRAINING_STAGES.get(stage)
+        data = f" data.{row.dataset}=FILE" if row and row.optional else ""
+        return f"run `ttrain pipeline run full{data}` first"
 
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
