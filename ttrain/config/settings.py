@@ -292,7 +292,7 @@ class ReferenceConfig(Section):
 
 
 def _config_of(name: str, settings: type[Section]) -> type[Section]:
-    """A section with the settings of one training stage, by its name in this module: doctor's ranks unpickle it."""
+    """A section with the settings of one training stage, which pickle finds in this module: doctor's ranks get it so."""
     config = with_fields({name: (settings, ...)})(Section)
     config.__module__, config.__qualname__ = __name__, f"Training-{name}"
     globals()[config.__qualname__] = config

@@ -112,19 +112,19 @@ def export(
         written = {path.relative_to(work).as_posix(): path.stat().st_size for path in _files(work)}
         fsync(work)
         _put(work, target)
-    except Exception as error:  # the libraries' own
-        if "(os error " in str(error) and not is_disk_full(error):  # of safetensors, such as 4 GB on FAT32
+    except Exception as error:  # of safetensors, too, whose errors of the system are texts
+        if is_disk_full(error):
+            size = sum(path.stat().st_size for path in _files(reference.model if request.merge else reference.directory))
+            raise TTrainError(
+                f"--to is {target}, whose disk is full: {format_size(free)} were free, and the model takes up to "
+                f"{format_size(size)} here; {FREE_SPACE}, or choose another disk with --to"
+            ) from None
+        if "(os error " in str(error):  # such as a file of more than 4 GB on FAT32
             raise TTrainError(
                 f"--to is {target}, which cannot be written: {error}; choose another disk with --to, or, where it takes no "
                 f"large files, a smaller --shard-size, which is {request.shard_size}"
             ) from None
-        if not is_disk_full(error):
-            raise
-        size = sum(path.stat().st_size for path in _files(reference.model if request.merge else reference.directory))
-        raise TTrainError(
-            f"--to is {target}, whose disk is full: {format_size(free)} were free, and the model takes up to "
-            f"{format_size(size)} here; {FREE_SPACE}, or choose another disk with --to"
-        ) from None
+        raise
     finally:
         remove_tree(work)
     return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))
