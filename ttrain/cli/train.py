@@ -254,10 +254,12 @@ def doctor(
     if as_json:
         print_json({"checks": checks})
     else:
-        if examination.shown is not None:
-            row, special = examination.shown
-            print(f"\nthe first row of {examined}; tokens that count in the loss are marked:")
-            of_records = (lines(row, record, special, LINE_WIDTH) for record in range(1 + max(row.segments)))
+        heading, views = examination.shown
+        if views:
+            print(f"\n{heading} of {examined}; the tokens that are trained on are marked:")
+        for view in views:
+            records = range(1 + max(view.segments))
+            of_records = (lines(view, record, examination.special, LINE_WIDTH) for record in records)
             print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
             print()
         verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"

@@ -8,8 +8,10 @@ block that exists already (from a run that was killed, or an artifact that lacks
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +25,8 @@ from ttrain.core.files import read_json
 from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
-from ttrain.data.chat import encode_chats, encode_preferences
+from ttrain.data.chat import encode_chats, encode_preferences, refusals
+from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import BadRows, Tally
@@ -40,6 +43,7 @@ ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
 QUARANTINED_ROWS = 10_000  # of one block; rows beyond it are counted, and the last line says so
 UTF8_BOM = b"\xef\xbb\xbf"
+RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
 
 
@@ -250,7 +254,39 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
     """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
     lines = sources.lines(pieces, recipe.max_line_bytes)
-    return sources.accepted(sources.parsed(lines, block.location, tally, recipe.max_line_bytes), recipe.parser, tally)
+    parsed = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
+    accepted = sources.accepted(parsed, recipe.parser, tally)
+    if recipe.kind == "documents" or not recipe.tokenizer:
+        return accepted
+    return _rendered(accepted, block, encoder_of(recipe.tokenizer, fast=recipe.fast), tally)
+
+
+def _rendered(
+    accepted: Iterable[tuple[int, sources.Record]], block: Block, encoder: Encoder, tally: Tally
+) -> Iterator[tuple[int, sources.Record]]:
+    """The chats that the chat template renders; the tally counts the others as rejected."""
+    if encoder.template != "own":  # the templates of ttrain render every chat
+        yield from accepted
+        return
+    rows = iter(accepted)
+    while batch := list(itertools.islice(rows, RENDERED_RECORDS)):
+        conversations = [conversation for _, record in batch for conversation in _conversations(record)]
+        reasons = iter(refusals(encoder, conversations))
+        for line, record in batch:
+            record_reasons = [next(reasons) for _ in _conversations(record)]
+            reason = next(filter(None, record_reasons), "")
+            if reason:
+                tally.kept -= 1
+                tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
+            else:
+                yield line, record
+
+
+def _conversations(record: sources.Record) -> list[Messages]:
+    """A chat, or of a preference pair the prompt with each answer."""
+    if isinstance(record, Preference):
+        return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
+    return [record.messages] if isinstance(record, sources.Conversation) else []
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
@@ -270,7 +306,8 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
+        in_order = sorted(bad_rows, key=lambda row: row.get("line", math.inf))  # templates refuse in batches
+        lines = b"".join(orjson.dumps(row) + b"\n" for row in in_order)
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {
         "encoder": encoder.kind,

@@ -13,8 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import chat_templates, preferences
-from ttrain.data.chat_templates import Message, Messages, Segment, Template
+from ttrain.data.chat_templates import (
+    Message,
+    Messages,
+    Rendering,
+    Segment,
+    Template,
+    TemplateRefused,
+    TurnTemplate,
+)
 from ttrain.data.encoder import Encoder
+from ttrain.errors import DataError
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
@@ -22,9 +31,32 @@ Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[Encoded]:
     """(ids, live) of each conversation, both of shape [tokens]; live are the answers and the token that ends each.
 
-    Raises DataError for a role or a conversation that the template does not accept.
+    The ids are those that transformers makes of the conversation by the tokenizer's directory, unless a text spells a
+    special token. Raises DataError for a role or a conversation that the template does not accept.
     """
-    return assemble(encoder, template_of(encoder).segments_of_all(conversations))
+    return _encode(encoder, conversations, prompt=False)
+
+
+def refusals(encoder: Encoder, conversations: Sequence[Messages]) -> list[str]:
+    """Why the tokenizer's own template refuses each conversation; "" where it does not, as those of ttrain."""
+    renderings = template_of(encoder).render(conversations)
+    return [rendering.reason if isinstance(rendering, TemplateRefused) else "" for rendering in renderings]
+
+
+def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool) -> list[Encoded]:
+    template = template_of(encoder)
+    if isinstance(template, TurnTemplate) and template.separable:
+        render = template.prompt if prompt else template.segments
+        return assemble(encoder, [render(messages) for messages in conversations])
+    renderings: list[Rendering] = []
+    for rendering in template.render(conversations, prompt=prompt):
+        if isinstance(rendering, DataError):
+            raise rendering
+        renderings.append(rendering)
+    texts = [rendering.text for rendering in renderings]
+    encodings = encoder.encode_in_one_piece(texts, [rendering.contents for rendering in renderings])
+    live = [rendering.live for rendering in renderings]
+    return [(encoding.ids, encoding.within(spans)) for encoding, spans in zip(encodings, live, strict=True)]
 
 
 def encode_preferences(
@@ -76,8 +108,13 @@ def encode_chat(encoder: Encoder, messages: Messages) -> tuple[list[int], list[b
 
 def prompt_ids(encoder: Encoder, messages: Messages) -> list[int]:
     """Ids of the prompt for the assistant's next answer."""
-    ((ids, _),) = assemble(encoder, [template_of(encoder).prompt(messages)])
+    ((ids, _),) = _encode(encoder, [messages], prompt=True)
     return list(ids.tolist())
+
+
+def lead_text(encoder: Encoder) -> str:
+    """What the template writes between the prompt and an answer, as it is decoded."""
+    return encoder.decode(encoder.encode_markup(template_of(encoder).lead))
 
 
 def assemble(encoder: Encoder, rendered: Sequence[Sequence[Segment]]) -> list[Encoded]:

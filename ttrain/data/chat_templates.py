@@ -1,7 +1,7 @@
-"""Chat templates: render a conversation as texts between special tokens, marking those that the loss counts.
+"""Chat templates: render a conversation as text between special tokens, marking what the loss counts.
 
-A template exists twice: as segments, which ttrain encodes, and as Jinja, which transformers uses and which gives the same
-string (tests compare them). The loss mask is made together with the segments, never by searching for markers.
+A template exists twice: here, and as Jinja, which transformers uses and which gives the same string and ids (tests compare
+them). The loss mask is made together with the text, never by searching for markers.
 
     ttrain     every turn is one role token, its text and `<|end|>`
     tinyseek   `User：…\\n` and `Assistant：…<|im_end|>`, as TinySeek's training scripts join them
@@ -11,11 +11,11 @@ string (tests compare them). The loss mask is made together with the segments, n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ttrain.data.jinja_templates import END, IM_END, ROLES, TINYSEEK_NAMES
+from ttrain.data.jinja_templates import END, IM_END, ROLE_TOKENS, ROLES, TINYSEEK_NAMES
 from ttrain.errors import DataError
 
 if TYPE_CHECKING:  # a plan reads the names of templates, and loads no numpy
@@ -57,34 +57,87 @@ class Segment(NamedTuple):
     live: bool
 
 
+Span = tuple[int, int]
+
+
+class Rendering(NamedTuple):
+    """A conversation as one text; spans are (start, end) in its characters.
+
+    contents    the texts of the turns, in which no special token counts
+    live        what the loss counts
+    """
+
+    text: str
+    contents: list[Span]
+    live: list[Span]
+
+
+class TemplateRefused(DataError):
+    """The tokenizer's own template cannot render a conversation as it is; `reason` says why, without the conversation."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Template(ABC):
-    """Renders conversations for one tokenizer."""
+    """Renders conversations for one tokenizer.
+
+    lead    text that the template writes between the prompt and an answer, so that the model says it first
+    """
+
+    lead = ""
 
     @abstractmethod
-    def segments(self, messages: Messages) -> list[Segment]:
-        """Render the whole conversation; live are the assistant's non-blank texts and the token that ends each."""
+    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
+        """Render each conversation, or say why the template refuses it.
 
-    def segments_of_all(self, conversations: Sequence[Messages]) -> list[list[Segment]]:
-        """`segments` of each conversation; in one batch where that is cheaper."""
-        return [self.segments(messages) for messages in conversations]
-
-    @abstractmethod
-    def prompt(self, messages: Messages) -> list[Segment]:
-        """Render the conversation up to the beginning of the assistant's next answer."""
+        Live are the assistant's non-blank texts, what the template writes between the prompt and such a text, and the token
+        that ends it. `prompt`: up to the beginning of the assistant's next answer.
+        """
 
 
 @dataclass(frozen=True)
 class TurnTemplate(Template):
     """A template that writes each turn as the mark of its role, its text and its end.
 
-    ends    by role, those of a turn that the loss does not count, and of one that it counts
+    ends        by role, those of a turn that the loss does not count, and of one that it counts
+    spelling    the text of a special token
+    separable   whether each text has the ids that it has alone, so that segments can be encoded one by one
     """
 
     begin: Sequence[Segment]
     roles: Mapping[str, Segment]
     ends: Mapping[str, Sequence[Segment]]
+    spelling: Callable[[int], str]
+    separable: bool
+
+    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
+        renderings: list[Rendering | DataError] = []
+        for messages in conversations:
+            try:
+                renderings.append(self._rendering(self.prompt(messages) if prompt else self.segments(messages)))
+            except DataError as error:
+                renderings.append(error)
+        return renderings
+
+    def _rendering(self, segments: Sequence[Segment]) -> Rendering:
+        rendering = Rendering("", [], [])
+        pieces: list[str] = []
+        at = 0
+        for content, is_live in segments:
+            piece = content if isinstance(content, str) else "".join(map(self.spelling, content))
+            span = (at, at + len(piece))
+            if isinstance(content, str):
+                rendering.contents.append(span)
+            if is_live:
+                rendering.live.append(span)
+            pieces.append(piece)
+            at += len(piece)
+        return rendering._replace(text="".join(pieces))
 
     def segments(self, messages: Messages) -> list[Segment]:
+        """Render the whole conversation as pieces."""
         segments = list(self.begin)
         for turn in messages:
             if turn.role not in self.roles:
@@ -94,13 +147,16 @@ class TurnTemplate(Template):
         return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:
+        """Render the conversation up to the beginning of the assistant's next answer, as pieces."""
         return [*self.segments(messages), self.roles["assistant"]]
 
 
 def role_tokens(encoder: Encoder) -> TurnTemplate:
     """`ttrain`: every text lies between special tokens, so no token spans a border, and no text can forge one."""
     roles = {role: Segment((encoder.special(f"<|{role}|>"),), False) for role in ROLES}
-    return TurnTemplate([Segment((encoder.bos_id,), False)], roles, dict.fromkeys(ROLES, _ends(encoder.special(END))))
+    separable = encoder.encodes_apart([encoder.tokens["bos_token"], *ROLE_TOKENS, END])
+    ends = dict.fromkeys(ROLES, _ends(encoder.special(END)))
+    return TurnTemplate([Segment((encoder.bos_id,), False)], roles, ends, encoder.spelling, separable)
 
 
 def named_turns(encoder: Encoder) -> TurnTemplate:
@@ -108,7 +164,7 @@ def named_turns(encoder: Encoder) -> TurnTemplate:
     as in TinySeek itself; the loss mask does not depend on it."""
     roles = {role: Segment(name, False) for role, name in TINYSEEK_NAMES.items()}
     ends = {**dict.fromkeys(ROLES, (Segment("\n", False),)), "assistant": _ends(encoder.special(IM_END))}
-    return TurnTemplate([], roles, ends)
+    return TurnTemplate([], roles, ends, encoder.spelling, separable=False)  # names and texts touch
 
 
 def _ends(token: int) -> list[Segment]:

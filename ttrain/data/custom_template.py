@@ -1,9 +1,11 @@
 """The chat template of an existing tokenizer, rendered within a budget; contents of turns cannot inject special tokens.
 
-The template is rendered with random marks in place of the contents. The text between the marks is the skeleton, in which
-special tokens count; contents are always encoded as plain text. Live is the text within the template's own
-`{% generation %}`, or else an answer up to the first special token after it. Every conversation is also rendered as it
-is: if the result is not the skeleton with the contents in it, the template changes contents and is refused.
+The template is rendered with random marks in place of the contents: what stands around the marks is the skeleton. Every
+conversation is also rendered as it is: if the result is not the skeleton with the contents in it, the template changes
+contents, and the conversation is refused.
+
+Live is an answer with all that the template writes before it behind the generation prompt, since the model has to say that
+itself, up to the end of the template's own `{% generation %}`, or else to the first special token after the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
-from ttrain.data.chat_templates import Message, Messages, Segment, Template, is_live
+from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
@@ -42,20 +44,17 @@ MARK = re.compile(rf"(?=(x[0-9a-f]{{{2 * MARK_BYTES}}}x))")  # also one whose fi
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
-class SkeletonPart(NamedTuple):
-    """A turn's content, or ids that the template writes; live if the turn `answer` is live."""
-
-    turn: int | None
-    ids: tuple[int, ...]
-    answer: int | None
-
-
 class Skeleton(NamedTuple):
-    """A template's output for a sequence of roles: parts in order, and the texts around the non-empty contents."""
+    """What a template writes around the contents, for a sequence of roles.
 
-    parts: list[SkeletonPart]
+    turns       numbers of the turns with a content
+    texts       before, between and behind these contents
+    answers     by turn, the characters before and behind its content that are live with it
+    """
+
     turns: list[int]
     texts: list[str]
+    answers: dict[int, tuple[int, int]]
 
 
 class JinjaTemplate(Template):
@@ -70,38 +69,45 @@ class JinjaTemplate(Template):
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
         self._skeleton_turns = 0  # of all of them
         self._exceeded: DataError | None = None  # a template that exceeded its budget is not rendered again
-        segments = self.segments((Message("user", "Q"), Message("assistant", "A")))
-        from_answer = itertools.dropwhile(lambda segment: segment != Segment("A", True), segments)
-        live = [number for ids, alive in from_answer if alive and not isinstance(ids, str) for number in ids]
-        ends = [number for number in live if number in self._specials]
+        question_and_answer = (Message("user", "Q"), Message("assistant", "A"))
+        (rendering,) = self.render([question_and_answer])
+        if isinstance(rendering, DataError):
+            raise rendering
+        ((start, end),) = rendering.live or [(0, 0)]
+        answer_start, answer_end = rendering.contents[-1]
+        ends = self._encoder.special_spans(rendering.text[answer_end:end])
         if not ends:
             raise self._refused(NO_END)
-        self.end_id = ends[0]
+        first_end, last_end = (answer_end + border for border in ends[0])
+        (self.end_id,) = self._encoder.encode_markup(rendering.text[first_end:last_end])
+        self.lead = rendering.text[start:answer_start]
 
-    def segments(self, messages: Messages) -> list[Segment]:
-        return self._filled([messages], prompt=False)[0]
-
-    def segments_of_all(self, conversations: Sequence[Messages]) -> list[list[Segment]]:
-        return self._filled(conversations, prompt=False)
-
-    def prompt(self, messages: Messages) -> list[Segment]:
-        return self._filled([messages], prompt=True)[0]
-
-    def _filled(self, conversations: Sequence[Messages], *, prompt: bool) -> list[list[Segment]]:
-        filled = []
+    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
         rendered = self._render([(messages, {}) for messages in conversations], prompt=prompt)
-        for messages, (text, _) in zip(conversations, rendered, strict=True):
-            skeleton = self._skeleton(messages, prompt=prompt)
-            contents = self._contents(messages, text, skeleton)
-            filled.append([
-                Segment(ids if turn is None else contents[turn], answer is not None and is_live(messages[answer]))
-                for turn, ids, answer in skeleton.parts
-            ])  # fmt: skip
-        return filled
+        renderings: list[Rendering | DataError] = []
+        for messages, text_and_spans in zip(conversations, rendered, strict=True):
+            try:
+                if isinstance(text_and_spans, DataError):
+                    raise text_and_spans
+                renderings.append(self._filled(messages, text_and_spans[0], prompt=prompt))
+            except DataError as error:
+                renderings.append(error)
+        return renderings
 
-    def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, str]:
-        """The contents as the template writes them: as they are, or without white space around them."""
-        contents: dict[int, str] = {}
+    def _filled(self, messages: Messages, text: str, *, prompt: bool) -> Rendering:
+        """The rendered conversation with the places of its contents. Raises DataError if the template changed one."""
+        skeleton = self._skeleton(messages, prompt=prompt)
+        contents = self._contents(messages, text, skeleton)
+        live = [
+            (contents[turn][0] - before, contents[turn][1] + behind)
+            for turn, (before, behind) in skeleton.answers.items()
+            if is_live(messages[turn])
+        ]
+        return Rendering(text, list(contents.values()), live)
+
+    def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, Span]:
+        """Where the template writes the contents: as they are, or without white space around them."""
+        contents: dict[int, Span] = {}
         position = len(skeleton.texts[0])
         if not rendered.startswith(skeleton.texts[0]):
             raise self._refused(DEPENDS_ON_CONTENTS)
@@ -110,10 +116,11 @@ class JinjaTemplate(Template):
             if not rendered.startswith(content + text, position):
                 content = content.strip()
             if not rendered.startswith(content, position):
-                raise self._refused(f"it changes the content {content[:60]!r} of a turn of role '{messages[turn].role}'")
+                whose = f"of a turn of role '{messages[turn].role}'"
+                raise self._refused(f"it changes the content {whose}", f"it changes the content {content[:60]!r} {whose}")
             if not rendered.startswith(text, position + len(content)):
                 raise self._refused(DEPENDS_ON_CONTENTS)
-            contents[turn] = content
+            contents[turn] = (position, position + len(content))
             position += len(content) + len(text)
         if position != len(rendered):
             raise self._refused(DEPENDS_ON_CONTENTS)
@@ -132,59 +139,82 @@ class JinjaTemplate(Template):
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
         marks = {number: f"x{secrets.token_hex(MARK_BYTES)}x" for number, turn in enumerate(messages) if turn.content}
-        ((rendered, spans),) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
+        (marked,) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
+        if isinstance(marked, DataError):
+            raise marked
+        rendered, spans = marked
         starts = _starts_of(marks, rendered)
-        in_order = sorted((start, turn) for turn in marks for start in starts[turn])
-        spans_within = _Spans(spans)
-        skeleton = Skeleton([], list(marks), [])
+        texts: list[str] = []
         at = 0  # where the text after the last content begins
-        previous_turn: int | None = None  # that of the last content
-
-        def add_text(end: int) -> None:
-            """Encode the text up to the next content, or up to the end."""
-            skeleton.texts.append(rendered[at:end])
-            if not self._has_generation:
-                is_after_answer = previous_turn is not None and messages[previous_turn].role == "assistant"
-                skeleton.parts.extend(self._encoded(rendered[at:end], previous_turn if is_after_answer else None))
-                return
-            near = spans_within(at, end)
-            borders = sorted({at, end, *(border for span in near for border in span if at < border < end)})
-            for lower, upper in itertools.pairwise(borders):
-                turns = [_first_turn(in_order, a, b) for a, b in near if a <= lower and upper <= b]
-                answer = min((turn for turn in turns if turn is not None), default=None)
-                skeleton.parts.append(SkeletonPart(None, tuple(self._encoder.encode_markup(rendered[lower:upper])), answer))
-
         for turn in marks:
             role = messages[turn].role
             if len(starts[turn]) != 1:
                 raise self._refused(f"it writes the content of a turn of role '{role}' {len(starts[turn])} times")
-            start, end = starts[turn][0], starts[turn][0] + MARK_CHARACTERS
-            if start < at:
+            if starts[turn][0] < at:
                 raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
-            inside = spans_within(start, end)
-            if any(a > start or b < end for a, b in inside):
-                raise self._refused("its {% generation %} begins or ends within a content")
-            add_text(start)
-            is_answer = bool(inside) if self._has_generation else role == "assistant"
-            skeleton.parts.append(SkeletonPart(turn, (), turn if is_answer else None))
-            at, previous_turn = end, turn
-        add_text(len(rendered))
+            texts.append(rendered[at : starts[turn][0]])
+            at = starts[turn][0] + MARK_CHARACTERS
+        skeleton = Skeleton(list(marks), [*texts, rendered[at:]], {})
+        if not prompt:
+            ends = self._ends_by_tag(starts, spans) if self._has_generation else self._ends_by_token(messages, skeleton)
+            before = dict(zip(skeleton.turns, texts, strict=True))
+            leads = self._leads(messages, before, list(ends))
+            skeleton.answers.update({turn: (leads[turn], end) for turn, end in ends.items()})
         return skeleton
 
-    def _encoded(self, text: str, answer: int | None) -> list[SkeletonPart]:
-        """Encode the text after a content; up to its first special token it belongs to the `answer`, if that was one."""
-        ids = tuple(self._encoder.encode_markup(text))
-        if answer is None:
-            return [SkeletonPart(None, ids, None)]
-        ends = next((number for number, token in enumerate(ids, start=1) if token in self._specials), None)
-        if ends is None:
-            raise self._refused(NO_END)
-        return [SkeletonPart(None, ids[:ends], answer), SkeletonPart(None, ids[ends:], None)]
+    def _ends_by_tag(self, starts: Mapping[int, list[int]], spans: Sequence[Span]) -> dict[int, int]:
+        """Characters behind each content that stands within `{% generation %}`, up to its end or the next content."""
+        spans_within = _Spans(spans)
+        next_starts = [start for (start,) in starts.values()][1:]
+        ends: dict[int, int] = {}
+        for (turn, (start,)), next_start in itertools.zip_longest(starts.items(), next_starts):
+            end = start + MARK_CHARACTERS
+            around = spans_within(start, end)
+            if any(a > start or b < end for a, b in around):
+                raise self._refused("its {% generation %} begins or ends within a content")
+            if around:
+                span_end = max(b for _, b in around)
+                ends[turn] = (span_end if next_start is None else min(span_end, next_start)) - end
+        return ends
+
+    def _ends_by_token(self, messages: Messages, skeleton: Skeleton) -> dict[int, int]:
+        """Characters behind each answer up to the first special token, with it."""
+        ends: dict[int, int] = {}
+        for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
+            if messages[turn].role == "assistant":
+                special = self._encoder.special_spans(text)
+                if not special:
+                    raise self._refused(NO_END)
+                ends[turn] = special[0][1]
+        return ends
+
+    def _leads(self, messages: Messages, before: Mapping[int, str], turns: Sequence[int]) -> dict[int, int]:
+        """Characters before each of these answers, of the text `before` it, that stand behind its generation prompt.
+
+        The prompt's end depends on the turns next to it. A chat of 32,000 turns has 16,000 answers, so a prompt is rendered
+        for the first one after each two roles. 0 where the prompt ends otherwise than the text before the answer.
+        """
+        prompts: dict[tuple[object, ...], str | None] = {}
+        leads: dict[int, int] = {}
+        for turn in turns:
+            key = (turn < 2, *((message.role, message.content == "") for message in messages[max(0, turn - 2) : turn]))
+            if key not in prompts:
+                prompts[key] = self._prompt_end(messages[:turn])
+            prompt = prompts[key]
+            leads[turn] = len(before[turn]) - len(prompt) if prompt is not None and before[turn].startswith(prompt) else 0
+        return leads
+
+    def _prompt_end(self, messages: Messages) -> str | None:
+        """What a generation prompt writes behind the last content; None where the template refuses these turns."""
+        try:
+            return self._skeleton(messages, prompt=True).texts[-1]
+        except DataError:
+            return None
 
     def _render(
         self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False
-    ) -> list[Rendered]:
-        """(text, spans of `{% generation %}` in it) of each conversation, with its marks in place of contents."""
+    ) -> list[Rendered | DataError]:
+        """(text, spans of `{% generation %}`) of each conversation with its marks in place of contents, or why not."""
         if self._exceeded:
             raise self._exceeded
         turns = [
@@ -201,16 +231,20 @@ class JinjaTemplate(Template):
                 f"begins {longest[0].content[:60]!r}: shorten it or leave it out, if others render"
             )
             raise self._exceeded from None
-        texts: list[Rendered] = []
+        texts: list[Rendered | DataError] = []
         for (messages, _), rendering in zip(conversations, renderings, strict=True):
             if isinstance(rendering, str):
-                raise self._refused(f"it does not render the turns {', '.join(turn.role for turn in messages)}: {rendering}")
-            texts.append(rendering)
+                roles = ", ".join(turn.role for turn in messages)
+                texts.append(self._refused(f"it does not render the turns {roles}: {rendering}"))
+            else:
+                texts.append(rendering)
         return texts
 
-    def _refused(self, reason: str) -> DataError:
-        return DataError(
-            f"tokenizer.template is 'own', but the tokenizer's own chat template cannot be used: {reason}; {FIX}"
+    def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
+        """The error; `shown` is the reason with a part of the conversation in it."""
+        refused = "the tokenizer's own chat template cannot be used"
+        return TemplateRefused(
+            f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}", f"{refused}: {reason}"
         )
 
 
@@ -236,9 +270,3 @@ def _starts_of(marks: Mapping[int, str], text: str) -> dict[int, list[int]]:
         if (turn := turns.get(match[1])) is not None:
             starts[turn].append(match.start())
     return starts
-
-
-def _first_turn(in_order: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
-    """The lowest turn of the (start, turn) of marks that stand within this part of the text."""
-    first, last = bisect_left(in_order, (start, -1)), bisect_left(in_order, (end - MARK_CHARACTERS + 1, -1))
-    return min((turn for _, turn in in_order[first:last]), default=None)

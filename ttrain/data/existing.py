@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.core.files import JsonDict, need_object, parse_json, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
 if TYPE_CHECKING:
@@ -131,10 +131,13 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 
         own_template = JinjaTemplate(encoder)
         question = (Message("user", "Q"),)
-        prompt = _flat(own_template.prompt(question))
-        whole = _flat(own_template.segments((*question, Message("assistant", "A"))))
-        save(str(tokenizer.id_to_token(own_template.end_id)))
-        if prompt != whole[: len(prompt)]:
+        prompt, whole = own_template.render([question], prompt=True) + own_template.render(
+            [(*question, Message("assistant", "A"))]
+        )
+        save(encoder.spelling(own_template.end_id))
+        if isinstance(prompt, DataError):
+            raise prompt
+        if isinstance(whole, DataError) or not whole.text.startswith(prompt.text):
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))
@@ -143,10 +146,6 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """The special tokens, in the order of their ids."""
     return [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
-
-
-def _flat(segments: Sequence[Any]) -> list[Any]:
-    return [piece for content, _ in segments for piece in ([content] if isinstance(content, str) else content)]
 
 
 def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:

@@ -5,7 +5,7 @@ What should be learnt is derived here a second time, from the text of the record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,6 +22,8 @@ SHOWN_CHARACTERS = 40
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 
 LABELS = "labels and mask"
+
+REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 
 FIX = "look at the rows with `ttrain data inspect`; the tokenizer's template or the code that makes rows has a fault"
 
@@ -75,8 +77,7 @@ def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[s
 
 
 def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Check:
-    spoken = sorted({text for answer in answers or () for text in (answer, answer.strip())})
-    expected_runs = {_word([*ids, encoder.end_id]) for ids in encoder.encode(spoken)}
+    expected_runs = {encoder.decode(ids).strip() for ids in encoder.encode(sorted(set(answers or ())))}
     whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
     run_count = 0
 
@@ -89,7 +90,7 @@ def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Che
                 why = "without the token that ends an answer"
             elif alone and not special.isdisjoint(run[:-1]):
                 why = "with what stands between turns"
-            elif answers is not None and not _is_learnt(_word(run), expected_runs, whole=whole, alone=alone):
+            elif answers is not None and not _is_learnt(encoder.decode(run), expected_runs, whole=whole, alone=alone):
                 why = "which no assistant says"
             if why:
                 return f"learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}"
@@ -107,11 +108,6 @@ def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
             yield number, batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
 
 
-def _word(ids: Iterable[int]) -> str:
-    """Ids as the characters of these numbers, so that one sequence is looked for in another as fast as in text."""
-    return "".join(map(chr, ids))
-
-
 def _runs(labels: Array) -> Iterator[list[int]]:
     """Targets that follow each other without a gap."""
     live = labels != IGNORE
@@ -122,10 +118,14 @@ def _runs(labels: Array) -> Iterator[list[int]]:
 
 
 def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool:
-    """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it."""
+    """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it.
+
+    As text: a token may belong to an answer and to what the template writes before it.
+    """
+    run = run.strip().strip(REPLACEMENT)  # a part may end within a character
     return (
         run in answers
-        or (not alone and any(answer[:-1] in run for answer in answers))
+        or (not alone and any(answer in run for answer in answers))
         or (not whole and any(run in answer for answer in answers))
     )
 

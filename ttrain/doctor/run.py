@@ -17,14 +17,14 @@ from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Trainin
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter, temporary_directory
 from ttrain.core.machine import processor, usable_cores
-from ttrain.data import locations
+from ttrain.data import chat, locations
 from ttrain.data import records as sources
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.inspect import TokenDecoder, TokenView, show_row
 from ttrain.data.packing import Rows
 from ttrain.data.records import Tally
 from ttrain.data.sharding import Here
-from ttrain.doctor import data, machine, model, preferences
+from ttrain.doctor import data, machine, model, preferences, template
 from ttrain.doctor.parts import Check, Learner, run_check
 from ttrain.errors import ArtifactError, DataError, TTrainError, UsageError
 from ttrain.pipeline.input_files import EXISTING, HELDOUT, TRAIN, data_files
@@ -62,13 +62,17 @@ CHECKS_OF_ROWS = {"pairs": preferences}  # by kind of rows: the module whose che
 
 
 class Doctor:
-    """The examination of one stage. `shown` is a row with its targets marked, once `checks` has come to it."""
+    """The examination of one stage.
+
+    `shown` is a heading and what is trained on, once `checks` has come to it: conversations, or the first row.
+    """
 
     def __init__(self, stage: str, settings: Settings, artifacts: Mapping[str, Artifact], home: Path) -> None:
         """`artifacts`: of the stages that are finished under these settings, by stage."""
         self.stage, self.settings, self.artifacts, self.home = stage, settings, artifacts, home
         self.config: Training = getattr(settings, stage)
-        self.shown: tuple[TokenView, frozenset[int]] | None = None
+        self.shown: tuple[str, list[TokenView]] = ("", [])
+        self.special: frozenset[int] = frozenset()
 
     def checks(self) -> Iterator[Check]:
         """Yield each check as it is done. Raises UsageError where the settings cannot be met."""
@@ -116,7 +120,14 @@ class Doctor:
         yield run_check(data.ROUND_TRIP, lambda: data.round_trip(encoder, texts, normalize))
         heldout = open_rows(inputs.paths["shards"] / "heldout", encoder, self.config, heldout=True)
         answers = [turn["content"] for record in records for turn in _turns(record) if turn["role"] == "assistant"]
-        self.shown = show_row(rows, 0, TokenDecoder(encoder)), encoder.special_ids()
+        pieces, self.special = TokenDecoder(encoder), encoder.special_ids()
+        conversations = template.conversations_of(records, encoder)
+        if TRAINING_STAGES[self.stage].rows == "documents" or not conversations:
+            self.shown = ("the first row", [show_row(rows, 0, pieces)])
+        else:
+            views = [TokenView.of(*chat.encode_chat(encoder, messages), pieces) for messages in conversations]
+            self.shown = ("conversations", views)
+            yield run_check(template.TEMPLATE, lambda: template.check(encoder, conversations))
         if self.config.mask_intervals:
             yield run_check(data.LABELS, lambda: data.masked_labels(rows, encoder))
         elif TRAINING_STAGES[self.stage].rows == "documents":

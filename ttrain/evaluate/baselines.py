@@ -121,10 +121,11 @@ def continuations(
     samples = []
     for text, is_document in prompts:
         if is_document:
-            ids = [encoder.bos_id, *encoder.encode([text])[0]]
+            ids, lead = [encoder.bos_id, *encoder.encode([text])[0]], ""
         else:
+            lead = chat.lead_text(encoder)
             ids = chat.prompt_ids(encoder, (chat_templates.Message("user", text),))
         stops = [encoder.eos_id, encoder.end_id]
         tokens = greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
-        samples.append((text, encoder.decode(tokens)))
+        samples.append((text, encoder.decode(tokens).removeprefix(lead)))
     return samples

@@ -14,7 +14,7 @@ from typing import Any
 from ttrain.config.evaluate import ChatsTask
 from ttrain.core.files import JsonDict
 from ttrain.data import chat, chat_shapes, records
-from ttrain.data.chat_templates import Message, Messages, Segment, is_live
+from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.data.tools import has_calls
 from ttrain.errors import DataError, UsageError
@@ -157,7 +157,8 @@ def ask(
     offered = [tool_calls.offered_functions(messages) for messages in chats]
     budget = Budget()
     answers: list[list[AnsweredTurn]] = [[] for _ in chats]
-    generated = generation.answers(subject, [ids for ids, _ in prompts], room, (), progress)
+    prompt_ids = [ids for ids, _ in prompts]
+    generated = generation.answers(subject, prompt_ids, room, (), progress, chat.lead_text(subject.encoder))
     for (number, turn), (_, cut), (ids, text, ended) in zip(places, prompts, generated, strict=True):
         reference = chats[number][turn].content
         has_functions = offered[number] or has_calls(reference)
@@ -274,22 +275,15 @@ def headers(encoder: Encoder) -> tuple[str, ...]:
     """Plain text that the chat template writes before a turn, such as `User：`. A mere word, such as ChatML's `user`, does
     not count: any text may have it, and the special token before it is a marker anyway."""
     first, answer, second = PROBE
-    try:
-        segments = chat.template_of(encoder).segments(
-            (Message("user", first), Message("assistant", answer), Message("user", second))
-        )
-    except DataError:  # the template refuses this conversation
+    messages = (Message("user", first), Message("assistant", answer), Message("user", second))
+    (rendering,) = chat.template_of(encoder).render([messages])
+    if isinstance(rendering, DataError):
         return ()
-    following = segments[[segment.content for segment in segments].index(first) + 1 :]  # a greeting may precede it
-    lines = (line.strip() for segment in following for line in _plain(encoder, segment).splitlines())
+    text = rendering.text.partition(first)[2]  # a greeting may precede it
+    pieces = re.split("|".join(PROBE), text)
+    plain = [encoder.decode(encoder.encode_markup(piece)) for piece in pieces]
+    lines = (line.strip() for piece in plain for line in piece.splitlines())
     return tuple(dict.fromkeys(line for line in lines if SIGN.search(line)))
-
-
-def _plain(encoder: Encoder, segment: Segment) -> str:
-    """Text of a template segment without special tokens; "" for the turns' contents."""
-    if isinstance(segment.content, str):
-        return "" if segment.content in PROBE else segment.content
-    return encoder.decode(segment.content)
 
 
 REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase

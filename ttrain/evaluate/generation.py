@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ttrain.config.evaluate import GenerationTask
 from ttrain.core.files import JsonDict
-from ttrain.data.chat import prompt_ids
+from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
@@ -96,7 +96,8 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     if room < spec.new_tokens:
         log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
     prompts = [_prompt(spec, item, subject, longest) for item in items.items]
-    answered = answers(subject, [ids for ids, _ in prompts], room, () if spec.chat else spec.stop, progress)
+    stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
+    answered = answers(subject, [ids for ids, _ in prompts], room, stops, progress, lead)
     rows: list[JsonDict] = []
     for (problem, _), (_, answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
@@ -123,8 +124,9 @@ def answers(
     new_tokens: int,
     stops: Sequence[str],
     progress: ProgressCallback,
+    lead: str = "",
 ) -> list[Answer]:
-    """Generate a greedy answer to each prompt, up to the first of `stops`.
+    """Generate a greedy answer to each prompt, up to the first of `stops`, without the `lead` that a chat template writes.
 
     Prompts of like length go together. With `stops` answers are generated in pieces, so that an ended one costs no more.
     """
@@ -138,7 +140,7 @@ def answers(
             generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
             for number, (new_ids, ended) in zip(going_on, generated, strict=True):
                 ids = [*answered[number].ids, *new_ids]
-                text, stopped = _until(subject.encoder.decode(ids), stops)
+                text, stopped = _until(subject.encoder.decode(ids).removeprefix(lead), stops)
                 answered[number] = Answer(ids, text, ended or stopped)
             going_on = [number for number in going_on if not answered[number].ended]
         progress(min(start + AT_ONCE, len(order)), len(order))

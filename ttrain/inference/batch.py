@@ -16,7 +16,7 @@ import orjson
 from ttrain.core.files import JsonDict, Taken, exclusive, refuse
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing
-from ttrain.data.chat import prompt_ids
+from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.records import NOT_UTF8
@@ -78,9 +78,10 @@ def answers(
             completions = generate.generate(loaded_model, [ids[at] for at in batch], sampling, numbers=numbers)
             tally.seconds += completions[0].seconds
             for at, completion in zip(batch, completions, strict=True):
+                lead = lead_text(loaded_model.encoder) if window[at].messages else ""
                 stop = "end" if completion.ended else "length"
                 answered[at] = {
-                    "answer": generate.completion_text(loaded_model.encoder, completion),
+                    "answer": generate.completion_text(loaded_model.encoder, completion, lead),
                     "tokens": len(completion.ids),
                     "stop": stop,
                 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttrain.core.files import JsonDict
-from ttrain.data.chat import prompt_ids
+from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
@@ -85,7 +85,8 @@ class Chat:
             )
         user_message = Message("user", question)
         ids, forgotten = self._prompt(loaded_model, user_message)
-        stream, heard, text = TextStream(loaded_model.encoder), list[int](), ""
+        stream = TextStream(loaded_model.encoder, lead_text(loaded_model.encoder))
+        heard, text = list[int](), ""
 
         def show(piece: str) -> None:
             nonlocal text

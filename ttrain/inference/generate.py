@@ -112,9 +112,10 @@ def grouped(numbers: Iterable[int], fits: Callable[[list[int], int], bool]) -> I
         yield batch
 
 
-def completion_text(encoder: Encoder, completion: Completion) -> str:
-    """Decode an answer; if it was cut at the length limit, without an incomplete last character."""
-    text = encoder.decode(completion.ids)
+def completion_text(encoder: Encoder, completion: Completion, lead: str = "") -> str:
+    """Decode an answer without the `lead` that the chat template writes before it; if it was cut at the length limit,
+    without an incomplete last character."""
+    text = encoder.decode(completion.ids).removeprefix(lead)
     return text if completion.ended else text.rstrip(UNFINISHED)
 
 
@@ -131,23 +132,29 @@ def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sa
 
 
 class TextStream:
-    """Decodes a stream of tokens; a character is held back until all its bytes have arrived."""
+    """Decodes a stream of tokens; a character is held back until all its bytes have arrived.
 
-    def __init__(self, encoder: Encoder) -> None:
+    So is a beginning that may become the `lead`, which is not shown.
+    """
+
+    def __init__(self, encoder: Encoder, lead: str = "") -> None:
         self._encoder = encoder
+        self._lead = lead
         self._ids: list[int] = []
         self._shown_length = 0
 
     def add(self, ids: Sequence[int]) -> str:
         """Add tokens; returns the new text that can be shown."""
         self._ids += ids
-        return self._unseen(self._encoder.decode(self._ids).rstrip(UNFINISHED))
+        text = self._encoder.decode(self._ids).rstrip(UNFINISHED)
+        return "" if self._lead.startswith(text) else self._unseen(text)
 
     def end(self) -> str:
         """Return the held-back text: bytes that form no character, after an answer that ended by itself."""
         return self._unseen(self._encoder.decode(self._ids))
 
     def _unseen(self, text: str) -> str:
+        text = text.removeprefix(self._lead)
         new = text[self._shown_length :]
         self._shown_length = max(self._shown_length, len(text))
         return new
