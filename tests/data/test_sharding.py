@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.chat_templates import CHATML, take
 from support.shard_sets import ALL, build, digests, rows_of, texts_in, write_lines
 from support.tiny_data import LINES
 
@@ -393,3 +394,22 @@ def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Se
     assert (first[0], first[-1]) == (3, 2)
     with pytest.raises(ArtifactError, match="made with the tokenizer"):
         ShardSet(sets.directory / "out" / "train", sets.encoder.digest)
+
+
+def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under_a_limit(sets: Sets, tmp_path: Path) -> None:
+    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    encoder = take(tmp_path / "own", guard + CHATML)
+    talks = [[("user", f"Number {number}?"), ("assistant", str(number))] for number in range(9)]
+    talks[4].insert(0, ("system", "Be brief."))
+    rows: list[Any] = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    path = sets.file("chats", [*rows[:7], {"messages": 1}, *rows[7:]])
+    recipe = replace(
+        sets.recipe, kind="chats", tokenizer=str(encoder.directory), tokenizer_digest=encoder.digest, template="own"
+    )
+    for name, reading, kept in (("all", ALL, 8), ("limited", ALL.model_copy(update={"limit": 5}), 5)):
+        built = sets.build(name, [path], reading, recipe=recipe)
+        assert_adds_up(built, 10)
+        assert sum(tally.kept for tally in built.tallies.values()) == kept
+        rejected = [(row["line"], row["reason"]) for row in sets.rejected(name)]
+        assert [line for line, _ in rejected] == [5, 8]
+        assert rejected[0][1].endswith("does not render the turns system, user, assistant: no system turn")

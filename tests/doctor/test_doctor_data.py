@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doctor.test_doctor import ok
+from support.chat_templates import CHATML, take
 from support.shard_sets import write_lines
-from support.tiny_data import chats, make_shards, make_tokenizer, write_shards
+from support.tiny_data import LINES, chats, make_shards, make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import settings_of_training
 
@@ -22,7 +23,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
-from ttrain.doctor import run
+from ttrain.doctor import run, template
 from ttrain.doctor.run import gather
 from ttrain.errors import DataError
 from ttrain.stages.rows import open_rows
@@ -260,3 +261,30 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     settings = with_data(tmp_path / "home", NUMBERS, dpo={"row_length": 8, "tokens_per_step": 64})
     *_, last = run.Doctor("dpo", settings, {}, tmp_path / "home").checks()
     assert not last.ok and "are longer than dpo.row_length 8" in str(last.figure)
+
+
+def test_the_chat_template_is_compared_with_transformers_and_with_its_prompt(tmp_path: Path) -> None:
+    """A prompt with a space behind it, which no conversation has, and ids of texts that were encoded one by one."""
+    talks = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Blue."}]} for text in LINES]
+    spelt = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "Blue."}]}
+    sound = take(tmp_path / "sound", CHATML)
+    conversations = template.conversations_of([spelt, *talks], sound)
+    assert [messages[0].content for messages in conversations] == list(LINES[:3])
+    assert ok(template.check(sound, conversations))
+    spaced = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n ' }}{% endif %}")
+    assert spaced != CHATML
+    found = template.check(take(tmp_path / "spaced", spaced), conversations)
+    assert not ok(found) and "the generation prompt goes on" in str(found.figure)
+
+
+def test_what_does_not_begin_behind_the_prompt_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = take(tmp_path, CHATML)
+    talk = (Message("user", "Sky?"), Message("assistant", "Blue."))
+    ids, live = encode_chat(encoder, talk)
+    later = live.index(True) + 1
+    monkeypatch.setattr(template.chat, "encode_chat", lambda *_: (ids, [False] * later + live[later:]))
+    found = template.check(encoder, [talk])
+    assert not ok(found) and "right behind the generation prompt" in str(found.figure)
+    monkeypatch.setattr(template.chat, "encode_chat", lambda *_: (ids[:3] + ids[4:], live[:3] + live[4:]))
+    found = template.check(encoder, [talk])
+    assert not ok(found) and "where transformers has" in str(found.figure)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.inference.generate import KVCache, TextStream, generate, logits_processors
+from ttrain.inference.generate import Completion, KVCache, TextStream, completion_text, generate, logits_processors
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
@@ -154,6 +154,15 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(directory: Path) -> N
     cut = TextStream(encoder)
     assert cut.add(encoder.encode(["東"])[0][:-1]) == ""
     assert cut.end() == "\ufffd"
+
+
+def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
+    encoder = speaker(directory).encoder
+    ids = encoder.encode(["the fox jumps"])[0]
+    for lead, shown in (("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")):
+        stream = TextStream(encoder, lead)
+        assert "".join(stream.add([number]) for number in ids) + stream.end() == shown
+        assert completion_text(encoder, Completion(ids, ended=True, seconds=0.0), lead) == shown
 
 
 # --- the second head ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ttrain.data import existing
+from ttrain.data.encoder import Encoder
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -32,3 +35,9 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
     settings = {**tokens, "chat_template": template, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return directory
+
+
+def take(directory: Path, template: str) -> Encoder:
+    """Such a tokenizer as ttrain uses it, with its own template."""
+    existing.install(existing.tokenizer_files(str(make(directory / "existing", template))), directory / "taken", "own")
+    return Encoder(directory / "taken")

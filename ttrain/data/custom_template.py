@@ -75,11 +75,10 @@ class JinjaTemplate(Template):
             raise rendering
         ((start, end),) = rendering.live or [(0, 0)]
         answer_start, answer_end = rendering.contents[-1]
-        ends = self._encoder.special_spans(rendering.text[answer_end:end])
+        ends = self._encoder.specials_behind("A", rendering.text[answer_end:end])
         if not ends:
             raise self._refused(NO_END)
-        first_end, last_end = (answer_end + border for border in ends[0])
-        (self.end_id,) = self._encoder.encode_markup(rendering.text[first_end:last_end])
+        self.end_id = ends[0][0]
         self.lead = rendering.text[start:answer_start]
 
     def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
@@ -182,17 +181,18 @@ class JinjaTemplate(Template):
         ends: dict[int, int] = {}
         for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
             if messages[turn].role == "assistant":
-                special = self._encoder.special_spans(text)
-                if not special:
+                specials = self._encoder.specials_behind("A", text)
+                if not specials:
                     raise self._refused(NO_END)
-                ends[turn] = special[0][1]
+                ends[turn] = specials[0][1]
         return ends
 
     def _leads(self, messages: Messages, before: Mapping[int, str], turns: Sequence[int]) -> dict[int, int]:
         """Characters before each of these answers, of the text `before` it, that stand behind its generation prompt.
 
         The prompt's end depends on the turns next to it. A chat of 32,000 turns has 16,000 answers, so a prompt is rendered
-        for the first one after each two roles. 0 where the prompt ends otherwise than the text before the answer.
+        for the first one after each two roles. Where it ends otherwise than the text before the answer, as when the last
+        question gets an instruction that the others lack, the lead of a first answer is looked for.
         """
         prompts: dict[tuple[object, ...], str | None] = {}
         leads: dict[int, int] = {}
@@ -200,8 +200,11 @@ class JinjaTemplate(Template):
             key = (turn < 2, *((message.role, message.content == "") for message in messages[max(0, turn - 2) : turn]))
             if key not in prompts:
                 prompts[key] = self._prompt_end(messages[:turn])
-            prompt = prompts[key]
-            leads[turn] = len(before[turn]) - len(prompt) if prompt is not None and before[turn].startswith(prompt) else 0
+            prompt, text = prompts[key], before[turn]
+            if prompt is not None and text.startswith(prompt):
+                leads[turn] = len(text) - len(prompt)
+            else:
+                leads[turn] = len(self.lead) if text.endswith(self.lead) else 0
         return leads
 
     def _prompt_end(self, messages: Messages) -> str | None:

@@ -167,7 +167,7 @@ class Encoder:
         return encoded
 
     def _with_exact_specials(self, text: str) -> tuple[Encoding, npt.NDArray[np.bool_]]:
-        """The encoding, and which of its tokens are special."""
+        """The encoding, and which of its tokens are special tokens that the text spells."""
         self._reference.encode_special_tokens = False
         try:
             encoding = self._reference.encode(text, add_special_tokens=False)
@@ -182,6 +182,8 @@ class Encoder:
             begin = text.find(token, start, end)
             if begin >= 0:
                 offsets[at] = begin, begin + len(token)
+            else:  # an unknown word
+                special[at] = False
         return Encoding(ids, offsets[:, 0], offsets[:, 1]), special
 
     def _encode_by_secret_names(self, text: str, numbers: Mapping[int, int]) -> Encoding:
@@ -233,11 +235,15 @@ class Encoder:
         """The text of a token."""
         return str(self._reference.id_to_token(number))
 
-    def special_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where special tokens stand in a piece of a chat template."""
-        encoding, special = self._with_exact_specials(text)
-        starts, ends = encoding.starts[special].tolist(), encoding.ends[special].tolist()
-        return list(zip(starts, ends, strict=True))
+    def specials_behind(self, content: str, text: str) -> list[tuple[int, int]]:
+        """(id, where it ends in the text) of each special token of a template's text behind a content.
+
+        Some tokenizers find a special token at the beginning of a text alone.
+        """
+        encoding, special = self._with_exact_specials(content + text)
+        ends = (encoding.ends[special] - len(content)).tolist()
+        pairs = zip(encoding.ids[special].tolist(), ends, strict=True)
+        return [(number, end) for number, end in pairs if end > 0]
 
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""

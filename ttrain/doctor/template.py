@@ -32,7 +32,7 @@ def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> 
         messages = tuple(map(Message.from_json, turns))
         while messages and not is_live(messages[-1]):
             messages = messages[:-1]
-        spells = any(encoder.special_spans(turn.content) for turn in messages)
+        spells = any(encoder.specials_behind("", turn.content) for turn in messages)
         if messages and not spells and chat.refusals(encoder, [messages]) == [""]:
             found.append(messages)
         if len(found) == COMPARED:
