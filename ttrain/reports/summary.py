@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, format_number, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
@@ -111,7 +112,7 @@ def key_figures(stage: str, result: Result) -> str:
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [header, ["---"] * len(header), *([escaped(str(cell)).replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
