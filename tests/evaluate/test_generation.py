@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,32 @@ def test_exact_answers() -> None:
     ]  # fmt: skip
     wrong = [("Paris or Rome", "Paris"), ("", "Paris"), ("『北京』市", "北京市"), ("one", "one\ntwo")]
     assert [pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]] == right
+
+
+SIGNS_APART = (
+    "5", "-5", "+5", "~5", "<5", ">5", "#5", "$5", "€5", "5%", "5‰", "5°", "5!", "5'", '5"', ".5", ",5", "5*", "c", "c++",
+    "c#", "a+", "a-", "a*", "f", "f'", "f''", "x", "!x", "net", ".net", "/etc", "etc", "10³", "103", "2½", "21/2",
+    "(0, 1)", "[0, 1)", "(0, 1]", "[0, 1]",
+)  # fmt: skip
+AROUND = {
+    "-5": ["−5", "－5", "–5", "- 5", "**-5**", "(-5)", "-5.", "`-5`", "$-5$", "= -5"], "<0": ["＜0", "< 0", "“<0”"],
+    "C++": ["`C++`", "Ｃ＋＋。", "C++!", "*C++*", "“C++.”"], "A*": ["**A***", "a*.", '"A*"'], "A-": ["A−", "A－", "(A-)"],
+    "f'": ["f′", "f’", "'f''", "$f'$"], '5"': ["5″", "5''", "5”"], ".5": ["**.5**", "(.5)", ".５."],
+    "Paris": ["“Paris!”", "**Paris**.", "- Paris", "* Paris", "## Paris", "> Paris", "_Paris_", "¡Paris!", "Paris?!",
+              "...Paris", "---\nParis", "```\nParis\n```", "«Paris»", "‘Paris’,", "„Paris“", "[Paris]"],
+    "[0, 1)": ["[0, 1).", "**[0, 1)**"], "10^3": ["10³"], "m2": ["m²"], "+": ["`+`", "+."],
+}  # fmt: skip
+
+
+def test_a_sign_that_is_part_of_an_answer_tells_answers_apart() -> None:
+    equal = [pair for pair in permutations(SIGNS_APART, 2) if generation.judge_answer(*pair, "exact")[1]]
+    assert equal == []
+    assert all(generation.judge_answer(text, text, "exact")[1] for text in SIGNS_APART)
+
+
+def test_what_stands_around_an_answer_does_not_count() -> None:
+    pairs = [(answer, final) for final, answers in AROUND.items() for answer in answers]
+    assert [pair for pair in pairs if not generation.judge_answer(*pair, "exact")[1]] == []
 
 
 def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:

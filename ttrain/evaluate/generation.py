@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import string
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,33 @@ PIECE = 64  # tokens to generate before looking for a stop text
 AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
 
 EDGE_CATEGORIES = ("P", "Z", "Cc", "Cf")  # of Unicode: punctuation of every script, separators, and invisible characters
+
+# Punctuation to Unicode, but part of an answer, as are all symbols, such as + < $ °
+SIGNS = "#%&*/@\\-_!'\"‰‱§"
+
+SAME_SIGN = str.maketrans({"‐": "-", "‑": "-", "′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
+
+EN_DASH_AS_MINUS = re.compile(r"(?<![\w)\]])–(?=\.?\d)")
+
+MARKS_AROUND = ("**", "__", "~~", "$$", "*", "_", "$", '"', "'")  # emphasis, formulas and quotes, where at both ends
+
+MARKDOWN_LINE = re.compile(r"([-*_=#~])\1{2,}")
+
+# Headings, quotes and items of lists (before a digit - + < > are signs), an equals sign, ! and an opening quote
+FIRST_MARKS = re.compile(r"^(?:#{1,6} |[*•] |[-+>] (?![\d.])|= ?(?=[\w.+-])|!+(?![\w(])(?=.)|['\"]+(?=.))+")
+
+# A closing quote and !, but for primes and factorials, which follow a digit, a bracket or a single letter
+LAST_MARKS = re.compile(r"(?<![\d)'\"!])(?<!(?<![^\W_])[a-z])(?<=.)['\"!]+$")
+
+INCHES = re.compile('"$')
+
+SIGN_AND_SPACE = re.compile(r"^([-+<>]) (?=[\d.])")
+
+POINT_BEFORE = re.compile(r"[^.]?(?:\.[0-9a-z]|,\d)")  # .5 and .net, but not ...5
+
+BOUND = r" ?[^\s,;()\[\]]{,20}[\d∞][^\s,;()\[\]]{,20} ?"
+
+INTERVAL = re.compile(rf"([\[\](]{BOUND}[,;]{BOUND}[\[\])])[ .,;:!?]*")  # whose brackets differ: [0, 1) is not (0, 1)
 
 
 @dataclass(frozen=True)
@@ -148,9 +174,8 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_numbers.answer_in` finds are equal. exact: the texts are equal apart from case, width,
-    white space and punctuation at the ends; of the answer the text after the last `####` counts, if any, else its first
-    non-empty line, if the right answer has one line.
+    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once `normalised`; of the answer the
+    text after the last `####` counts, if any, else its first non-empty line, if the right answer has one line.
     """
     if match == "numeric":
         number = answer_in(answer)
@@ -162,13 +187,42 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 
 def normalised(text: str) -> str:
-    """Normalise to lower case, plain width and single spaces, without punctuation at the ends."""
-    plain = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold())
-    return plain.strip("".join(filter(_is_edge, set(plain))))
+    """Normalise to lower case, plain width and single spaces, without what stands around an answer: the punctuation of
+    sentences, quotes, brackets and Markdown. Signs that are part of an answer stay: -5, C++, A*, .5, 5%, 5!, f', [0, 1)."""
+    separated = "".join(_with_raised(previous, character) for previous, character in pairwise(" " + text))
+    plain = unicodedata.normalize("NFKC", separated.translate(SAME_SIGN)).casefold().translate(SIMPLE)
+    plain = EN_DASH_AS_MINUS.sub("-", re.sub(r"\s+", " ", plain))
+    edges = "".join(filter(_is_edge, set(plain)))
+    before = None
+    while plain != before:
+        if interval := INTERVAL.fullmatch(plain):
+            return interval[1]
+        before = plain
+        plain = _without_outer_marks(plain, edges)
+    return SIGN_AND_SPACE.sub(r"\1", INCHES.sub("''", plain))
+
+
+def _without_outer_marks(plain: str, edges: str) -> str:
+    """Remove one layer of what stands around an answer."""
+    bare = plain.lstrip(edges)
+    removed = plain[: len(plain) - len(bare)]
+    point = removed[-1:] if POINT_BEFORE.fullmatch(removed[-2:] + bare[:1]) else ""
+    plain = point + bare.rstrip(edges)
+    for mark in MARKS_AROUND:
+        if plain.startswith(mark) and plain.endswith(mark) and len(plain) > 2 * len(mark):
+            return plain[len(mark) : -len(mark)]
+    if MARKDOWN_LINE.fullmatch(plain):
+        return ""
+    return LAST_MARKS.sub("", FIRST_MARKS.sub("", plain, count=1))
+
+
+def _with_raised(previous: str, character: str) -> str:
+    """As `_separated`, but only behind a digit: 10³ is not 103, m² may be written as m2."""
+    return _separated(previous, character) if previous.isdigit() else character
 
 
 def _is_edge(character: str) -> bool:
-    return character in string.punctuation or unicodedata.category(character).startswith(EDGE_CATEGORIES)
+    return character == "`" or (character not in SIGNS and unicodedata.category(character).startswith(EDGE_CATEGORIES))
 
 
 def _text_or_number(record: JsonDict, key: str) -> str | None:
