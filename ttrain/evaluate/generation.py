@@ -273,7 +273,7 @@ MARK = "####"
 
 LONGEST = 400  # characters of a number; the endless digits of a looping model are not a result
 
-PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
 
 HAN = "零一二三四五六七八九十百千万亿"
 
@@ -284,13 +284,15 @@ ENGLISH = "(?i:thousand|million|billion|trillion)(?=s?(?![A-Za-z]))"
 WORD = rf"百万|千万|万亿|百(?!帕|分之)|千(?!{IN_UNIT})|[万亿]|{ENGLISH}"
 
 MINUS = (
-    r"(?:(?<![\w.)\]%°])|(?<=[是为為于於得到至和与與及或者加减減乘以])"
+    r"(?:(?<![^\W_])(?<![.)\]%°])|(?<=[是为為于於得到至和与與及或者加减減乘以])"
     rf"|(?<=[\u4e00-\u9fff])(?<![{HAN}])(?<!\d\w)(?<!\d\w\w))-"
 )
 
+CURRENCY = "$€£¥₹₩₽₺₫₴₪₱₦฿"
+
 NUMBER = re.compile(
-    rf"(?P<sign>{MINUS}|负\s?)?(?:[$€£¥]\s?(?P<inner>-)?)?"
-    rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?![\w.]))?"
+    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[{CURRENCY}]\s?(?P<inner>-)?)?"
+    rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?!\d|\.\d))?"
     rf"(?:\s?/\s?(?P<below>\d+(?:\.\d+)?)(?![\d/]))?\s?(?P<unit>{WORD})?"
 )
 
@@ -298,9 +300,18 @@ FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)
 
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
 
-SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
+SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
 
 UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
+
+DECIMAL_COMMA = re.compile(  # behind groups that are set apart by points or spaces: 1.234,5 and 1 234,5
+    r"(?<![\w.,])(?<!\d )([1-9]\d{0,2}([. \u00a0\u2009\u202f])\d{3}(?:\2\d{3})*),(\d+)(?!\d|[.,]\d)"
+)
+
+GROUPED = re.compile(  # 1,00,000 as in India, 1'234'567 as in Switzerland, 1_000 as in code, 1.234.567 as in Germany
+    r"(?<!\d)(?<!\d[.,'’_])(?:\d{1,3}(?:,\d{2})+,\d{3}(?!,\d)|\d{1,3}(?:['’]\d{3})+|\d{1,3}(?:_\d{3})+"
+    r"|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\.\d))(?!\d)"
+)
 
 THIN = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
 
@@ -316,7 +327,14 @@ CHINESE_FRACTION = re.compile(r"(?<!\d)(\d{1,9})分之(\d{1,9})(?!\d)")
 
 BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
 
-POWER = re.compile(r"(?<![\d.,])(\d{1,9})\^{?(\d{1,2})}?(?!\d)")
+POWER = re.compile(r"(?<![\d.,])(?!0+\^{?-)(\d{1,9})\^{?(-?\d{1,2})}?(?!\d)")
+
+RELATION = re.compile(  # a minus behind one of these is a sign, as in \approx-6, but not in \pi-6
+    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leq|le|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|in"
+    r"|pm|times|cdot|div|quad|qquad)(?=\s?-)"
+)
+
+SPACED_MINUS = re.compile(r"(?<=[=<>≈≤≥(]) ?- (?=[\d.])")
 
 BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
 
@@ -341,7 +359,7 @@ HAN_NUMBER = re.compile(rf"负?(?:(?:[{HAN}]{{1,40}}又)?[{HAN}]{{1,40}}分之)?
 
 UNIT_OF_THOUSANDS = re.compile(rf"(?<=千){IN_UNIT}|(?<=百)帕")
 
-ALLOWED_AROUND = " .。%\\$€£¥"  # what may stand beside a number that is all of an answer
+ALLOWED_AROUND = f" .。%\\{CURRENCY}"  # what may stand beside a number that is all of an answer
 
 Located = tuple[int, int, Fraction]  # (start, end) of a number in a text, and the number
 
@@ -370,20 +388,23 @@ def is_number(text: str) -> bool:
 
 def _plain(text: str) -> str:
     """Normalise full-width, traditional and other forms, fractions and superscripts: 2½ as 2 1/2, 10³ as 1000."""
+    text = DECIMAL_COMMA.sub(lambda match: f"{re.sub(r'[^0-9]', '', match[1])}.{match[3]}", text)
     bare = TAEL.sub(" ", THIN.sub(",", text))
     spaced = "".join(_separated(previous, character) for previous, character in pairwise(" " + bare))
     plain = unicodedata.normalize("NFKC", spaced).translate(SIMPLE).translate(TRADITIONAL)
-    plain = SCIENTIFIC.sub(r"e\1", THOUSANDS.sub(",", plain))
+    plain = SPACED_MINUS.sub("-", RELATION.sub("=", EN_DASH_AS_MINUS.sub("-", plain)))
+    plain = GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), THOUSANDS.sub(",", plain))
+    plain = SCIENTIFIC.sub(r"e\1", plain)
     plain = SPACED.sub(lambda match: match[0].replace(" ", ""), plain)
     plain = BELOW_ZERO.sub("负", CHINESE_FRACTION.sub(r"\2/\1", plain))
-    plain = POWER.sub(lambda match: str(int(match[1]) ** int(match[2])), UNIT_POWER.sub("", plain))
+    plain = POWER.sub(lambda match: str(Fraction(match[1]) ** int(match[2])), UNIT_POWER.sub("", plain))
     return FRACTION.sub(_fraction, plain)
 
 
 def _separated(previous: str, character: str) -> str:
     """Put a separator before a fraction or superscript character: NFKC alone would make 21/2 of 2½ and 103 of 10³."""
     if unicodedata.decomposition(character).startswith("<fraction>"):
-        return f" {character}"
+        return f" {character}" if previous.isdigit() else character
     return f"^{character}" if character in RAISED and previous not in RAISED else character
 
 
