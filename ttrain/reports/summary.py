@@ -107,6 +107,9 @@ def key_figures(stage: str, result: Result) -> str:
     figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
+    if result.get("guard_warnings"):
+        guards = ", ".join(name.replace("_", " ") for name in result["guard_warnings"])
+        figures.append(f"the guards warned of {guards}: run/guards.jsonl")
     return ", ".join(figures)
 
 
