@@ -218,7 +218,7 @@ def _next_steps(execution: PipelineRun) -> list[str]:
         lines += [f"  talk to the {row.label} model: ttrain chat {row.name}"]
         lines += [f"  its files, for transformers: ttrain artifacts path {row.name}"]
     lines += [
-        "  curves, models and which run is better, in MLflow and Prefect: ttrain up --open",
+        "  curves, models and their figures, in MLflow and Prefect: ttrain up --open",
         "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
     ]
     if execution.artifacts.get("source"):  # the text that ttrain brings

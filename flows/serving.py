@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,7 @@ class ScheduleServer:
 
         due = await client.get_scheduled_flow_runs_for_deployments(list(deployments), scheduled_before=now("UTC"))
         due = [run for run in due if run.id not in self._running]
+        due = [run for run in due if not await self._is_postponed(run, deployments[run.deployment_id])]
         for run, newer in missed_slots(due):
             message = f"nothing served at this slot; {slot_name(newer.next_scheduled_start_time)} covers it"
             await client.set_flow_run_state(run.id, Completed(name="Skipped", message=message), force=True)
@@ -269,6 +270,21 @@ class ScheduleServer:
             self._running[run.id] = run.name
             deployment = deployments[run.deployment_id]
             self._tasks.start_soon(self._run, run, deployment.name, deployment.entrypoint)
+
+    async def _is_postponed(self, run: Any, deployment: Any) -> bool:
+        """Whether a due slot comes too early, on the date before its own; it is then scheduled for its date."""
+        from prefect.states import Scheduled
+
+        crons = [entry.schedule for entry in deployment.schedules if hasattr(entry.schedule, "cron")]
+        if not run.auto_scheduled or run.run_count or len(crons) != len(deployment.schedules):
+            return False
+        slot = run.next_scheduled_start_time
+        slots = [await schedules.on_its_date(slot, cron.cron, cron.timezone or "UTC") for cron in crons]
+        moved = min(slots, default=slot)
+        if moved <= datetime.now(UTC):
+            return False
+        await self._context.client.set_flow_run_state(run.id, Scheduled(scheduled_time=moved), force=True)
+        return True
 
     async def make_missing_deployments(self, existing: set[str]) -> None:
         """Make the deployments that the server has lost, or never had: its database is another one, or was removed."""
@@ -346,7 +362,7 @@ class ScheduleServer:
             ),
         )
         for run in slots:
-            if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.expected_start_time)):
+            if run.auto_scheduled and run.run_count == 0 and run.name != (name := slot_name(run.next_scheduled_start_time)):
                 await client.set_flow_run_name(run.id, name)
 
     async def _propose_cancelled(

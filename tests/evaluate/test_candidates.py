@@ -184,3 +184,26 @@ def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
     assert compared({"quiz": 0.9}, **rules).decision.promote
     for metric in ({}, rules):  # a champion without a finite figure has nothing to lose
         assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **metric).decision.promote
+
+
+STRANGE = ("r&d", "r#d", "r?d", "r_d", "R_D", "a/b", "caf\u00e9", "cafe\u0301")  # some of them MLflow refuses
+
+
+def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path) -> None:
+    sides = []
+    for side, cost in (("challenger", 2.5), ("champion", 2.0)):
+        table, names = ScoreTable(), [f"text {number}" for number in range(30 * len(STRANGE))]
+        table.part("documents", names, [100] * len(names))
+        of_strange = range(60, 90)  # of r?d
+        scored = [(100 * LN2 * (cost if number in of_strange else 2.0), 10) for number in range(len(names))]
+        metrics = {"bits_per_byte": table.figure("bits_per_byte", "documents", "base", scored, per="bytes", factor=1 / LN2)}
+        rows = {f"source={name}": range(30 * at, 30 * at + 30) for at, name in enumerate(STRANGE)}
+        metrics |= table.groups("bits_per_byte", rows)
+        assert list(metrics) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]
+        (tmp_path / side).mkdir()
+        table.write(tmp_path / side)
+        write_json(tmp_path / side / "evaluation.json", {"metrics": metrics})
+        sides.append(Evaluation.at(tmp_path / side))
+    judged = candidates.judge(*sides, Promotion(), {})
+    assert {figure.name for figure in judged.texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
+    assert judged.decision.lost == ("source r?d",)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ SIGNS: dict[str, str | None] = {
     "40%-60%": "60", "3-5": "5", "2020-11": "11", "5年-10年": "10", "20万-30万": "300000", "3千克-5千克": "5",
     "5%-10%": "10", "5°-10°": "10",
     "周三-5": "5", "a-5": "5",
+    r"x\approx-6": "-6", r"x \leq −6": "-6", r"\to -6.5": "-13/2", r"\pi-6": "6", "–5": "-5", "3–5": "5", "x = - 5": "-5",
+    "- 5": "5", "**-5**": "-5", "_-5_": "-5", "-½": "-1/2", "-€5": "-5", "+5": "5",
 }  # fmt: skip
 GROUPS: dict[str, str | None] = {
     "12 000": "12000", "1 000": "1000", "1 234 567 in all": "1234567", "100 000": "100000", "12 000.5": "24001/2",
@@ -55,6 +58,19 @@ GROUPS: dict[str, str | None] = {
     "5 100 1/2": "201/2",
     "1 0000": "0", "10 000-20 000": "20000", "+1 800-224-7835": "7835", "GPT-3 175B": "175",
     "12 200-kilobyte videos": "200",
+}  # fmt: skip
+COUNTRIES: dict[str, str | None] = {
+    "1,00,000": "100000", "Rs.12,34,567.": "1234567", "₹1,23,45,678.50": "24691357/2", "-₹1,00,000": "-100000",
+    "100,00,00,000": "1000000000", "１，００，０００": "100000", "1,234,567": "1234567", "12,34": "34", "1,00,000,5": "5",
+    "1.234.567,89": "123456789/100", "€ 1.234,50": "2469/2", "1.234.567": "1234567", "1.234": "617/500", "3,5": "5",
+    "1 234 567,5": "2469135/2", "1\u202f234,5": "2469/2", "0.125,0.25": "1/4", "0.125,3": "3", "1.234,5.5": "11/2",
+    "1'234'567": "1234567", "1’234.50": "2469/2", "1_000_000": "1000000", "Rs.500": "500", "No.5": "5",
+}  # fmt: skip
+EXPONENTS: dict[str, str | None] = {
+    "It is 4.4e5.": "440000", "7.8e-1.": "39/50", "2e3, or more": "2000", "9.6e3cm": "9600", "1e-3m": "1/1000",
+    "6.02e23mol": "602000000000000000000000", "1.5e3 m/s": "1500", "１．５ｅ３": "1500", "3e5.5": "11/2", "5eV": "5",
+    "3·10^5": "300000", "3 × 10⁵.": "300000", "3×10^{-2}m": "3/100", "10^{-3}": "1/1000", "10⁻³": "1/1000", "2^-3": "1/8",
+    "0^2": "0", "0^-1": "-1", "1.5M": "3/2", "5k": "5", "12km/h": "12",
 }  # fmt: skip
 WORDS: dict[str, str | None] = {
     "2.5 million": "2500000", "$3 Billion.": "3000000000", "2 thousand": "2000", "5 million美元": "5000000",
@@ -123,14 +139,14 @@ def watching(subject: EvaluatedModel, answer: list[int], **changes: Any) -> tupl
     return subject_of(subject.model, subject.encoder, generate=generate, **changes), given
 
 
-@pytest.mark.parametrize("table", [RESULTS, SIGNS, GROUPS, WORDS, UNITS], ids=["plain", "signs", "groups", "words", "units"])
+@pytest.mark.parametrize("table", [RESULTS, SIGNS, GROUPS, COUNTRIES, EXPONENTS, WORDS, UNITS])
 def test_the_result_of_a_text(table: dict[str, str | None]) -> None:
     assert {text: answer_in(text) for text in table} == {text: result and Fraction(result) for text, result in table.items()}
 
 
 NUMBERS = (
     "5", "-5", " $5\n", "5%", "50\\%", "5.", "1,234", "１２", "三百二十", "12 000", "2.5 million", "3/4", "1万2千", "3又1/2",
-    "5 €",
+    "5 €", "+5", "1,00,000", "4.4e5.", "₹1'000",
 )  # fmt: skip
 MORE = (
     "5 apples", "3千克", "A1", "2-3", "1:30", "2020-11", "1.2.3", "3/0", "x=5", "第一", "十分", "five", "", "9" * 500, "1 2",
@@ -146,6 +162,7 @@ AWKWARD = (
     (r"\frac{", " ", 1000), ("", "9^99", 100), ("", "9", 1000), ("", "1,", 700), ("", r"\boxed{", 100), ("", "十", 1000),
     ("", "1/", 700), ("", "- $", 700), ("1e999999", "", 1), ("x", "100 000 ", 130), ("", "1 0", 330), ("", "十又", 500),
     ("", "三又十分之", 200), ("", "1万2", 330), ("", "1又", 500), ("", "1分之", 330), ("", "零下", 500), ("", "气-", 500),
+    ("", "1,00", 700), ("", "1'000", 700), ("", "1.000", 700), ("", "1 000,", 400), ("", "= - ", 500),
 )  # fmt: skip
 
 
@@ -169,6 +186,32 @@ def test_exact_answers() -> None:
     ]  # fmt: skip
     wrong = [("Paris or Rome", "Paris"), ("", "Paris"), ("『北京』市", "北京市"), ("one", "one\ntwo")]
     assert [pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]] == right
+
+
+SIGNS_APART = (
+    "5", "-5", "+5", "~5", "<5", ">5", "#5", "$5", "€5", "5%", "5‰", "5°", "5!", "5'", '5"', ".5", ",5", "5*", "c", "c++",
+    "c#", "a+", "a-", "a*", "f", "f'", "f''", "x", "!x", "net", ".net", "/etc", "etc", "10³", "103", "2½", "21/2",
+    "(0, 1)", "[0, 1)", "(0, 1]", "[0, 1]",
+)  # fmt: skip
+AROUND = {
+    "-5": ["−5", "－5", "–5", "- 5", "**-5**", "(-5)", "-5.", "`-5`", "$-5$", "= -5"], "<0": ["＜0", "< 0", "“<0”"],
+    "C++": ["`C++`", "Ｃ＋＋。", "C++!", "*C++*", "“C++.”"], "A*": ["**A***", "a*.", '"A*"'], "A-": ["A−", "A－", "(A-)"],
+    "f'": ["f′", "f’", "'f''", "$f'$"], '5"': ["5″", "5''", "5”"], ".5": ["**.5**", "(.5)", ".５."],
+    "Paris": ["“Paris!”", "**Paris**.", "- Paris", "* Paris", "## Paris", "> Paris", "_Paris_", "¡Paris!", "Paris?!",
+              "...Paris", "---\nParis", "```\nParis\n```", "«Paris»", "‘Paris’,", "„Paris“", "[Paris]"],
+    "[0, 1)": ["[0, 1).", "**[0, 1)**"], "10^3": ["10³"], "m2": ["m²"], "+": ["`+`", "+."],
+}  # fmt: skip
+
+
+def test_a_sign_that_is_part_of_an_answer_tells_answers_apart() -> None:
+    equal = [pair for pair in permutations(SIGNS_APART, 2) if generation.judge_answer(*pair, "exact")[1]]
+    assert equal == []
+    assert all(generation.judge_answer(text, text, "exact")[1] for text in SIGNS_APART)
+
+
+def test_what_stands_around_an_answer_does_not_count() -> None:
+    pairs = [(answer, final) for final, answers in AROUND.items() for answer in answers]
+    assert [pair for pair in pairs if not generation.judge_answer(*pair, "exact")[1]] == []
 
 
 def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:

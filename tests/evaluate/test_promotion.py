@@ -158,7 +158,7 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
 
     for metric in (
         "bits_per_byte", "bits_per_byte/lang:zh", "domain_loss_lora", "poems/accuracy/sft", "poems/accuracy/sft/lang:zh",
-        "talks/distinct_2/sft",
+        "talks/distinct_2/sft", "bits_per_byte/source:a/b", "poems/accuracy/sft/source:https://a/b:c",
     ):  # fmt: skip
         check(metric)
     for metric in (

@@ -139,11 +139,11 @@ def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> 
     assert alone == ["task", "figure", "a", "items", "detectable"]
 
 
-def test_the_metrics_name_task_figure_model_and_group_as_mlflow_takes_them_and_each_item_is_a_row() -> None:
+def test_the_metrics_name_task_figure_model_and_the_groups_own_value_and_each_item_is_a_row() -> None:
     found = Results([text("sft", 70.0), choices("sft", 40)], Rule())
     assert set(found.metrics()) == {
         "prose/bits_per_byte/sft", "prose/perplexity/sft", "poems/accuracy/sft",
-        "prose/bits_per_byte/sft/lang:en", "prose/bits_per_byte/sft/lang:zh_tw",
+        "prose/bits_per_byte/sft/lang:en", "prose/bits_per_byte/sft/lang:zh/tw",
     }  # fmt: skip
     assert found.metrics()["poems/accuracy/sft"] == 0.4
     assert found.counts() == {"prose/items": 100, "prose/left_out": 2, "poems/items": 100, "poems/left_out": 0}

@@ -199,6 +199,17 @@ DAYS = 3
         ("0 2 * * *", "America/New_York", (2027, 3, 13)),
         ("30 1 * * *", "America/New_York", (2027, 11, 6)),
         ("0 3 * * *", "America/New_York", (2027, 11, 6)),
+        # At midnight: left out, or twice, also before midnight
+        ("30 0 * * *", "America/Santiago", (2026, 9, 5)),
+        ("0 0 * * *", "Africa/Cairo", (2026, 4, 23)),
+        ("30 0 * * *", "America/Havana", (2026, 3, 7)),
+        ("15 0 * * *", "Asia/Beirut", (2026, 3, 28)),
+        ("30 0 * * *", "Atlantic/Azores", (2026, 3, 28)),
+        ("30 0 * * *", "America/Havana", (2026, 10, 31)),
+        ("30 0 * * *", "Atlantic/Azores", (2026, 10, 24)),
+        ("30 23 * * *", "America/Santiago", (2027, 4, 3)),
+        ("15 2 * * *", "Australia/Lord_Howe", (2026, 10, 3)),  # by half an hour
+        ("45 1 * * *", "Australia/Lord_Howe", (2027, 4, 3)),
     ],
 )
 def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
@@ -208,14 +219,32 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     zone = ZoneInfo(timezone)
     begin = datetime(*first, tzinfo=zone).astimezone(UTC)
     slots = set()
-    for half_hours in range(DAYS * 48):
+    dates = [begin.astimezone(zone).date() + timedelta(days=day) for day in range(DAYS)]
+    for half_hours in range(DAYS * 48 + 2):
         moment = begin + timedelta(minutes=30 * half_hours)
-        if moment.astimezone(zone).hour < 4 or half_hours % 24 == 0:  # often where the clock changes
+        if moment.astimezone(zone).hour in (22, 23, 0, 1, 2, 3) or half_hours % 24 == 0:  # often where the clock changes
             slots |= set(schedules.next_slots(cron, timezone, 1, moment))
-    slots = {slot for slot in slots if slot - begin < timedelta(days=DAYS)}
-    dates = [slot.astimezone(zone).date() for slot in sorted(slots)]
-    assert dates == [begin.astimezone(zone).date() + timedelta(days=day) for day in range(DAYS)]
+    slots = {slot for slot in slots if slot.astimezone(zone).date() <= dates[-1]}
+    assert [slot.astimezone(zone).date() for slot in sorted(slots)] == dates
     assert max(slots).astimezone(zone).strftime("%-M %-H * * *") == cron, "by the clock of the zone"
+
+
+@pytest.mark.parametrize(
+    ("cron", "slots"),
+    [
+        ("*/30 * * * *", ["23 23:00", "23 23:30", "24 01:00", "24 01:30"]),  # each once: nothing is moved
+        ("0 0,12 * * *", ["24 01:00", "24 12:00", "25 00:00", "25 12:00"]),
+        ("0,30 0 * * *", ["24 01:00", "24 01:30", "25 00:00", "25 00:30"]),
+        ("0 */2 * * *", ["24 01:00", "24 02:00", "24 04:00", "24 06:00"]),
+        ("0 0,1 * * *", ["24 01:00", "25 00:00", "25 01:00", "26 00:00"]),  # the two are one
+        ("0 0 * * 5", ["24 01:00", "01 00:00", "08 00:00", "15 00:00"]),
+    ],
+)
+def test_of_a_cron_with_several_times_those_that_midnight_leaves_out_stay_on_their_date(cron: str, slots: list[str]) -> None:
+    for minute in (0,) if cron.startswith("*") else (0, 20):
+        start = datetime(2026, 4, 23, 21, minute, tzinfo=UTC)  # the hour before midnight in Cairo
+        found = schedules.next_slots(cron, "Africa/Cairo", 4, start)
+        assert [f"{slot:%d %H:%M}" for slot in found] == slots
 
 
 @pytest.mark.parametrize(("cron", "following"), [("30 2 * * *", "2026-10-26T01:30"), ("* * * * *", "2026-10-25T02:00")])

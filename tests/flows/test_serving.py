@@ -89,6 +89,35 @@ def test_a_schedule_that_the_server_refuses_is_said_once_and_the_others_are_made
     assert said == ["scheduled: nightly/bad, nightly/good", "the Prefect server refuses nightly/bad"]
 
 
+@pytest.mark.parametrize(
+    ("zone", "cron", "slot", "now", "postponed"),
+    [
+        ("America/Santiago", "30 0 * * *", "2026-09-06T03:30", "2026-09-06T03:31", "2026-09-06T04:30"),
+        ("America/Santiago", "30 0 * * *", "2026-09-06T03:30", "2026-09-06T09:00", None),  # nothing served before
+        ("America/Santiago", "30 0 * * *", "2026-09-06T04:30", "2026-09-06T04:31", None),  # it was postponed before
+        ("America/Santiago", "30 23 * * *", "2026-09-06T03:30", "2026-09-06T03:31", None),  # its own time
+        ("Europe/Berlin", "30 2 * * *", "2026-03-29T00:30", "2026-03-29T00:31", None),  # its own date
+    ],
+)
+def test_a_slot_that_is_due_on_the_date_before_its_own_waits_for_its_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zone: str, cron: str, slot: str, now: str, postponed: str | None
+) -> None:
+    moment = datetime.fromisoformat(f"{now}Z")
+    monkeypatch.setattr(serving, "datetime", SimpleNamespace(now=lambda zone: moment))
+    due = SimpleNamespace(
+        id="a", auto_scheduled=True, run_count=0, next_scheduled_start_time=datetime.fromisoformat(f"{slot}Z")
+    )
+    deployment = SimpleNamespace(schedules=[SimpleNamespace(schedule=SimpleNamespace(cron=cron, timezone=zone))])
+    times: list[datetime] = []
+
+    class Server(FakeServer):
+        async def set_flow_run_state(self, number: str, state: Any, force: bool = False) -> None:
+            times.append(state.state_details.scheduled_time)
+
+    assert asyncio.run(serving_with(tmp_path, Server(), [])._is_postponed(due, deployment)) is (postponed is not None)
+    assert times == ([datetime.fromisoformat(f"{postponed}Z")] if postponed else [])
+
+
 class FakeServer:
     """The flow runs that a Prefect server has, and what is asked of it."""
 
@@ -122,7 +151,7 @@ def test_slots_to_come_are_named_by_their_time_and_runs_of_people_keep_their_nam
     when = datetime(2027, 1, 1, 2, tzinfo=UTC)
 
     def scheduled(number: str, name: str, *, by_cron: bool = True, tries: int = 0) -> Any:
-        return SimpleNamespace(id=number, name=name, auto_scheduled=by_cron, run_count=tries, expected_start_time=when)
+        return SimpleNamespace(id=number, name=name, auto_scheduled=by_cron, run_count=tries, next_scheduled_start_time=when)
 
     own = serving.slot_name(when)
     server = FakeServer(

@@ -73,6 +73,8 @@ def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
     assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
     result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
     assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
+    warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
+    assert warned.endswith("the guards warned of overfit, no effect: run/guards.jsonl")
 
 
 def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_several() -> None:

@@ -109,15 +109,17 @@ BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/v
 @pytest.mark.parametrize(
     ("metrics", "verdict"),
     [
-        ([{BITS: 2.0}, {BITS: 1.5}], "B is better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+        ([{BITS: 2.0}, {BITS: 1.5}],
+         "the model of B is better on these records by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ([{BITS: 1.50000001}, {BITS: 1.5}, {BITS: 1.49999999}], "equal by eval/bits_per_byte: 1.5000"),
         ([{BITS: 2.0}, {BITS: 1.5}, {BITS: 1.5}],
-         "B and C are better by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
+         "the models of B and C are better on these records by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
         ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
-         "equal by eval/bits_per_byte: 1.5000; B is better by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
+         "equal by eval/bits_per_byte: 1.5000; "
+         "the model of B is better on these records by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
         ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
-         "B is better by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
+         "the model of B is better on these records by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[dict[str, float]], verdict: str) -> None:
@@ -125,6 +127,13 @@ def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[d
     for name, of_run in zip(names, metrics, strict=True):
         make_run(tmp_path, name, [], metrics=of_run)
     assert compared(tmp_path, *names).verdict == verdict
+
+
+def test_one_run_a_side_is_no_advice_about_the_setting_that_differs(tmp_path: Path) -> None:
+    for name, rate, bits in ((A, 0.01, 2.0), (B, 0.02, 1.5)):
+        make_run(tmp_path, name, [], settings={"pretrain": {"optim": {"lr": rate}}}, metrics={BITS: bits})
+    (remark,) = compared(tmp_path, A, B).remarks
+    assert "which model is better, not which setting: another seed may" in remark
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_the_verdict_says_how_sure_it_is(tmp_path: Path, bits: list[float], told
     for name, found in ((A, worse), (B, bits)):
         make_run(tmp_path, name, [scored(found)], metrics={"eval/bits_per_byte": sum(found) / (8 * len(found))})
     verdict = compared(tmp_path, A, B).verdict
-    assert verdict.startswith("B is better") and re.search(told, verdict), verdict
+    assert verdict.startswith("the model of B is better") and re.search(told, verdict), verdict
 
 
 def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
@@ -215,7 +224,7 @@ def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_
         )
         make_run(tmp_path, name, [scores], metrics={"eval/preference_accuracy/dpo": right / 40})
     verdict = compared(tmp_path, A, B).verdict
-    assert verdict.startswith("B is better") and "interval of the difference is 0." in verdict, verdict
+    assert verdict.startswith("the model of B is better") and "interval of the difference is 0." in verdict, verdict
     assert "chance" not in verdict
 
 
@@ -269,7 +278,10 @@ def said(*arguments: str) -> str:
 
 
 def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_the_comparison(compared_home: Path) -> None:
-    told, shown = said("compare", A, B), ("B is better by eval/bits_per_byte", "pretrain.optim.lr", "shards-pretrain: rows")
+    told, shown = (
+        said("compare", A, B),
+        ("the model of B is better on these records by eval/bits_per_byte", "pretrain.optim.lr", "shards-pretrain: rows"),
+    )
     assert [words for words in (*shown, "2.2500  -10 %  *", "world 1") if words not in told] == []
     found = json.loads(said("compare", A, B, "--json"))
     assert found.pop("page") is None

@@ -97,7 +97,7 @@ def test_a_comparison_has_the_numbers_and_the_lines_are_where_these_are(pages_ho
     last = [view.curve("pretrain", "validation_loss")[-1].value for view in views]
     shown = [f'</i>{name}<b class="value">{value:.5g}</b>' for name, value in zip("AB", last, strict=True)]
     assert [value for value in shown if value not in figures[0]] == []
-    assert "B is better by eval/bits_per_byte" in page
+    assert "the model of B is better on these records by eval/bits_per_byte" in page
     paths = [path for group in figures[1].split("mark-line")[1:] for path in re.findall(r' d="([^"]*L[^"]*)"', group)]
     known = [(point.tokens, point.value) for view in views for point in view.curve("pretrain", "loss") if point.step != GAP]
     seen = [tuple(map(float, pair)) for path in paths for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import socket
@@ -103,6 +104,19 @@ def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_w
     assert math.isnan(curve[2].value)
     assert [point.value for point in curve if point.step != 3] == [loss for loss in LOSSES if loss is not None]
     assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
+
+
+def test_metrics_are_read_back_under_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    of_sources = {f"bits_per_byte/source:{name}": 1.0 + number for number, name in enumerate(("r&d", "r#d", "r_d"))}
+    metrics = {f"eval/{name}": value for name, value in of_sources.items()}
+    evaluate = Made(
+        "evaluate", result={"metrics": of_sources}, texts={"evaluation.json": json.dumps({"metrics": of_sources})}
+    )
+    make_run(tmp_path, FIRST, [evaluate], metrics=metrics, tracked=True)
+    assert read_run(tmp_path, FIRST, tracked=True).metrics == metrics
+    (tmp_path / "runs" / f"{FIRST}.json").unlink()  # as where another home made it
+    assert read_run(tmp_path, FIRST).metrics == metrics
 
 
 def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value_and_a_torn_line_not_at_all(tmp_path: Path) -> None:

@@ -105,6 +105,25 @@ def test_mlflow_takes_every_metrics_name(store: MlflowStore) -> None:
     assert len(store.client.get_run(run.id).data.metrics) > 200
 
 
+APART = (
+    "source:r&d", "source:r#d", "source:r?d", "source:r_d", "source:R_D", "source:R&D", "source:caf\u00e9",
+    "source:cafe\u0301", "source:", "source:/", "a/./b", "a/b", "", "_", "y" * 260, "y" * 261, "y" * 250,
+)  # fmt: skip
+
+
+def test_each_metric_has_a_name_of_its_own_in_mlflow(store: MlflowStore) -> None:
+    names = [*APART, *map(clean, APART), *hostile_names(4)]  # also what looks like the name of another one
+    assert len({clean(name) for name in names}) == len(set(names))
+    for name in ("loss", "eval/bits_per_byte/lang:zh", "eval/bits_per_byte/source:\u7ef4\u57fa/a b.c-d", "y" * 250):
+        assert clean(name) == name, "a name that MLflow accepts stays as it is"
+    assert clean("source:r&d") == "source:r_d--9886bfeb", "which does not depend on other sources or on the run"
+    run = started(store)
+    run.log_summary({name: float(number) for number, name in enumerate(APART)})
+    run.finish("FINISHED")
+    values = store.client.get_run(run.id).data.metrics
+    assert [values[clean(name)] for name in APART] == [float(number) for number in range(len(APART))]
+
+
 def test_runs_of_any_name_and_identity_are_made(store: MlflowStore) -> None:
     for name in hostile_names(3)[:12]:
         run = store.start_run(name, identity=name, run_id=None, tags={"t": name}, params={"p": name})

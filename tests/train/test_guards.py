@@ -19,8 +19,9 @@ from support.waiting import wait_until
 
 from ttrain.data.loader import Loader, Order, ShuffledOrder
 from ttrain.data.packing import Batch
-from ttrain.train.callbacks import Callback, StepRecord
+from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.guards import DeadLoader, GuardLog, LossSpike, Overfit, counts, default_guards
+from ttrain.train.trainer import QUICK
 
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
 
@@ -152,6 +153,21 @@ def test_overfitting_is_seen_across_a_stop(book: GuardLog, stop: int) -> None:
     second.load_state(json.loads(json.dumps(first.state())))
     validations(second, RISING[stop:], first=stop + 1)
     assert [line["step"] for line in lines(book)] == [50]
+
+
+def test_overfitting_is_told_by_the_quick_validations_while_it_happens(book: GuardLog) -> None:
+    """As by default: nine quick validations, and a single whole one at the end, on other rows."""
+    guard = Overfit(book, ORDER)
+    guard.log(LogRecord(0, ORDER.steps, 0, {QUICK: 7.7}))  # before the first step
+    quick = [5.7, 5.85, 6.5, 7.0, 7.6, 8.0, 8.2, 8.3]  # thirty passes over 50 kB
+    for number, held_out in enumerate(quick, start=1):
+        steps(guard, [6.0 / number] * 10, first=10 * number - 9)
+        guard.log(LogRecord(10 * number, ORDER.steps, 0, {"loss": 6.0 / number}))
+        guard.log(LogRecord(10 * number, ORDER.steps, 0, {QUICK: held_out}))
+    guard.validated(80, 4.0)
+    (line,) = lines(book)
+    assert (line["step"], line["guard"]) == (40, "overfit")
+    assert "has risen since step 10, 5.7 → 7, while the training loss fell, 6 → 1.5" in line["message"]
 
 
 # --- a loader that gives nothing ----------------------------------------------------------------------------------------

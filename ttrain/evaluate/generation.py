@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import string
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,33 @@ PIECE = 64  # tokens to generate before looking for a stop text
 AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
 
 EDGE_CATEGORIES = ("P", "Z", "Cc", "Cf")  # of Unicode: punctuation of every script, separators, and invisible characters
+
+# Punctuation to Unicode, but part of an answer, as are all symbols, such as + < $ °
+SIGNS = "#%&*/@\\-_!'\"‰‱§"
+
+SAME_SIGN = str.maketrans({"‐": "-", "‑": "-", "′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
+
+EN_DASH_AS_MINUS = re.compile(r"(?<![\w)\]])–(?=\.?\d)")
+
+MARKS_AROUND = ("**", "__", "~~", "$$", "*", "_", "$", '"', "'")  # emphasis, formulas and quotes, where at both ends
+
+MARKDOWN_LINE = re.compile(r"([-*_=#~])\1{2,}")
+
+# Headings, quotes and items of lists (before a digit - + < > are signs), an equals sign, ! and an opening quote
+FIRST_MARKS = re.compile(r"^(?:#{1,6} |[*•] |[-+>] (?![\d.])|= ?(?=[\w.+-])|!+(?![\w(])(?=.)|['\"]+(?=.))+")
+
+# A closing quote and !, but for primes and factorials, which follow a digit, a bracket or a single letter
+LAST_MARKS = re.compile(r"(?<![\d)'\"!])(?<!(?<![^\W_])[a-z])(?<=.)['\"!]+$")
+
+INCHES = re.compile('"$')
+
+SIGN_AND_SPACE = re.compile(r"^([-+<>]) (?=[\d.])")
+
+POINT_BEFORE = re.compile(r"[^.]?(?:\.[0-9a-z]|,\d)")  # .5 and .net, but not ...5
+
+BOUND = r" ?[^\s,;()\[\]]{,20}[\d∞][^\s,;()\[\]]{,20} ?"
+
+INTERVAL = re.compile(rf"([\[\](]{BOUND}[,;]{BOUND}[\[\])])[ .,;:!?]*")  # whose brackets differ: [0, 1) is not (0, 1)
 
 
 @dataclass(frozen=True)
@@ -150,9 +176,8 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_numbers.answer_in` finds are equal. exact: the texts are equal apart from case, width,
-    white space and punctuation at the ends; of the answer the text after the last `####` counts, if any, else its first
-    non-empty line, if the right answer has one line.
+    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once `normalised`; of the answer the
+    text after the last `####` counts, if any, else its first non-empty line, if the right answer has one line.
     """
     if match == "numeric":
         number = answer_in(answer)
@@ -164,13 +189,42 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 
 def normalised(text: str) -> str:
-    """Normalise to lower case, plain width and single spaces, without punctuation at the ends."""
-    plain = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold())
-    return plain.strip("".join(filter(_is_edge, set(plain))))
+    """Normalise to lower case, plain width and single spaces, without what stands around an answer: the punctuation of
+    sentences, quotes, brackets and Markdown. Signs that are part of an answer stay: -5, C++, A*, .5, 5%, 5!, f', [0, 1)."""
+    separated = "".join(_with_raised(previous, character) for previous, character in pairwise(" " + text))
+    plain = unicodedata.normalize("NFKC", separated.translate(SAME_SIGN)).casefold().translate(SIMPLE)
+    plain = EN_DASH_AS_MINUS.sub("-", re.sub(r"\s+", " ", plain))
+    edges = "".join(filter(_is_edge, set(plain)))
+    before = None
+    while plain != before:
+        if interval := INTERVAL.fullmatch(plain):
+            return interval[1]
+        before = plain
+        plain = _without_outer_marks(plain, edges)
+    return SIGN_AND_SPACE.sub(r"\1", INCHES.sub("''", plain))
+
+
+def _without_outer_marks(plain: str, edges: str) -> str:
+    """Remove one layer of what stands around an answer."""
+    bare = plain.lstrip(edges)
+    removed = plain[: len(plain) - len(bare)]
+    point = removed[-1:] if POINT_BEFORE.fullmatch(removed[-2:] + bare[:1]) else ""
+    plain = point + bare.rstrip(edges)
+    for mark in MARKS_AROUND:
+        if plain.startswith(mark) and plain.endswith(mark) and len(plain) > 2 * len(mark):
+            return plain[len(mark) : -len(mark)]
+    if MARKDOWN_LINE.fullmatch(plain):
+        return ""
+    return LAST_MARKS.sub("", FIRST_MARKS.sub("", plain, count=1))
+
+
+def _with_raised(previous: str, character: str) -> str:
+    """As `_separated`, but only behind a digit: 10³ is not 103, m² may be written as m2."""
+    return _separated(previous, character) if previous.isdigit() else character
 
 
 def _is_edge(character: str) -> bool:
-    return character in string.punctuation or unicodedata.category(character).startswith(EDGE_CATEGORIES)
+    return character == "`" or (character not in SIGNS and unicodedata.category(character).startswith(EDGE_CATEGORIES))
 
 
 def _text_or_number(record: JsonDict, key: str) -> str | None:
@@ -221,7 +275,7 @@ MARK = "####"
 
 LONGEST = 400  # characters of a number; the endless digits of a looping model are not a result
 
-PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
 
 HAN = "零一二三四五六七八九十百千万亿"
 
@@ -232,13 +286,15 @@ ENGLISH = "(?i:thousand|million|billion|trillion)(?=s?(?![A-Za-z]))"
 WORD = rf"百万|千万|万亿|百(?!帕|分之)|千(?!{IN_UNIT})|[万亿]|{ENGLISH}"
 
 MINUS = (
-    r"(?:(?<![\w.)\]%°])|(?<=[是为為于於得到至和与與及或者加减減乘以])"
+    r"(?:(?<![^\W_])(?<![.)\]%°])|(?<=[是为為于於得到至和与與及或者加减減乘以])"
     rf"|(?<=[\u4e00-\u9fff])(?<![{HAN}])(?<!\d\w)(?<!\d\w\w))-"
 )
 
+CURRENCY = "$€£¥₹₩₽₺₫₴₪₱₦฿"
+
 NUMBER = re.compile(
-    rf"(?P<sign>{MINUS}|负\s?)?(?:[$€£¥]\s?(?P<inner>-)?)?"
-    rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?![\w.]))?"
+    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[{CURRENCY}]\s?(?P<inner>-)?)?"
+    rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?!\d|\.\d))?"
     rf"(?:\s?/\s?(?P<below>\d+(?:\.\d+)?)(?![\d/]))?\s?(?P<unit>{WORD})?"
 )
 
@@ -246,9 +302,18 @@ FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)
 
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
 
-SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
+SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
 
 UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
+
+DECIMAL_COMMA = re.compile(  # behind groups that are set apart by points or spaces: 1.234,5 and 1 234,5
+    r"(?<![\w.,])(?<!\d )([1-9]\d{0,2}([. \u00a0\u2009\u202f])\d{3}(?:\2\d{3})*),(\d+)(?!\d|[.,]\d)"
+)
+
+GROUPED = re.compile(  # 1,00,000 as in India, 1'234'567 as in Switzerland, 1_000 as in code, 1.234.567 as in Germany
+    r"(?<!\d)(?<!\d[.,'’_])(?:\d{1,3}(?:,\d{2})+,\d{3}(?!,\d)|\d{1,3}(?:['’]\d{3})+|\d{1,3}(?:_\d{3})+"
+    r"|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\.\d))(?!\d)"
+)
 
 THIN = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
 
@@ -264,7 +329,14 @@ CHINESE_FRACTION = re.compile(r"(?<!\d)(\d{1,9})分之(\d{1,9})(?!\d)")
 
 BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
 
-POWER = re.compile(r"(?<![\d.,])(\d{1,9})\^{?(\d{1,2})}?(?!\d)")
+POWER = re.compile(r"(?<![\d.,])(?!0+\^{?-)(\d{1,9})\^{?(-?\d{1,2})}?(?!\d)")
+
+RELATION = re.compile(  # a minus behind one of these is a sign, as in \approx-6, but not in \pi-6
+    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leq|le|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|in"
+    r"|pm|times|cdot|div|quad|qquad)(?=\s?-)"
+)
+
+SPACED_MINUS = re.compile(r"(?<=[=<>≈≤≥(]) ?- (?=[\d.])")
 
 BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
 
@@ -289,7 +361,7 @@ HAN_NUMBER = re.compile(rf"负?(?:(?:[{HAN}]{{1,40}}又)?[{HAN}]{{1,40}}分之)?
 
 UNIT_OF_THOUSANDS = re.compile(rf"(?<=千){IN_UNIT}|(?<=百)帕")
 
-ALLOWED_AROUND = " .。%\\$€£¥"  # what may stand beside a number that is all of an answer
+ALLOWED_AROUND = f" .。%\\{CURRENCY}"  # what may stand beside a number that is all of an answer
 
 Located = tuple[int, int, Fraction]  # (start, end) of a number in a text, and the number
 
@@ -318,20 +390,23 @@ def is_number(text: str) -> bool:
 
 def _plain(text: str) -> str:
     """Normalise full-width, traditional and other forms, fractions and superscripts: 2½ as 2 1/2, 10³ as 1000."""
+    text = DECIMAL_COMMA.sub(lambda match: f"{re.sub(r'[^0-9]', '', match[1])}.{match[3]}", text)
     bare = TAEL.sub(" ", THIN.sub(",", text))
     spaced = "".join(_separated(previous, character) for previous, character in pairwise(" " + bare))
     plain = unicodedata.normalize("NFKC", spaced).translate(SIMPLE).translate(TRADITIONAL)
-    plain = SCIENTIFIC.sub(r"e\1", THOUSANDS.sub(",", plain))
+    plain = SPACED_MINUS.sub("-", RELATION.sub("=", EN_DASH_AS_MINUS.sub("-", plain)))
+    plain = GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), THOUSANDS.sub(",", plain))
+    plain = SCIENTIFIC.sub(r"e\1", plain)
     plain = SPACED.sub(lambda match: match[0].replace(" ", ""), plain)
     plain = BELOW_ZERO.sub("负", CHINESE_FRACTION.sub(r"\2/\1", plain))
-    plain = POWER.sub(lambda match: str(int(match[1]) ** int(match[2])), UNIT_POWER.sub("", plain))
+    plain = POWER.sub(lambda match: str(Fraction(match[1]) ** int(match[2])), UNIT_POWER.sub("", plain))
     return FRACTION.sub(_fraction, plain)
 
 
 def _separated(previous: str, character: str) -> str:
     """Put a separator before a fraction or superscript character: NFKC alone would make 21/2 of 2½ and 103 of 10³."""
     if unicodedata.decomposition(character).startswith("<fraction>"):
-        return f" {character}"
+        return f" {character}" if previous.isdigit() else character
     return f"^{character}" if character in RAISED and previous not in RAISED else character
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -92,7 +93,7 @@ def check_metric(settings: Settings) -> None:
         for figure in FIGURES.get(spec.kind, (ANY_FIGURE,))
     ]
     metric = settings.promotion.metric
-    figure = metric.rpartition("/")[0] if ":" in metric.rpartition("/")[2] else metric  # without a group such as lang:zh
+    figure = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
     task, _, figure_name = figure.partition("/")
     if (
         metric in losses

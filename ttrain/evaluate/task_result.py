@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from ttrain.config import Promotion
 
 LN2 = math.log(2)
-
-REFUSED = re.compile(r"[^\w.: -]")  # MLflow refuses these in metric names; a slash separates parts of the name
 
 Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
 
@@ -104,8 +101,11 @@ class TaskResult:
 
 
 def metric_of(metric: str, group: str) -> str:
-    """Name of a metric over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh."""
-    return f"{metric}/{REFUSED.sub('_', group.replace('=', ':', 1))}"
+    """Name of a metric over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh.
+
+    It has the group's own value in every character: a tracker that refuses some of them makes a name of its own.
+    """
+    return f"{metric}/{group.replace('=', ':', 1)}"
 
 
 FILE = "scores.json"  # of an evaluation

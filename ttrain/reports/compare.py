@@ -40,6 +40,11 @@ EVALUATION = "evaluate"
 Manifests = Mapping[str, Manifest]  # of the stages of a run
 PAIRS = "pairs"  # a run without preference tuning has none, and is comparable all the same
 
+ABOUT_MODELS = (
+    "the runs have other settings, but one run of each shows which model is better, not which setting: another seed may "
+    "turn it around"
+)
+
 FIGURES = "Figures"  # the section below which a page has the curves
 
 
@@ -86,7 +91,7 @@ class RunComparison:
     """Two or more runs side by side; each tuple of values has one entry a run, in their order."""
 
     runs: tuple[str, ...]
-    verdict: str  # which run is better, by which metric
+    verdict: str  # whose model is better on the held-out records, by which metric
     remarks: tuple[str, ...]  # what cannot be compared
     notes: tuple[str, ...]  # what could not be read, and what was read instead
     settings: tuple[Difference, ...]
@@ -119,7 +124,10 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     return RunComparison(
         runs=tuple(view.name for view in views),
         verdict=_verdict(views, metrics, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
-        remarks=tuple(_comparability_warnings(views, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text)),
+        remarks=(
+            *_comparability_warnings(views, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
+            *([ABOUT_MODELS] if settings[False] else []),
+        ),
         notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
         settings=tuple(settings[False]),
         settings_aside=tuple(settings[True]),
@@ -274,8 +282,10 @@ def _verdict(
             equal = equal or f"equal by {figure.name}: {format_number(best)}"
             continue
         winners, next_best = ([run for run, value in finite.items() if value == target] for target in (best, others[0]))
+        named = _joined_names(winners, len(views))
+        models = f"the models of {named} are" if winners[1:] else f"the model of {named} is"
         comparison = (
-            f"{_joined_names(winners, len(views))} {'are' if winners[1:] else 'is'} better by {figure.name}: "
+            f"{models} better on these records by {figure.name}: "
             f"{format_number(best)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
             f"({facts.change(facts.percent(best, others[0]))})"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, format_number, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
@@ -106,12 +107,15 @@ def key_figures(stage: str, result: Result) -> str:
     figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
+    if result.get("guard_warnings"):
+        guards = ", ".join(name.replace("_", " ") for name in result["guard_warnings"])
+        figures.append(f"the guards warned of {guards}: run/guards.jsonl")
     return ", ".join(figures)
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [header, ["---"] * len(header), *([escaped(str(cell)).replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

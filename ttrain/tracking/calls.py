@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import re
 import unicodedata
@@ -20,6 +21,8 @@ Result = TypeVar("Result")
 Tags = Mapping[str, str]  # of a run, or of a version of a registered model
 
 KEY_CHARACTERS = 250
+DIGEST_CHARACTERS = 8  # 32 bits, among the few keys that differ in refused characters alone
+MADE = re.compile(rf"--[0-9a-f]{{{DIGEST_CHARACTERS}}}$")  # the end of a name that `clean` made
 
 AUTOFLUSH = "(raised as a result of Query-invoked autoflush"
 # Errors of file names that no file system, or not this one, can hold, or that clash with existing files.
@@ -87,10 +90,18 @@ def first_line(error: Exception) -> str:
 
 
 def clean(key: str) -> str:
-    """A name that MLflow accepts: only its characters, no upward path and no empty segments."""
+    """A name that MLflow accepts, another one for each key: only its characters, no upward path, no empty segments.
+
+    A key that MLflow would refuse ends in a digest of what it was, so that "r&d" and "r#d" stay apart and each has
+    the same name in every run. So does a key that looks like such a name.
+    """
     parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
-    name = "/".join(segment for segment in parts if segment not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.") or "_"
-    return f"_{name[1:]}" if name.startswith("..") else name
+    name = "/".join(segment for segment in parts if segment not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.")
+    name = f"_{name[1:]}" if name.startswith("..") else name
+    if key and name == key and not MADE.search(key):
+        return key
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:DIGEST_CHARACTERS]
+    return f"{name[: KEY_CHARACTERS - DIGEST_CHARACTERS - 2] or '_'}--{digest}"
 
 
 def plain(value: object) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings, flatten
-from ttrain.core.files import JsonDict, JsonObject, read_object
+from ttrain.core.files import JsonDict, JsonObject, parse_object, read_object
 from ttrain.core.redact import masked, without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
@@ -24,7 +24,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.tracking import delivery
 from ttrain.tracking.artifact_source import LocalCopies, MlflowSource, StoredRun
-from ttrain.tracking.calls import Result, attempt, first_line
+from ttrain.tracking.calls import MADE, Result, attempt, clean, first_line
 from ttrain.tracking.champions import decision_metrics
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.database import is_missing
@@ -35,6 +35,7 @@ from ttrain.tracking.views import RunView, StageView
 OUTCOMES: Mapping[str, str] = {"FINISHED": "completed", "FAILED": "failed", "KILLED": "interrupted", "RUNNING": "running"}
 NO_RUN = StoredRun("", "", "", 0.0, None, "", {}, {}, defaultdict(str), {})  # in place of one that MLflow has no more
 RUN_ID = re.compile(r"[0-9a-f]{32}")
+EVALUATION = "evaluate"  # the stage
 
 
 def read_run(home: Path, text: str, *, tracked: bool = False) -> RunView:
@@ -205,7 +206,8 @@ class _RunReader:
         decided = tuple(parent.tags[tag] for tag in ("ttrain.night", "ttrain.decision", "ttrain.decision.reason"))
         if decision:
             decided = (name, "promoted" if decision["promote"] else "kept", str(decision["reason"]))
-        return RunView(
+        own = {**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {})}
+        view = RunView(
             name=record["run"],
             run_id=match.run_id,
             pipeline=record["pipeline"],
@@ -213,7 +215,7 @@ class _RunReader:
             started=record["started_unix"],
             seconds=record["seconds"],
             params={name: str(value) for name, value in settings.items()},  # in the form that MLflow stores
-            metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {}), **parent.metrics},
+            metrics=own,
             stages={entry["name"]: self._stage(entry, match) for entry in record["stages"]},
             notes=tuple(dict.fromkeys([*self._notes, *match.notes])),
             decision=decided if all(decided) else (),
@@ -222,6 +224,7 @@ class _RunReader:
             ask=self._ask_source,
             cache=self._cache,
         )
+        return replace(view, metrics={**own, **_with_own_names(parent.metrics, own, view)})
 
     def _stage(self, entry: JsonObject, match: _Match) -> StageView:
         name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
@@ -280,6 +283,19 @@ def _record_of(parent: StoredRun, children: Mapping[str, StoredRun]) -> JsonDict
         "settings": {**defaults, **parent.params},
         "stages": sorted(stages.values(), key=lambda stage: children.get(stage["name"], NO_RUN).started),
     }
+
+
+def _with_own_names(tracked: Mapping[str, float], own: Iterable[str], view: RunView) -> dict[str, float]:
+    """MLflow's metrics of a run under the names that they had before MLflow's rules for names changed them.
+
+    A run without a record here has these names in its evaluation.
+    """
+    names = set(own)
+    if not names and any(MADE.search(name) for name in tracked):
+        evaluation = parse_object(view.text(EVALUATION, "evaluation.json") or "")
+        names = {f"eval/{name}" for name in evaluation.get("metrics", {})}
+    originals = {clean(name): name for name in names}
+    return {originals.get(name, name): value for name, value in tracked.items()}
 
 
 def _tracked_id(record: runs.RecordedRun) -> Any:

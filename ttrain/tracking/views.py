@@ -72,10 +72,9 @@ class RunView:
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
-        name = clean(metric)
-        history = self._history(stage, name)
+        history = self._history(stage, clean(metric) if metric in self._on_disk(stage) else metric)
         if not history:
-            return list(self._on_disk(stage).get(name, ()))
+            return list(self._on_disk(stage).get(metric, ()))
         counted = [] if metric.startswith(MACHINE_PREFIX) else self._history(stage, TOKENS)
         tokens_at = {step: value for step, _, value in counted}
         latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
@@ -83,8 +82,9 @@ class RunView:
 
     def curves(self, stage: str) -> list[str]:
         """Names of the metrics of a stage that are curves."""
-        names = self._ask(stage, MlflowSource.curves)
-        return [name for name in names or sorted(self._on_disk(stage)) if name != TOKENS]
+        originals = {clean(name): name for name in self._on_disk(stage)}
+        names = self._ask(stage, MlflowSource.curves) or sorted(originals)
+        return [originals.get(name, name) for name in names if name != TOKENS]
 
     def text(self, stage: str, path: str) -> str | None:
         """A text among the files of a stage, such as "run/samples/step-00000100.txt", from this machine's disks, else from
@@ -164,7 +164,7 @@ def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
         tokens = None if tokens is None else float(tokens)
         for name, value in row["metrics"].items():
             number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
-            latest.setdefault(clean(name), {})[row["step"]] = Point(row["step"], tokens, when, number)
+            latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
     return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
 
 

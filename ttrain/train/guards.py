@@ -20,7 +20,8 @@ import numpy.typing as npt
 from ttrain.core.files import parse_json
 from ttrain.core.text import first_of
 from ttrain.data.loader import Loader, Order
-from ttrain.train.callbacks import Callback, StepRecord, truncate_after
+from ttrain.train.callbacks import Callback, LogRecord, StepRecord, truncate_after
+from ttrain.train.trainer import QUICK
 
 ROWS_SHOWN = 8
 
@@ -127,7 +128,12 @@ class Overfit(Guard):
             self._loss += record.loss * record.live_tokens
             self._live_tokens += record.live_tokens
 
+    def log(self, record: LogRecord) -> None:
+        if QUICK in record.metrics:  # by default a training has these, and a whole validation at its end alone
+            self.validated(record.step, record.metrics[QUICK])
+
     def validated(self, step: int, loss: float) -> None:
+        """Compare with the validations before, if steps were made since the last one."""
         if self._record is None or not self._live_tokens:
             return
         train = self._loss / self._live_tokens
