@@ -71,7 +71,7 @@ def test_a_tokenizer_of_half_a_million_of_600_000_lines_says_how_many_and_takes_
     with path.open("w") as file:
         for number in range(600_000):
             own = "xyzxyz " * (number >= 540_000)
-            file.write(f'{{"text": "{own}{number} {" ".join(itertools.islice(stream, 9))}"}}\n')
+            file.write(f'{{"text": "{own}{number} {" ".join(itertools.islice(stream, 4))}"}}\n')
     limits = ("--max-lines", "500000", "--sample", "reservoir", "--seed", "1")
     made, peak = command("tokenizer", "train", path, "--out", tmp_path / "out", "--vocab-size", "3000", *limits)
     assert (made["documents"], made["documents_seen"]) == (500_000, 600_000)
