@@ -13,7 +13,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.config import TRAINING_STAGES, Settings
 from ttrain.core.signals import catching_signals, handling_signals
-from ttrain.core.terminal import table
+from ttrain.core.terminal import showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
@@ -62,7 +62,7 @@ def run_pipeline(
 
         resolve_device(settings.runtime.device)  # not after minutes, at the first training
     chosen = planned_part(own_recipe or recipe(pipeline), stages)
-    with _screen(console, display) as shown_on:
+    with _screen(console, settings.runtime.log_level, display) as shown_on:
         if engine == "prefect":
             from ttrain.flows import prefect_run
 
@@ -92,10 +92,10 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def _screen(console: Console, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
+def _screen(console: Console, log_level: str, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no execution handles."""
     try:
-        with contextlib.closing(Display(console)) as drawn, handling_signals(_interrupt):
+        with contextlib.closing(Display(console, log_level)) as drawn, handling_signals(_interrupt), showing_logs(log_level):
             yield display or drawn
     except _EarlySignal as early:
         raise Interrupted(str(early), early.args[0]) from None
@@ -176,7 +176,7 @@ def run_one_stage(
             f"or all at once: `ttrain pipeline run full`"
         )
     stage = planned[name].stage
-    with _screen(console) as display:
+    with _screen(console, settings.runtime.log_level) as display:
         execution = _begin(f"stage-{name}", settings, store, display, [planned[name]], rerun)
         with _recorded(execution):
             execution.raise_if_signalled()

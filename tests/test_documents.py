@@ -37,7 +37,7 @@ PROGRAMS = {  # of others, on the pages for convenience
     "srun", "if", "exit", "source", "mkdir",
 }  # fmt: skip
 ASSIGNED = re.compile(r"^\w+=")
-FILES = ("my.yaml", "mine.yaml", "suite.yaml")  # that pages name as if the reader had them
+FILES = ("my.yaml", "mine.yaml", "suite.yaml", "model_config.json")  # that pages name as if the reader had them
 IDS = {"ids": lambda value: value.name if isinstance(value, Snippet) else ""}
 
 
@@ -203,6 +203,7 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
         ("docs/python.md", api),
         ("docs/adapters.md", "test_the_adapters_of_the_page_switch_and_merge"),
         ("docs/tasks.md", "train/test_task.py"),
+        ("docs/tasks.md", "stages/test_own_callbacks.py"),
         ("docs/tracking.md", "full/test_readme.py"),
         ("docs/tutorial.md", "test_the_tutorial_s_script_makes_data_that_its_settings_name"),
     ]

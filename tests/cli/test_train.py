@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 from support.data_commands import Run, in_process, trains_here
 from support.pipeline_home import write_corpus
@@ -106,10 +108,36 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
 
 
+def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and_above_a_file(
+    run: Run, plugged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains_here(monkeypatch)
+    words = ("train", "slow", "examples=64", "epochs=1")
+
+    def trained(out: str, *more: str) -> dict[str, Any]:
+        done = run(*words, *more, "--out", out, "--json")
+        assert done.code == 0, done.err
+        settings: dict[str, Any] = yaml.safe_load(Path(out, "settings.yaml").read_text())
+        return settings
+
+    Path("mine.yaml").write_text("optim: {lr: 0.5, weight_decay: 0.25}\nhidden: 8\n")
+    monkeypatch.setenv("TTRAIN__OPTIM__LR", "0.125")
+    monkeypatch.setenv("TTRAIN__HIDDEN", "16")
+    monkeypatch.setenv("TTRAIN__SFT__EPOCHS", "3")  # of pipelines, as TTRAIN__TRACKING__ENABLED above
+    settings = trained("a", "-c", "mine.yaml", "hidden=32")
+    assert (settings["optim"]["lr"], settings["optim"]["weight_decay"], settings["hidden"]) == (0.125, 0.25, 32)
+    monkeypatch.setenv("TTRAIN__OPTIM__LRR", "1")
+    refused = run(*words, "--out", "b")
+    assert refused.code == 2
+    assert "unknown setting 'optim.lrr' (from TTRAIN__OPTIM__LRR); did you mean 'optim.lr'?" in refused.out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("slw",), "no task 'slw' (did you mean 'slow'?); the tasks are regression, slow"),
+        (("pretrain",), "no task 'pretrain', but a stage of the pipeline is named pretrain; run: ttrain stage run pretrain"),
+        (("evaluat",), "a stage of the pipeline is named evaluate; run: ttrain stage run evaluate"),
         ((), "needs the name of a task, and got none; the tasks are regression, slow"),
         (("slow", "hidden"), "'hidden' is not a setting; write key=value"),
         (("slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),

@@ -10,13 +10,16 @@ import sysconfig
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.tiny_data import write_shards
 
-from ttrain.config import PythonDocs
-from ttrain.data import python_docs
+from ttrain.config import Pretrain, PythonDocs
+from ttrain.data import python_docs, tokenizer
+from ttrain.stages.rows import open_rows
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")
@@ -119,6 +122,27 @@ def test_no_addresses_and_no_paths(rows: Rows) -> None:
     for text in (text for name in NAMES for row in rows[name] for text in texts(row)):
         assert not re.search(r"at 0x[0-9a-fA-F]", text)
         assert not any(place + "/" in text for place in places)
+
+
+def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Rows, tmp_path: Path) -> None:
+    """Of a fourth of the quickstart's documents, in rows as pretraining packs them. In one stream 0.35 of the tokens of
+    rows of 256 lie without it, and 0.20 of those of rows of 512."""
+    documents = [row["text"] for row in rows["pretrain"] if not row["source"].startswith("code:")][::4]
+    bpe = tokenizer.train(documents[::2], 4096)
+    lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast(documents)]
+    first, other = 1, 5
+    records: list[Any] = [([first] + [other] * (length - 1), []) for length in lengths]
+    tokenizer_of_it: Any = SimpleNamespace(digest="t", jinja="", pad_id=0)
+    write_shards(tmp_path, records, kind="documents", vocab_size=4096, tokenizer="t")
+    for row_length, most in ((256, 0.18), (512, 0.04)):
+        packed = open_rows(tmp_path, tokenizer_of_it, Pretrain(row_length=row_length))
+        batch, without = packed.batch(range(len(packed))), 0
+        for row in range(len(packed)):
+            spans = [span for span in batch.spans(row) if batch.input_ids_BT[row, span[0]] != first]
+            without += sum(end - start for start, end in spans)
+        tokens = sum(lengths) - len(lengths)  # the last one of each is a target only
+        assert 0 < without / tokens <= most, f"rows of {row_length}"
+        assert packed.counts()["fill"] > 0.99
 
 
 def test_the_wheel_has_the_text_and_its_licence() -> None:

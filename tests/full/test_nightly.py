@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nights import NAME
-from support.pipeline_home import CHINESE, ENGLISH, Cli, load_stages
+from support.nights import NAME, add_similar_documents
+from support.pipeline_home import Cli, load_stages
 
 from ttrain import tracking
 from ttrain.nightly.records import NightRecord, Nights
@@ -30,17 +29,6 @@ def nights(cli: Cli) -> list[NightRecord]:
 def champion(cli: Cli) -> str | None:
     found = tracking.Champions(cli.home).champion(NAME)
     return found.version if found else None
-
-
-def add_documents(cli: Cli, name: str, seed: int) -> None:
-    rng = random.Random(seed)
-    words = (list(CHINESE), "", "。"), (ENGLISH, " ", ".")  # as those before, so that the model gets better at them too
-    texts = [
-        between.join(rng.choices(vocabulary, k=rng.randint(5, 80))) + end
-        for vocabulary, between, end in (rng.choice(words) for _ in range(150))
-    ]
-    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    (cli.data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def night(cli: Cli, *overrides: str, code: int = 0) -> str:
@@ -71,9 +59,9 @@ def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
 @pytest.fixture(scope="module")
 def second(house: Cli) -> Cli:
     """Then new documents came, the next night learnt them, and others came after it."""
-    add_documents(house, "docs-3", 3)
+    add_similar_documents(house, "docs-3", 3)
     house.output = house.here("pipeline", "run", "nightly", *NONE)  # type: ignore[attr-defined]
-    add_documents(house, "docs-4", 4)
+    add_similar_documents(house, "docs-4", 4)
     return house
 
 

@@ -6,30 +6,17 @@ import contextlib
 import json
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from datetime import datetime
 
 import pytest
 from support.pipeline_home import Cli
-from support.served import call, flow_runs, processes_of, serving, slot
+from support.served import call, every_five_seconds, flow_runs, processes_of, serving, slot
 from support.waiting import wait_until
 
 from ttrain.store import server_records
 
 MISSING = "data.pretrain=missing.jsonl"  # a run that fails as soon as it has begun
-# A cron of every five seconds, which the command line does not take, so that the test need not wait for minutes
-EVERY_FIVE_SECONDS = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from ttrain.flows import schedules
-home = Path(sys.argv[1])
-kept = schedules.find_schedule(home, None)
-with schedules.prefect_client(home):
-    schedules.apply(home, replace(kept, cron="* * * * * */5"))
-"""
 
 
 @pytest.mark.soak
@@ -103,7 +90,3 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
         assert not call(fresh.home, "deployments/filter", {}) and not flow_runs(fresh.home, "Scheduled")
         assert "nothing is scheduled" in fresh("pipeline", "schedule", "list", settings=False)
         assert served.stop(signal.SIGINT) == 130
-
-
-def every_five_seconds(cli: Cli) -> None:
-    subprocess.run([sys.executable, "-c", EVERY_FIVE_SECONDS, str(cli.home)], env=cli.environment, check=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ttrain.config import Optim, Settings, TaskConfig
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
-from ttrain.loggers import callback
+from ttrain.loggers import callback, process
 from ttrain.loggers.callback import Loggers
 from ttrain.loggers.service import LoggerState
 from ttrain.pipeline.plan import plan
@@ -175,6 +176,29 @@ def test_what_a_kill_kept_from_the_disk_is_there_after_the_next_try(tmp_path: Pa
     assert json.loads((tmp_path / "loggers" / f"{name}.json").read_text())["id"] == kept["id"]
 
 
+def write_sample(directory: Path, step: int = 1, text: str = "=== a < b\n is 天\n\n") -> None:
+    (directory / "samples").mkdir(exist_ok=True)
+    (directory / "samples" / f"step-{step:08d}.txt").write_text(text, encoding="utf-8")
+
+
+def test_what_the_model_writes_goes_to_a_logger_once_in_the_order_of_steps_and_not_before_its_row(tmp_path: Path) -> None:
+    """Services take no step that is earlier than the last one."""
+    lines = [json.dumps({"step": step, "tokens": step, "time": 1.0, "metrics": {}}) + "\n" for step in (5, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    for step in (12, 3, 7):
+        write_sample(tmp_path, step, f"at {step}")
+    told: list[Any] = []
+    logger = SimpleNamespace(
+        steps={}, log_text=lambda name, text, step: told.append((name, text, step)), flush=lambda: None,
+        log=lambda values, step, seconds: told.append(step),
+    )  # fmt: skip
+    ended = SimpleNamespace(received=SimpleNamespace(wait=lambda seconds: True))
+    process.follow(tmp_path / "metrics.jsonl", logger, ended)
+    assert told == [("samples", "at 3", 3), 5, ("samples", "at 7", 7), 10]
+    process.follow(tmp_path / "metrics.jsonl", logger, ended)
+    assert len(told) == 4 and logger.steps["samples"] == 7
+
+
 def test_what_a_service_has_is_not_sent_again_and_what_it_lacks_is(tmp_path: Path) -> None:
     """As Weights & Biases tells the last step that it has; none: it has never seen the run."""
     path = tmp_path / "wandb.json"
@@ -193,6 +217,7 @@ def test_what_a_service_has_is_not_sent_again_and_what_it_lacks_is(tmp_path: Pat
 
 @pytest.mark.usefixtures("offline")
 def test_a_run_of_wandb_says_what_it_is_and_how_it_ended_and_leaves_no_link(tmp_path: Path) -> None:
+    write_sample(tmp_path)
     loggers = Loggers(["wandb"], tmp_path, ABOUT)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 96, "time": 1.0, "metrics": {"loss": null, "lr": 0.5}}\n')
     loggers.start(0, 2)
@@ -202,7 +227,11 @@ def test_a_run_of_wandb_says_what_it_is_and_how_it_ended_and_leaves_no_link(tmp_
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["pretrain.optim.lr"] == 0.01
     assert [record.exit.exit_code for record in wandb_records(tmp_path) if record.HasField("exit")] == [1]
-    assert wandb_points(tmp_path) == {"tokens": [(1, 96.0)], "lr": [(1, 0.5)]}, "what is no number is left out"
+    points = wandb_points(tmp_path)
+    [(step, _)] = points.pop("samples")
+    [file] = tmp_path.glob("wandb/offline-run-*/files/media/html/samples_*.html")
+    assert step == 1 and "=== a &lt; b\n is 天\n" in file.read_text(encoding="utf-8"), "what the model wrote"
+    assert points == {"tokens": [(1, 96.0)], "lr": [(1, 0.5)]}, "what is no number is left out"
     assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
 
 
@@ -214,6 +243,7 @@ def test_an_experiment_of_swanlab_says_what_it_is_and_how_it_ended_without_a_key
     for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWANLAB_PROJECT_NAME", "ours")
+    write_sample(tmp_path)
     loggers = Loggers(["swanlab"], tmp_path, ABOUT)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 96, "time": 1.0, "metrics": {"loss": 2.5}}\n')
     loggers.start(0, 2)
@@ -223,6 +253,8 @@ def test_an_experiment_of_swanlab_says_what_it_is_and_how_it_ended_without_a_key
     (finish,) = [record.finish for record in swanlab_records(tmp_path) if record.HasField("finish")]
     assert "RUN_STATE_CRASHED" in str(finish)
     assert swanlab_points(tmp_path) == {"tokens": [(1, 96.0)], "loss": [(1, 2.5)]}
+    texts = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.txt") if "swanlab" in path.parts]
+    assert "=== a < b\n is 天\n\n" in texts, "what the model wrote"
     (run,) = (tmp_path / "swanlab").glob("run-*")
     assert "pretrain.optim.lr" in (run / "files/config.yaml").read_text()
     assert json.loads((run / "files/swanlab-metadata.json").read_text())["git"] is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.foreign_weights import TINYSEEK
 from support.refusals import settings_file
 
 from ttrain.config import Model, PretrainConfig, Settings
@@ -14,6 +16,7 @@ from ttrain.config.loading import load
 from ttrain.config.model import names, sizes_of
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
+from ttrain.model.architecture import build_config
 
 SMALL, LARGE = sizes_of("1m"), sizes_of("124m")
 
@@ -93,6 +96,34 @@ def test_a_field_takes_any_value_that_json_has_and_one_within_a_mapping_may_be_s
     model = model_of("model.fields.rope_parameters.factor=4.0", files=[path])
     assert model.fields == {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
     assert model_of("model.fields={}", files=[path]).fields == {}
+
+
+def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(tmp_path: Path) -> None:
+    """With all names that TinySeek's own has."""
+    theirs = {**TINYSEEK, "vocab_size": 500, "hidden": 24}
+    path = settings_file(tmp_path, json.dumps(theirs), "model_config.json")
+    settings = load(["model.layers=5"], files=[path], environment={}).settings
+    assert settings.model.layers == 5 and settings.tokenizer.vocab_size == theirs["vocab_size"]
+    config = build_config(settings.model, vocab_size=99, ids={"pad_token_id": 1})
+    names = {
+        "d_model": "hidden_size", "n_head": "num_attention_heads", "d_c": "latent_size", "d_r": "rope_head_dim",
+        "hidden": "moe_intermediate_size", "other_experts": "num_local_experts", "shared_experts": "n_shared_experts",
+        "keep": "num_experts_per_tok", "alpha": "router_aux_loss_coef", "dropout": "dropout", "scale": "initializer_range",
+    }  # fmt: skip
+    assert config.model_type == "tinyseek" and config.rope_parameters["rope_theta"] == theirs["ro_theta"]
+    assert {name: getattr(config, field) for name, field in names.items()} == {name: theirs[name] for name in names}
+    few = {name: theirs[name] for name in ("n_layer", "other_experts")}
+    assert load(files=[settings_file(tmp_path, json.dumps(few))], environment={}).settings.model.kind == "tinyseek"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("n_layers", r"did you mean 'n_layer'\?"), ("sft", r"there are n_layer, .*-c OTHER\.yaml"), ("kep", "'keep'")],
+)
+def test_a_name_that_tinyseek_lacks_is_refused_with_the_nearest(tmp_path: Path, name: str, said: str) -> None:
+    path = settings_file(tmp_path, json.dumps({**TINYSEEK, name: 1}), "model_config.json")
+    with pytest.raises(UsageError, match=rf"'{name}' \(from .*model_config\.json\) is not a name of TinySeek's.*{said}"):
+        model_of(files=[path])
 
 
 @pytest.mark.parametrize("text", [".nan", "2001-01-01", "!!binary aGk="])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ttrain.pipeline import progress_display
+from ttrain.core.terminal import showing_logs
+from ttrain.pipeline import progress_display, stage_worker
 from ttrain.pipeline.progress_display import Display, DisplayObserver
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports import summary
@@ -100,3 +101,45 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     display.close()
     shown = output.getvalue()
     assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown
+
+
+# --- runtime.log_level --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "logged", "shown"),
+    [
+        ("debug", {"a step", "a fact", "a doubt"}, {"started", "a line of its log", "took", "a failure", "a doubt"}),
+        ("info", {"a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
+        ("warning", {"a doubt"}, {"a failure", "a doubt"}),
+        ("error", set(), {"a failure"}),
+    ],
+)
+def test_the_log_level_chooses_what_the_log_of_a_stage_has_and_what_the_terminal_shows(
+    level: str, logged: set[str], shown: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("ttrain.of_this_test")
+    caplog.set_level(logging.DEBUG, logger=log.name)
+    for rank in (0, 1):
+        caplog.clear()
+        log.setLevel(stage_worker.level_of(level, rank))
+        log.debug("a step"), log.info("a fact"), log.warning("a doubt")
+        below_a_warning = set() if rank and level != "debug" else {"a step", "a fact"}
+        assert set(caplog.messages) == logged - ({"a step", "a fact"} - below_a_warning)
+
+    output = io.StringIO()
+    log.setLevel(logging.NOTSET)
+    warnings = logging.StreamHandler(output)
+    logging.getLogger("ttrain").addHandler(warnings)
+    try:
+        with showing_logs(level):
+            display = Display(Console(file=output, width=150), level)
+            display.started("sft", "started")
+            DisplayObserver(display, StopRequest(), level).logged(TOKENIZER, "a line of its log")
+            display.ended("sft", "completed", 1.0, "took")
+            display.failed("sft", "a failure")
+            logging.getLogger("ttrain").warning("a doubt")
+    finally:
+        logging.getLogger("ttrain").removeHandler(warnings)
+    everything = {"started", "a line of its log", "took", "a failure", "a doubt"}
+    assert {words for words in everything if words in output.getvalue()} == shown

@@ -31,8 +31,9 @@ def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House) 
     overrides = (
         "runtime.devices=2", "runtime.rows_per_device=3", "runtime.device=cpu", "runtime.compile=true", "runtime.threads=1",
         "runtime.retries=5", "runtime.timeout_seconds=9", "runtime.checkpoint_every_steps=7", "runtime.workers=3",
-        "runtime.sharding=dask", "runtime.dask_address=tcp://127.0.0.1:1", "tracking.enabled=false",
-        "tracking.experiment=other", "name=another", "python_docs.chat_rows=500",  # nothing is read from there
+        "runtime.sharding=dask", "runtime.dask_address=tcp://127.0.0.1:1", "runtime.log_level=debug",
+        "tracking.enabled=false", "tracking.experiment=other", "name=another",
+        "python_docs.chat_rows=500",  # nothing is read from there
     )  # fmt: skip
     stages = built.plan(*overrides)
     assert {planned.state for planned in stages.values()} == {"cached"}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from support.pipeline_home import ENGLISH, Cli
+from support.pipeline_home import CHINESE, ENGLISH, Cli
 from support.served import processes_of
 from support.waiting import wait_until
 
@@ -31,6 +31,18 @@ def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 
     path = _path(data, number)
     (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
+
+
+def add_similar_documents(cli: Cli, name: str, seed: int) -> None:
+    """A new file of documents like those of the corpus, so that the model gets better at them too."""
+    rng = random.Random(seed)
+    words = (list(CHINESE), "", "。"), (ENGLISH, " ", ".")
+    texts = [
+        between.join(rng.choices(vocabulary, k=rng.randint(5, 80))) + end
+        for vocabulary, between, end in (rng.choice(words) for _ in range(150))
+    ]
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    (cli.data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _path(data: Path, number: int) -> Path:

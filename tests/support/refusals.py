@@ -11,8 +11,8 @@ from ttrain.config.loading import load
 from ttrain.errors import UsageError
 
 
-def settings_file(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "settings.yaml"
+def settings_file(tmp_path: Path, text: str, name: str = "settings.yaml") -> Path:
+    path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -32,6 +33,23 @@ while True:
         connection.recv(65536)
         connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
 """
+
+# Crons with seconds, which the command line does not take, so that a test need not wait for minutes
+SET_CRON = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from ttrain.flows import schedules
+home = Path(sys.argv[1])
+kept = schedules.find_schedule(home, None)
+with schedules.prefect_client(home):
+    schedules.apply(home, replace(kept, cron=sys.argv[2]))
+"""
+
+
+def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
+    """Give the one schedule of the home, which is served, a slot every five seconds, or by another cron."""
+    subprocess.run([sys.executable, "-c", SET_CRON, str(cli.home), cron], env=cli.environment, check=True)
 
 
 def write_double(home: Path) -> Path:

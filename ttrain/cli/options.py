@@ -321,10 +321,11 @@ def resolved_models(
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
-    """The overrides of a task's settings, the weakest first; from the environment only those of `runtime`."""
+    """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline
+    (`ttrain.config.loading.without_pipeline_settings`)."""
     from ttrain.config.loading import layers
 
-    return layers(overrides or (), config or (), environment=_environment_of("runtime"))
+    return layers(overrides or (), config or (), environment=os.environ, of_pipeline=False)
 
 
 def server_settings(overrides: list[str] | None) -> Servers:

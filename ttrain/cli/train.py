@@ -164,9 +164,11 @@ def run_alone(
             **{name: [] for name in ("weights", "reuse")},
         }
         write_json(work / JOB, spec, PRIVATE_FILE)
+        display.log_level = runtime.log_level
         display.started(name, why)
+        observer = DisplayObserver(display, stop_request, runtime.log_level)
         try:
-            figures = _run(replace(stage, name=name), runtime, work, out / LOG, DisplayObserver(display, stop_request))
+            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
         except TTrainError as error:
             display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
             error.shown = True

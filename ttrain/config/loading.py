@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, rules, yaml_text
+from ttrain.config import Section, Settings, flatten, rules, tinyseek, yaml_text
 from ttrain.config.base import PLAIN, WEIGHTED, is_retired
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
@@ -92,10 +92,16 @@ def layers(
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    of_pipeline: bool = True,
 ) -> list[Override]:
-    """Every value that is set, the weakest first. Raises UsageError where one cannot be read."""
+    """Every value that is set, the weakest first. Raises UsageError where one cannot be read.
+
+    `of_pipeline`: a file may be TinySeek's `model_config.json`, some of whose names are also settings of tasks.
+    """
+    read = read_settings if of_pipeline else read_yaml
     flat_overrides: list[Override] = []
-    for origin, values in _layers(overrides, files, profiles, environment):
+    for origin, values in _layers(overrides, [(str(path), read(path)) for path in files], profiles, environment):
         flat_values = list(flatten(values))
         if repeated := next((key for key, number in Counter(key for key, _ in flat_values).items() if number > 1), None):
             raise UsageError(f"'{one_line(repeated)}' is set twice in {origin}, with dots and by its section; remove one")
@@ -133,6 +139,19 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         raise UsageError(_explain(error, sources)) from None
 
 
+def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
+    """The overrides without those from the environment that a pipeline has and this tree of settings lacks: they were set
+    for other commands."""
+    own, of_pipelines = settable_keys(root), settable_keys(Settings)
+
+    def is_for_pipelines(item: Override) -> bool:
+        if not item.origin.startswith(ENVIRONMENT_PREFIX) or item.key in own:
+            return False
+        return item.key in of_pipelines or any(item.key.startswith(f"{name}.") for name in open_keys(Settings))
+
+    return [item for item in overrides if not is_for_pipelines(item)]
+
+
 def configs_directory() -> Path:
     """The YAML files that ship with ttrain: inside the wheel, or beside the package in a checkout."""
     package = Path(__file__).parents[1]
@@ -147,7 +166,7 @@ def profile_names() -> list[str]:
 
 def _layers(
     overrides: Sequence[str] | JsonObject,
-    files: Sequence[Path],
+    files: Sequence[tuple[str, JsonObject]],
     profiles: Sequence[str],
     environment: Mapping[str, str],
 ) -> Iterator[tuple[str, JsonObject]]:
@@ -158,8 +177,7 @@ def _layers(
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(f"there is no profile '{one_line(name)}'; {hint}there are {', '.join(profile_names())}")
         yield f"profile {name}", read_yaml(path)
-    for path in files:
-        yield str(path), read_yaml(path)
+    yield from files
     for variable in sorted(environment):
         name = variable.removeprefix("TTRAIN_")
         if name != variable and "__" in name.lstrip("_") and not variable.startswith(ENVIRONMENT_PREFIX):
@@ -175,6 +193,11 @@ def _layers(
         if not equals:
             raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.optim.lr=2e-4")
         yield "command line", {key.strip(): _scalar(value, item)}
+
+
+def read_settings(path: Path) -> JsonObject:
+    """The settings in a YAML file, or those that TinySeek's `model_config.json` stands for. Raises UsageError."""
+    return tinyseek.settings_of(read_yaml(path), str(path))
 
 
 def read_yaml(path: Path) -> JsonObject:

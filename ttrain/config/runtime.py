@@ -83,6 +83,11 @@ class Runtime(Section):
     gradient_checkpointing: bool = setting(
         False, "keep only what goes into each layer, and compute it again for the gradient: a third slower"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info",
+        "what the logs of stages and the terminal show: debug adds each step and the logs of all ranks, and the terminal "
+        "shows the stages' logs; warning and error leave out progress",
+    )
     log_every_steps: int = setting(10, "steps between two points of the curves", ge=1)
     quick_validations: int = setting(
         8, "while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none", ge=0

@@ -73,6 +73,21 @@ def show_warnings() -> None:
         logging.getLogger("ttrain").addHandler(logging.lastResort)
 
 
+@contextlib.contextmanager
+def showing_logs(level: str) -> Iterator[None]:
+    """At the level `error`, show no warnings of ttrain meanwhile; what is below them is never on the terminal."""
+    import logging
+
+    logger = logging.getLogger("ttrain")
+    before = logger.level
+    if level == "error":
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console on standard output, or error; a pipe gets long lines, so that nothing is cut, a terminal its own width."""
     from rich.console import Console

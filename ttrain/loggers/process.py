@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ttrain.core.files import JsonDict, parse_json
 from ttrain.core.signals import STOP_SIGNALS
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples"  # beside each other; the second has step-00000100.txt and so on
 SECONDS = 1.0
 ORPHAN_SECONDS = 10.0  # for the last rows of a training that was killed: the next attempt may begin meanwhile
 MetricRow = JsonDict
@@ -37,6 +37,9 @@ class Logger(Protocol):
 
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         """Figures of a row, `seconds` since 1970."""
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """A text, such as what the model wrote at the step."""
 
     def flush(self) -> None:
         """Called when the rows that are there for now were logged."""
@@ -83,8 +86,14 @@ def follow(path: Path, logger: Logger, end_signal: Any) -> None:
         data = _after(path, position)
         whole = data[: data.rfind(b"\n") + 1]
         position += len(whole)
+        samples = _samples(path.with_name(SAMPLES)) if whole else {}  # those of a row are on the disk before it
         for line in whole.splitlines():
-            for step, seconds, values in _fresh(line, logger.steps):
+            row = parse_json(line)
+            for step in sorted(samples):
+                if logger.steps.get(SAMPLES, -1) < step <= row["step"]:  # no later: services take no earlier step then
+                    logger.log_text(SAMPLES, samples[step].read_text(encoding="utf-8"), step)
+                    logger.steps[SAMPLES] = step
+            for step, seconds, values in _fresh(row, logger.steps):
                 logger.log(values, step, seconds)
         if whole:
             logger.flush()
@@ -99,9 +108,13 @@ def _after(path: Path, position: int) -> bytes:
         return b""
 
 
-def _fresh(line: bytes, steps: dict[str, int]) -> Iterator[tuple[int, float, dict[str, float]]]:
+def _samples(directory: Path) -> dict[int, Path]:
+    """The texts that the model wrote, by step."""
+    return {int(path.stem.removeprefix("step-")): path for path in directory.glob("step-*.txt")}
+
+
+def _fresh(row: MetricRow, steps: dict[str, int]) -> Iterator[tuple[int, float, dict[str, float]]]:
     """(step, time, figures) of a row, without values that are not finite and without metrics that have passed the step."""
-    row: MetricRow = parse_json(line)
     step = int(row["step"])
     values = {
         name: float(value)

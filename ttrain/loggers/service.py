@@ -87,5 +87,12 @@ class ServiceRun(ABC):
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         self._run.log(dict(values), step=step)
 
+    @abstractmethod
+    def _shown(self, text: str) -> Any:
+        """A text as the service shows it."""
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: self._shown(text)}, step=step)
+
     def flush(self) -> None:
         self._state.write()

@@ -30,6 +30,9 @@ class SwanLabRun(ServiceRun):
     def _open(self, mode: str | None) -> Any:
         return swanlab.init(**self._init_arguments, mode=mode, log_dir=str(self._directory), settings=SETTINGS)
 
+    def _shown(self, text: str) -> swanlab.Text:
+        return swanlab.Text(text)
+
     def finish(self, *, failed: bool) -> None:
         if failed:
             swanlab.finish(state="crashed", error="the training failed or was killed")

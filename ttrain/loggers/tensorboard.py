@@ -26,6 +26,9 @@ class EventFiles:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.add_event(Event(wall_time=seconds, step=step, summary=summary))
 
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Nothing: its files hold figures only, the texts are in `run/samples` beside them."""
+
     def flush(self) -> None:
         self._writer.flush()
 

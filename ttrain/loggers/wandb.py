@@ -5,6 +5,7 @@ Offline, its files are left under `run/wandb`, for `wandb sync`. A continued tra
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -33,6 +34,9 @@ class WandbRun(ServiceRun):
         except wandb.Error:
             wandb.teardown()  # of the service process, which holds on to the id
             raise
+
+    def _shown(self, text: str) -> wandb.Html:
+        return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
 
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -318,7 +318,7 @@ class StageWatcher(DisplayObserver):
     """Reports the events of one stage to the display, the record, the log and the tracker."""
 
     def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
-        super().__init__(execution.display, execution)
+        super().__init__(execution.display, execution, execution.settings.runtime.log_level)
         self._execution, self._stage, self._logged = execution, stage, logged
         self.child: tracking.AnyRun | None = None
         self._followers: list[tracking.MetricsFollower] = []
@@ -349,6 +349,7 @@ class StageWatcher(DisplayObserver):
             self._samples.log_new(only_if_changed=True)
 
     def logged(self, stage: Stage, line: str) -> None:
+        super().logged(stage, line)
         self._execution.log.add(stage.name, line)
         self._logged(line)
 

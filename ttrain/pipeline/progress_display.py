@@ -41,10 +41,11 @@ class StageDisplay(Protocol):
 
 
 class Display:
-    """Draws several stages side by side; safe to call from their threads."""
+    """Draws several stages side by side; safe to call from their threads. At `log_level` warning or error it shows neither
+    progress nor results of stages, only failures and what is said."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, log_level: str = "info") -> None:
+        self.console, self.log_level = console, log_level
         self._lock = threading.RLock()  # reentrant: a signal handler may print while the same thread is printing
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
@@ -60,6 +61,10 @@ class Display:
             self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
 
+    @property
+    def _shows_progress(self) -> bool:
+        return self.log_level in ("debug", "info")
+
     def close(self) -> None:
         """Stop drawing and restore the terminal."""
         if self._bars:
@@ -73,10 +78,13 @@ class Display:
 
     def started(self, name: str, why: str) -> None:
         """Show that a stage begins."""
-        self.say(f"[bold]>[/] {name}: {plain(why)}")
+        if self._shows_progress:
+            self.say(f"[bold]>[/] {name}: {plain(why)}")
 
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
         """Show the progress of a stage; a total of 0 means unknown."""
+        if not self._shows_progress:
+            return
         done, total, unit = progress["done"], progress["total"], progress["unit"]
         figures = ", ".join([self._figures(name, done, unit, progress["figures"]), *self._time_left(name, done, total)])
         if self._bars:
@@ -95,6 +103,8 @@ class Display:
     def ended(self, name: str, state: str, took: float, figures: str) -> None:
         """Show the result of a stage."""
         self._remove_bar(name)
+        if not self._shows_progress:
+            return
         mark, phrase = OUTCOMES[state]
         self.say(f"{mark} {name}: {phrase or format_duration(took)}{f' - {figures}' if figures else ''}")
 
@@ -130,9 +140,9 @@ class Display:
 class DisplayObserver(StageObserver):
     """Shows the events of a stage."""
 
-    def __init__(self, display: StageDisplay, stop_request: StopRequest) -> None:
+    def __init__(self, display: StageDisplay, stop_request: StopRequest, log_level: str = "info") -> None:
         super().__init__(stop_request)
-        self.display = display
+        self.display, self.log_level = display, log_level
 
     def waiting(self, stage: Stage, who: str) -> None:
         self.display.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
@@ -142,6 +152,10 @@ class DisplayObserver(StageObserver):
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         self.display.progressed(stage.name, progress)
+
+    def logged(self, stage: Stage, line: str) -> None:
+        if self.log_level == "debug":
+            self.display.say(f"  {stage.name}: {plain(line)}")
 
 
 def plain(text: str) -> str:

@@ -102,6 +102,7 @@ def main() -> int:
     if spec is None:
         log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
         return 1
+    log.setLevel(level_of(spec["runtime"]["log_level"], rank))
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     resend_ignored(stop.take_back)
     with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
@@ -128,9 +129,15 @@ def set_up(rank: int = 0, world: int = 1) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_WithoutSecrets(f"%(asctime)s {who}%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.setLevel(level_of("info", rank))
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(PROCESS_NAME)
+
+
+def level_of(name: str, rank: int) -> int:
+    """The least level that a rank logs under `runtime.log_level`: below a warning, the others would repeat rank 0."""
+    level = logging.getLevelNamesMapping()[name.upper()]
+    return max(level, logging.WARNING) if rank and level != logging.DEBUG else level
 
 
 def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, StageContext]:

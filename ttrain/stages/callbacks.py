@@ -23,7 +23,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import baselines, statistics
 from ttrain.loggers.callback import Loggers
 from ttrain.stages.job import Figures, StageContext
-from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar
+from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
 from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
@@ -70,6 +70,8 @@ def training_callbacks(
         callbacks.append(Loggers(job.runtime.loggers, run, description(config, job.labels)))
     if job.runtime.guards == "warn":
         callbacks += default_guards(run / GUARDS, loader)
+    if ranks.first:
+        callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks
 
 

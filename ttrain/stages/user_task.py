@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, UserTaskConfig, flatten
-from ttrain.config.loading import Override, merge, settable_keys
+from ttrain.config.loading import Override, merge, settable_keys, without_pipeline_settings
 from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.stages import trainable_model
@@ -23,6 +23,7 @@ from ttrain.stages.callbacks import training_callbacks
 from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.rows import validation_batches
 from ttrain.train import precision, task
+from ttrain.train.callbacks import Callback
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
@@ -34,7 +35,8 @@ SETTINGS = "settings.yaml"
 def run(config: UserTaskConfig, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
-    settings, _ = merge(kind.Config, [Override(*override) for override in config.given])
+    given = [Override(*override) for override in config.given]
+    settings, _ = merge(kind.Config, without_pipeline_settings(given, kind.Config))
     allow = allowed(config.allow, kind.Config)
     ranks = trainable_model.start(job.runtime)
     name = f"{kind.__module__}:{kind.__qualname__}"
@@ -65,6 +67,7 @@ def train(
         callbacks=[
             *early_stopping(settings, validation),
             *training_callbacks(settings, job, loader=loader, ranks=ranks, precision=computed_in),
+            *(callbacks_of(task) if ranks.first else ()),
         ],
         origin=Origin(
             identity={
@@ -106,6 +109,18 @@ def task_class(name: str) -> type[UserTask]:
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
         raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
     return task_type
+
+
+def callbacks_of(task: UserTask) -> list[Callback]:
+    """The task's own callbacks. Raises UsageError for what is none."""
+    callbacks = [*task.callbacks()]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                f"{type(task).__name__}.callbacks() has {callback!r}, which is not a callback; derive it from "
+                f"ttrain.train.callbacks.Callback, and return objects, not classes"
+            )
+    return callbacks
 
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from ttrain.core.files import ProgressWriter, parse_json, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.loader import Order
-from ttrain.errors import TTrainError
+from ttrain.errors import TTrainError, UsageError
 
 if TYPE_CHECKING:
     from ttrain.train.distributed import Ranks
@@ -74,6 +75,7 @@ class Callback:
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ()  # that are its state in the checkpoint, as JSON
+    may_stop = True  # False: an error where it asks for a stop, since what it watches has a key that does not hold it
 
     def start(self, step: int, steps: int) -> None:
         """The loop begins at `step`; above 0, it continues."""
@@ -128,6 +130,33 @@ class Callback:
 
     def failed(self, error: BaseException) -> None:
         """The loop raised `error`, which is raised again afterwards."""
+
+
+GROUP = "ttrain.callbacks"
+
+
+def installed_callbacks(*, may_stop: bool) -> list[Callback]:
+    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments.
+
+    Raises UsageError for one that cannot be imported or made, or makes something else.
+    """
+    callbacks = []
+    for point in sorted(entry_points(group=GROUP)):
+        try:
+            callback = point.load()()
+        except Exception as error:
+            raise UsageError(
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; mend or "
+                f"uninstall its package"
+            ) from error
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) is a {type(callback).__name__}; "
+                f"derive it from ttrain.train.callbacks.Callback"
+            )
+        callback.may_stop = may_stop
+        callbacks.append(callback)
+    return callbacks
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -214,6 +243,13 @@ class LogLines(Callback):
     def start(self, step: int, steps: int) -> None:
         log.info("training from step %d to %d", step, steps)
 
+    def step_end(self, record: StepRecord) -> None:
+        log.debug(
+            "step %d/%d  loss %.6g  grad_norm %.4g  %d targets in %.3f s, %.3f s of them waiting for rows",
+            *(record.step, record.steps, record.loss, record.grad_norm),
+            *(record.live_tokens, record.seconds, record.data_seconds),
+        )
+
     def log(self, record: LogRecord) -> None:
         shown = [f"{name} {value:.4g}" for name, value in record.metrics.items() if name.startswith(LOGGED_PREFIXES)]
         if "tokens_per_second" in record.metrics:
@@ -261,8 +297,17 @@ class CallbackList:
         return metrics
 
     def wants_stop(self) -> bool:
-        """Whether any callback asks to stop the run."""
-        return any(_call(callback, "stop_reason") for callback in self.callbacks)
+        """Whether any callback asks to stop the run. Raises TTrainError for one that may not."""
+        for callback in self.callbacks:
+            reason = _call(callback, "stop_reason")
+            if reason and not callback.may_stop:
+                raise TTrainError(
+                    f"the callback {type(callback).__name__}.stop_reason returned {reason!r}, but in a stage of a pipeline "
+                    f"a callback of another package only watches: no key holds it; set early_stopping.patience of the stage"
+                )
+            if reason:
+                return True
+        return False
 
     def failed(self, error: BaseException) -> None:
         """Call `failed` on every callback; an error raised by one of them is logged and does not hide `error`."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ttrain.config import TaskConfig, Training
+from ttrain.config.runtime import STAGE_NAMES
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.train import optim
+from ttrain.train.callbacks import Callback
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,14 @@ def find_task(name: str) -> EntryPoint:
     if ":" in name:
         return EntryPoint(name, name, GROUP)
     tasks = installed_tasks()
-    if name not in tasks:
-        raise UsageError(f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}")
-    return tasks[name]
+    if name in tasks:
+        return tasks[name]
+    near = difflib.get_close_matches(name, [*tasks, *STAGE_NAMES], n=1)
+    if near and near[0] in STAGE_NAMES:
+        raise UsageError(
+            f"there is no task '{name}', but a stage of the pipeline is named {near[0]}; run: ttrain stage run {near[0]}"
+        )
+    raise UsageError(f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}")
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -148,6 +155,10 @@ class UserTask(TrainingTask):
     def collate(self, rows: list[Any]) -> Any:
         """Combine rows to the batch passed to the steps: by default stacked into tensors, as PyTorch's DataLoader does."""
         return default_collate(rows)
+
+    def callbacks(self) -> Sequence[Callback]:
+        """Callbacks that watch the training besides ttrain's own, asked for on rank 0; docs/tasks.md names the hooks."""
+        return ()
 
     @cached_property
     def criterion(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -170,7 +170,8 @@ class Trainer:
     def _votes_of_rank(self) -> Votes:
         """What this rank asks for. Whether it is night is decided by the clock of rank 0."""
         is_night = self.night is not None and self.ranks.first and self.night.is_night()
-        return Votes(float(self.stop_requested()), float(self.callback_list.wants_stop()), float(is_night))
+        wants_stop = self.step > 0 and self.callback_list.wants_stop()  # before the first step there is nothing to keep
+        return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
 
     def _vote(self) -> None:
         """Let the ranks vote between two steps; those of the last step still count."""

@@ -1,0 +1,42 @@
+"""A night that a cron starts: it trains on what is new, is compared with the champion, and becomes champion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.nights import NAME, add_similar_documents
+from support.pipeline_home import Cli
+from support.served import every_five_seconds, flow_runs, serving
+from support.waiting import wait_until
+
+from ttrain import tracking
+from ttrain.nightly.records import Nights
+
+YEARLY = "0 2 1 1 *"
+
+
+@pytest.mark.soak
+def test_a_slot_of_a_cron_trains_on_new_documents_and_promotes_what_is_better(copy_of: Callable[[], Cli]) -> None:
+    cli = copy_of()
+    cli.here("pipeline", "run", "nightly", "--engine", "none")  # all of it is cached: the first champion
+    add_similar_documents(cli, "docs-3", 3)
+    cli("pipeline", "schedule", "nightly", "--cron", YEARLY)
+    with serving(cli) as served:
+        served.wait_for("scheduled: nightly/tiny-test")
+        every_five_seconds(cli)
+        wait_until(lambda: flow_runs(cli.home, "Running", "Promoted"), 120, lambda: served.said)
+        every_five_seconds(cli, YEARLY)  # the others would find the night running, each in a process of its own
+        [run] = wait_until(lambda: flow_runs(cli.home, "Promoted"), 300, lambda: served.said)
+        assert run["auto_scheduled"] and run["name"] == "night-000002"
+        assert served.stop() == 0, served.said
+    night = next(night for night in Nights(cli.home, NAME).newest_first() if night.name == run["name"])
+    decision = night.data["decision"]
+    assert (night.outcome, night.data["version"]) == ("promoted", "2") and decision["difference"] > 0
+    champion = tracking.Champions(cli.home).champion(NAME)
+    assert champion is not None and champion.version == "2"
+    trained = next(recorded for recorded in cli.runs() if recorded["pipeline"] == "nightly")
+    outcomes = {stage["name"]: stage["outcome"] for stage in trained["stages"]}
+    assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
+    states = dict(cli.rows("prefect", "select name, state_name from task_run where flow_run_id = ?", run["id"]))
+    assert states["pretrain"] == "Completed"
