@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from support.tiny_data import make_tokenizer, write_shards
+from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import Sft, Training
-from ttrain.core.files import read_json, write_json
+from ttrain.config import PretrainConfig, Sft, Training
+from ttrain.core.files import ProgressWriter, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
@@ -22,8 +24,10 @@ from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.pipeline import launch
+from ttrain.stages import pretrain
+from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows, order_of, validation_batches
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
@@ -124,6 +128,18 @@ def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None
     assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
 
 
+def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
+    tmp_path: Path, encoder: Encoder
+) -> None:
+    """Nine chats of six positions: 16 tokens a step are two rows, which have 12."""
+    path = chats(tmp_path / "chats", encoder, 9)
+    budget = {"epochs": None, "tokens": 48}
+    packed, alone = (settings(packing=packing, **budget) for packing in ("best-fit", "none"))
+    assert order_of(packed, open_rows(path, encoder, packed)).steps == 3
+    order = order_of(alone, open_rows(path, encoder, alone))
+    assert (order.steps, sum(map(order.step_tokens, range(order.steps)))) == (4, 48)
+
+
 def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
     rows = open_rows(chats(tmp_path, encoder, 95, 5), encoder, settings())
     with pytest.raises(DataError, match=r"5 of 100 chats have no token .* training\.dropped_fraction 0\.01"):
@@ -221,3 +237,27 @@ def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path,
     order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
     with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
         order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
+
+
+def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:
+    """Also of a stage that was stopped and continues."""
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(pretrain={"packing": "none", "tokens": 1500})
+    result = home.pretrain(settings, tmp_path / "straight")
+    asked = itertools.count()
+    context = StageContext(
+        home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
+    )
+    with pytest.raises(Interrupted):
+        pretrain.run(PretrainConfig(model=settings.model, pretrain=settings.pretrain), context)
+    again = home.pretrain(settings, tmp_path / "parts")
+    assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
+    encoder = Encoder(home.tokenizer.path, fast=False)
+    rows = open_rows(home.documents.path / "train", encoder, settings.pretrain)
+    read = [order_of(settings.pretrain, rows).step_tokens(step) for step in range(result["steps"])]
+    assert result["tokens"] == sum(read) and sum(read[:-1]) < 1500 <= sum(read)
+    for directory in ("straight", "parts"):
+        lines = (tmp_path / directory / "run" / "metrics.jsonl").read_text().splitlines()
+        points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
+        assert {step for step, _ in points} == {*range(result["steps"] + 1)}
+        assert all(tokens == sum(read[:step]) for step, tokens in points)

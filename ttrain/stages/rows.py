@@ -87,8 +87,21 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
 
 
 def order_of(config: Training, rows: Rows) -> Order:
-    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on."""
+    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on.
+
+    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a budget is a number of
+    steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
+    has been read.
+    """
     _check(config, rows)
+    order = _order(config, rows)
+    order.row_tokens = rows.lengths() if rows.trimmed else rows.row_length
+    if rows.trimmed and config.tokens is not None:
+        order.total_rows = order.steps_to_read(config.tokens) * order.rows_per_step
+    return order
+
+
+def _order(config: Training, rows: Rows) -> Order:
     size, (_, total) = config.rows_per_step, steps_of(config, rows.epoch)
     if isinstance(rows, MixedRows):
         if config.order != "shuffled":

@@ -68,8 +68,10 @@ class FitResult:
     step: int
     stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
     resumed_from_step: int
-    loss: float | None
+    kept_step: int  # of the weights, before `step` where those with the lowest validation loss were kept
+    loss: float | None  # of the kept weights, as is the next one
     validation_loss: float | None
     skipped_steps: int
     live_tokens: int
+    tokens: int  # read up to `step`
     seconds: float
