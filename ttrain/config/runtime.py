@@ -19,6 +19,9 @@ class Night(Section):
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
     memory_limit_gb: float | None = setting(None, "of a rank, as runtime.memory_limit_gb", gt=0)
+    memory_share: float | None = setting(
+        None, "of the GPU, or of the machine for all ranks on a CPU; a rank keeps what it has used before", gt=0, le=1
+    )
 
 
 # As in the table of stages (`ttrain/stages`), which imports this package.

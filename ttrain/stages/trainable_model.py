@@ -104,7 +104,13 @@ def train(
     night = None
     if runtime.night:
         limit = limit_bytes(runtime)
-        night = NightThrottle(runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
+        night = NightThrottle(
+            runtime.night,
+            ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit,
+            ranks=runtime.devices,
+        )
     trainer = Trainer(
         task,
         loader,
