@@ -325,6 +325,13 @@ def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(monkeyp
         assert order.steps_to_read(budget) == 1 + np.searchsorted(read, budget)
 
 
+def test_an_epoch_ends_with_the_step_that_holds_its_last_row() -> None:
+    """Rows 0-8, 9-17, 18-26 and 27-29 in steps of six."""
+    order = ShuffledOrder(9, 6, 30, 1)
+    assert order.epoch_ends(1) == {2, 3, 5} and order.epoch_ends(2) == {3} and order.epoch_ends(4) == set()
+    assert order.epoch_ends(None) == set()
+
+
 def test_rows_that_count_alike_have_their_tokens_without_being_drawn() -> None:
     order = ShuffledOrder(10, 4, 22, 1, row_tokens=8)
     assert [order.step_tokens(step) for step in range(order.steps)] == [32, 32, 32, 32, 32, 16]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
@@ -29,6 +30,7 @@ from ttrain.pipeline import launch
 from ttrain.stages import pretrain
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.train.trainer import QUICK
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -237,6 +239,24 @@ def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path,
     order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
     with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
         order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
+
+
+def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    home, budget = Home.make(tmp_path / "home"), {"epochs": 3.5, "tokens": None}
+    often = {"checkpoint_every_steps": 1000, "keep_checkpoints": 9, "quick_validations": 2}
+    validates = stage_settings(pretrain={**budget, "validate_every_epochs": 1}, **often)
+    saves = stage_settings(pretrain={**budget, "schedule": {"kind": "constant"}}, checkpoint_every_epochs=2, **often)
+    rows = open_rows(home.documents.path / "train", Encoder(home.tokenizer.path, fast=False), saves.pretrain)
+    ends = [-(-len(rows) * epoch // 8) for epoch in (1, 2, 3)]
+    last = home.pretrain(validates, tmp_path / "validates")["steps"]
+    lines = curve(tmp_path / "validates" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, "validation_loss") == logged_steps(lines, "validation_accuracy") == [*ends, last]
+    assert not logged_steps(lines, QUICK), "which a stage has that validates at its end only"
+    home.pretrain(saves, tmp_path / "saves")
+    saved = sorted(path.name for path in (tmp_path / "saves" / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
+    lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
 
 
 def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:

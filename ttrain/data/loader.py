@@ -192,6 +192,11 @@ class Order(ABC):
         start = step * self.rows_per_step
         return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
 
+    def epoch_ends(self, every: int | None) -> frozenset[int]:
+        """The steps that end every so many epochs, each with the epoch's last row; None: none."""
+        epoch_rows = self.rows * (every or 1 + self.total_rows)
+        return frozenset(-(-end // self.rows_per_step) for end in range(epoch_rows, self.total_rows + 1, epoch_rows))
+
     def step_tokens(self, step: int) -> int:
         """Tokens of the rows of a step, over all ranks."""
         if not isinstance(self.row_tokens, int):

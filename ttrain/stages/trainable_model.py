@@ -123,8 +123,9 @@ def train(
         cadence=Cadence(
             log=runtime.log_every_steps,
             checkpoint=runtime.checkpoint_every_steps,
-            checkpoint_steps=frozenset(runtime.keep_steps),
+            checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
             validate=config.validate_every_steps,
+            validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
         stop_requested=job.stop_requested,

@@ -143,7 +143,7 @@ def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Row
 def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
     """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
-    if config.validate_every_steps:
+    if config.validates_while_training:
         return Validation(validation)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
     return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))

@@ -50,7 +50,7 @@ from ttrain.train.training_options import (
 )
 
 CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
-QUICK = "validation_loss_quick"
+QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
 log = logging.getLogger("ttrain")
 
 
@@ -238,7 +238,7 @@ class Trainer:
 
     def _reads(self, done: int) -> bool:
         """Whether figures, or the weights as they are after them, are needed after so many steps."""
-        due = self._due(self.cadence.log, done) or self._due(self.cadence.validate, done) or self._save_due(done)
+        due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
         return due or done == self.steps or done in self._quick_steps
 
     def _account(self, finished: FinishedStep) -> None:
@@ -284,7 +284,9 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        self._log(self.step, {QUICK: self.model.measure(self.validation.quick)[0]})
+        loss, figures = self.model.measure(self.validation.quick)
+        accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
+        self._log(self.step, {QUICK: loss, **accuracy})
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -317,7 +319,8 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _validates(self, step: int) -> bool:
-        return bool(self.validation.batches) and (step == self.steps or self._due(self.cadence.validate, step))
+        is_due = self._due(self.cadence.validate, step) or step in self.cadence.validate_steps
+        return bool(self.validation.batches) and (step == self.steps or is_due)
 
     def _save_due(self, step: int) -> bool:
         is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps

@@ -48,6 +48,7 @@ class Cadence:
     checkpoint: int = 100
     checkpoint_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     validate: int = 0
+    validate_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     quick_validations: int = 0  # over the whole run
 
 
