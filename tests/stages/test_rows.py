@@ -109,6 +109,66 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path,
         order_of(config, open_rows(path, encoder, config))
 
 
+def weighted(path: Path, encoder: Encoder, weights: Sequence[float], *, kind: str = "documents", group: int = 0) -> Any:
+    """A shard of records of eleven tokens, each filled with a number of its own, with these weights."""
+    ids = np.concatenate([[encoder.bos_id, *[30 + number] * 9, encoder.eos_id] for number in range(len(weights))])
+    live = np.tile([0] * 5 + [1] * 6, len(weights)) if kind == "chats" else None
+    column = Column(ids, np.arange(len(weights) + 1) * 11, live, weights=np.array(weights))
+    return {**write_shard(path / f"{group}.arrow", column, len(encoder)), "bytes": 1, "group": group}
+
+
+def share_of_draws(order: Any, rows: Rows, marked: set[int], draws: int = 10_000) -> float:
+    """The share of these records among the records of the rows that are drawn."""
+    ids = np.concatenate([batch.input_ids_BT[:, 1::10] for batch in (rows.batch(range(len(rows))),)])
+    held = [{*line.tolist()} & {*range(30, 60)} for line in ids]
+    drawn = [held[row] for row in order.rows_at(np.arange(draws)).tolist()]
+    return sum(len(found & marked) for found in drawn) / sum(map(len, drawn))
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
+    tmp_path: Path, encoder: Encoder, kind: str, packing: str
+) -> None:
+    """Nine of ten draws, where as many have a weight of 1; rows of one weight share packed rows."""
+    entry = weighted(tmp_path, encoder, [9, 1] * 8, kind=kind)
+    write_index(tmp_path, kind=kind, vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+    config = settings(packing=packing, row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    order = order_of(config, rows)
+    assert abs(share_of_draws(order, rows, {*range(30, 46, 2)}) - 0.9) < 0.01
+    places = np.arange(10_000)
+    assert np.array_equal(order.rows_at(places)[7001:], order_of(config, rows).rows_at(places[7001:])), "resumed anywhere"
+    first = order.rows_at(places[: 20 * len(rows)]).tolist()
+    assert {*range(len(rows))} == {*first}, "none is left out"
+
+
+def test_weights_of_rows_are_within_those_of_their_sources(tmp_path: Path, encoder: Encoder) -> None:
+    entries = [weighted(tmp_path, encoder, weights, group=group) for group, weights in enumerate(([9, 1], [1, 1]))]
+    more = {"weights": [0.25, 0.75]}
+    write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=entries, **more)
+    config = settings(packing="none", row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    assert order_of(config, rows).quotas == [250, 2250, 7500]  # type: ignore[attr-defined]
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, rows)
+    with pytest.raises(UsageError, match=r"packing is stream, but rows of data have a weight.*set .*packing=best-fit"):
+        open_rows(tmp_path, encoder, settings(packing="stream"))
+
+
+def test_too_many_weights_and_one_that_is_next_to_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    config = settings(packing="none", row_length=20, tokens_per_step=20)
+    for weights, message in (
+        ([1 + number / 7 for number in range(101)], "101 different weights, .* at most 100; round them"),
+        ([1, 1e-9], "one of 1e.09 draws, but may get one of 1,048,576; raise their weight"),
+    ):
+        entry = weighted(tmp_path, encoder, weights)
+        write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+        with pytest.raises(DataError, match=message):
+            order_of(config, open_rows(tmp_path, encoder, config))
+
+
 def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder) -> None:
     directory = chats(tmp_path / "chats", encoder, 20)
     index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
