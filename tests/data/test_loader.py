@@ -313,6 +313,31 @@ def test_grouping_pads_less_than_half_of_what_a_random_order_does_with_steps_in_
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.1
 
 
+@pytest.mark.parametrize("kind", range(3))
+def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """Against a loop over the steps; by less than a step, over several passes."""
+    monkeypatch.setattr(loading, "COUNTED_TOGETHER", 7)
+    order = orders(rows=16, per_step=3, total=3 * 90)[kind]
+    order.row_tokens = lengths_of(16)
+    read = np.cumsum([lengths_of(16)[order.step_rows(step)].sum() for step in range(90)])
+    assert [order.step_tokens(step) for step in range(90)] == np.diff(read, prepend=0).tolist()
+    for budget in (1, 2, 40, 87, 88, 89, 300, 1000, int(read[-1])):
+        assert order.steps_to_read(budget) == 1 + np.searchsorted(read, budget)
+
+
+def test_an_epoch_ends_with_the_step_that_holds_its_last_row() -> None:
+    """Rows 0-8, 9-17, 18-26 and 27-29 in steps of six."""
+    order = ShuffledOrder(9, 6, 30, 1)
+    assert order.epoch_ends(1) == {2, 3, 5} and order.epoch_ends(2) == {3} and order.epoch_ends(4) == set()
+    assert order.epoch_ends(None) == set()
+
+
+def test_rows_that_count_alike_have_their_tokens_without_being_drawn() -> None:
+    order = ShuffledOrder(10, 4, 22, 1, row_tokens=8)
+    assert [order.step_tokens(step) for step in range(order.steps)] == [32, 32, 32, 32, 32, 16]
+    assert order.steps_to_read(33) == 2
+
+
 def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     work, inner = [0], loading.feistel
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +21,9 @@ from ttrain.data.records import (
     Record,
     Rejected,
     Skipped,
+    Tally,
     TextDocument,
+    accepted,
     content_hash,
     document_fields,
     document_parser,
@@ -39,6 +44,34 @@ TALK = Conversation((
 ))  # fmt: skip
 
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
+
+
+def parsed_with(weight: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
+    """The record of a document with this weight, and what was skipped and rejected."""
+    tally = Tally()
+    found = [record for _, record in accepted([("a", 1, {"text": "x", "weight": weight})], document_parser("text"), tally)]
+    return (found or [None])[0], dict(tally.skipped), dict(tally.rejected)
+
+
+def test_a_row_has_a_weight_that_is_a_number_or_is_rejected_with_the_reason() -> None:
+    for weight, expected in ((9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)):
+        assert parsed_with(weight) == (TextDocument("x", weight=expected), {}, {})
+    assert parsed_with(0) == (None, {"weight 0": 1}, {})
+    for weight, reason in (
+        (-1, "negative"), (math.nan, "not finite"), (math.inf, "not finite"), ("9", "text, not a number"),
+        (True, "not a number"), ([9], "not a number"),
+    ):  # fmt: skip
+        record, skipped, rejected = parsed_with(weight)
+        assert record is None and not skipped
+        assert re.match(rf"'weight' is .*{reason}; write how often the row is drawn, .* or leave the key out", *rejected)
+
+
+def test_the_weight_of_a_row_is_no_part_of_its_identity_nor_that_of_a_turn() -> None:
+    talk = chat({"role": "assistant", "content": "Well.", "weight": 0}, weight=3)
+    [(_, record)] = accepted([("a", 1, talk)], parse_conversation, Tally())
+    assert isinstance(record, Conversation) and (record.weight, record.messages[1].in_loss) == (3.0, False)
+    assert content_hash(record) == content_hash(replace(record, weight=1.0))
+    assert "weight" not in record.to_json()
 
 
 def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -94,6 +94,23 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: 
     assert_adds_up(built, 300)
 
 
+def test_the_weights_of_rows_are_beside_them_also_where_rows_are_left_out(sets: Sets) -> None:
+    """Shards without weights are as before, and what is held out has none."""
+    rows = rows_of(300)
+    weighted = [{**row, "weight": 1 + number % 3} for number, row in enumerate(rows)]
+    files = [sets.file("plain", rows), sets.file("weighted", weighted), sets.file("twice", [*weighted, *weighted[:50]])]
+    recipe = replace(sets.recipe, heldout_fraction=0.1)
+    for file in files:
+        sets.build(file.stem, [file], recipe=recipe)
+    assert sets.train("plain").row_weights is None
+    expected = {row["text"]: row["weight"] for row in weighted}
+    for name in ("weighted", "twice"):
+        found = sets.train(name).row_weights
+        assert found is not None and found.tolist() == [expected[text] for text in sets.texts(name)]
+        assert ShardSet(sets.directory / name / "heldout").row_weights is None
+    assert sets.train("weighted").index["tokens"] == sets.train("plain").index["tokens"]
+
+
 def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets: Sets) -> None:
     plain = sets.file("a", rows_of(300))
     packed = sets.directory / "a.bin"

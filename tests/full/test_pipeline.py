@@ -44,6 +44,12 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
         assert result["heldout"]["rows"] >= 1
 
 
+def test_no_stage_logs_what_a_library_is_about_to_drop(finished: Any) -> None:
+    log = (finished.home / "runs" / f"{finished.runs()[-1]['run']}.log").read_text(encoding="utf-8")
+    assert all(f" {stage}: started" in log for stage in STAGES)
+    assert "FutureWarning" not in log
+
+
 def test_what_a_stage_leaves_is_its_last_checkpoint_with_the_tokenizer(finished: Any) -> None:
     plan = {name: Path(stage["path"]) for name, stage in finished.plan().items()}
     tokenizer = (plan["tokenizer"] / "tokenizer.json").read_bytes()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.comparing import copies, distance, same
-from support.tiny_adapters import CASE_IDS, CASES, CPU, KINDS, SHAPES, disturb, logits, save_base, settings
+from support.tiny_adapters import CASE_IDS, CASES, CPU, KINDS, SHAPES, disturb, logits, save_adapter, save_base, settings
 from support.tiny_data import NumberedRows
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import Held, PlainSgd, in_ranks, make_trainer, tiny_model
@@ -44,6 +44,14 @@ class HeldAdapter(Held):
 
 
 # --- targets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_nothing_that_a_library_will_drop_is_used_to_attach_an_adapter_or_to_load_it(kind: str, tmp_path: Path) -> None:
+    base = save_base(tiny_model(), tmp_path / "base")
+    adapter = save_adapter(adapters.attach(tiny_model(), settings(kind=kind)), tmp_path / "adapter", base)
+    adapters.load(factory.load(base), adapter, weights_digest(base))
 
 
 def without_layer(names: Any) -> set[str]:

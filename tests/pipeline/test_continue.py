@@ -131,6 +131,15 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any("sft.epochs: 1.0 → " in line for line in planned.why)
 
 
+def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House, changed: Callable[[], None]) -> None:
+    """The work at step 150 of a budget that packed rows would reach in 100."""
+    budget = (*TOKENS, "sft.packing=none")
+    work = left(built, built.plan(*budget)["sft"], 150)
+    changed()
+    assert f"unfinished work {work.key[:12]} at step 150" in built.plan(*budget)["sft"].why[0]
+    assert not built.plan(*budget, "sft.tokens=204800")["sft"].why[0].startswith("unfinished")
+
+
 def test_work_whose_ingredients_are_damaged_is_not_offered(built: House, work: resume.PartialRun) -> None:
     """They ended each plan of the stage in a KeyError."""
     for damaged in ({}, {"settings": []}, {**work.ingredients, "code": 5}, [1]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
+from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import Sft, Training
-from ttrain.core.files import read_json, write_json
+from ttrain.config import PretrainConfig, Sft, Training
+from ttrain.core.files import ProgressWriter, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
@@ -22,9 +25,12 @@ from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.pipeline import launch
+from ttrain.stages import pretrain
+from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.train.trainer import QUICK
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -103,6 +109,66 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path,
         order_of(config, open_rows(path, encoder, config))
 
 
+def weighted(path: Path, encoder: Encoder, weights: Sequence[float], *, kind: str = "documents", group: int = 0) -> Any:
+    """A shard of records of eleven tokens, each filled with a number of its own, with these weights."""
+    ids = np.concatenate([[encoder.bos_id, *[30 + number] * 9, encoder.eos_id] for number in range(len(weights))])
+    live = np.tile([0] * 5 + [1] * 6, len(weights)) if kind == "chats" else None
+    column = Column(ids, np.arange(len(weights) + 1) * 11, live, weights=np.array(weights))
+    return {**write_shard(path / f"{group}.arrow", column, len(encoder)), "bytes": 1, "group": group}
+
+
+def share_of_draws(order: Any, rows: Rows, marked: set[int], draws: int = 10_000) -> float:
+    """The share of these records among the records of the rows that are drawn."""
+    ids = np.concatenate([batch.input_ids_BT[:, 1::10] for batch in (rows.batch(range(len(rows))),)])
+    held = [{*line.tolist()} & {*range(30, 60)} for line in ids]
+    drawn = [held[row] for row in order.rows_at(np.arange(draws)).tolist()]
+    return sum(len(found & marked) for found in drawn) / sum(map(len, drawn))
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
+    tmp_path: Path, encoder: Encoder, kind: str, packing: str
+) -> None:
+    """Nine of ten draws, where as many have a weight of 1; rows of one weight share packed rows."""
+    entry = weighted(tmp_path, encoder, [9, 1] * 8, kind=kind)
+    write_index(tmp_path, kind=kind, vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+    config = settings(packing=packing, row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    order = order_of(config, rows)
+    assert abs(share_of_draws(order, rows, {*range(30, 46, 2)}) - 0.9) < 0.01
+    places = np.arange(10_000)
+    assert np.array_equal(order.rows_at(places)[7001:], order_of(config, rows).rows_at(places[7001:])), "resumed anywhere"
+    first = order.rows_at(places[: 20 * len(rows)]).tolist()
+    assert {*range(len(rows))} == {*first}, "none is left out"
+
+
+def test_weights_of_rows_are_within_those_of_their_sources(tmp_path: Path, encoder: Encoder) -> None:
+    entries = [weighted(tmp_path, encoder, weights, group=group) for group, weights in enumerate(([9, 1], [1, 1]))]
+    more = {"weights": [0.25, 0.75]}
+    write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=entries, **more)
+    config = settings(packing="none", row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    assert order_of(config, rows).quotas == [250, 2250, 7500]  # type: ignore[attr-defined]
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, rows)
+    with pytest.raises(UsageError, match=r"packing is stream, but rows of data have a weight.*set .*packing=best-fit"):
+        open_rows(tmp_path, encoder, settings(packing="stream"))
+
+
+def test_too_many_weights_and_one_that_is_next_to_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    config = settings(packing="none", row_length=20, tokens_per_step=20)
+    for weights, message in (
+        ([1 + number / 7 for number in range(101)], "101 different weights, .* at most 100; round them"),
+        ([1, 1e-9], "one of 1e.09 draws, but may get one of 1,048,576; raise their weight"),
+    ):
+        entry = weighted(tmp_path, encoder, weights)
+        write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+        with pytest.raises(DataError, match=message):
+            order_of(config, open_rows(tmp_path, encoder, config))
+
+
 def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder) -> None:
     directory = chats(tmp_path / "chats", encoder, 20)
     index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
@@ -122,6 +188,18 @@ def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None
     assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
     config = settings(packing="none", order="length-grouped")
     assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
+
+
+def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
+    tmp_path: Path, encoder: Encoder
+) -> None:
+    """Nine chats of six positions: 16 tokens a step are two rows, which have 12."""
+    path = chats(tmp_path / "chats", encoder, 9)
+    budget = {"epochs": None, "tokens": 48}
+    packed, alone = (settings(packing=packing, **budget) for packing in ("best-fit", "none"))
+    assert order_of(packed, open_rows(path, encoder, packed)).steps == 3
+    order = order_of(alone, open_rows(path, encoder, alone))
+    assert (order.steps, sum(map(order.step_tokens, range(order.steps)))) == (4, 48)
 
 
 def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
@@ -221,3 +299,45 @@ def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path,
     order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
     with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
         order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
+
+
+def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    home, budget = Home.make(tmp_path / "home"), {"epochs": 3.5, "tokens": None}
+    often = {"checkpoint_every_steps": 1000, "keep_checkpoints": 9, "quick_validations": 2}
+    validates = stage_settings(pretrain={**budget, "validate_every_epochs": 1}, **often)
+    saves = stage_settings(pretrain={**budget, "schedule": {"kind": "constant"}}, checkpoint_every_epochs=2, **often)
+    rows = open_rows(home.documents.path / "train", Encoder(home.tokenizer.path, fast=False), saves.pretrain)
+    ends = [-(-len(rows) * epoch // 8) for epoch in (1, 2, 3)]
+    last = home.pretrain(validates, tmp_path / "validates")["steps"]
+    lines = curve(tmp_path / "validates" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, "validation_loss") == logged_steps(lines, "validation_accuracy") == [*ends, last]
+    assert not logged_steps(lines, QUICK), "which a stage has that validates at its end only"
+    home.pretrain(saves, tmp_path / "saves")
+    saved = sorted(path.name for path in (tmp_path / "saves" / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
+    lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
+
+
+def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:
+    """Also of a stage that was stopped and continues."""
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(pretrain={"packing": "none", "tokens": 1500})
+    result = home.pretrain(settings, tmp_path / "straight")
+    asked = itertools.count()
+    context = StageContext(
+        home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
+    )
+    with pytest.raises(Interrupted):
+        pretrain.run(PretrainConfig(model=settings.model, pretrain=settings.pretrain), context)
+    again = home.pretrain(settings, tmp_path / "parts")
+    assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
+    encoder = Encoder(home.tokenizer.path, fast=False)
+    rows = open_rows(home.documents.path / "train", encoder, settings.pretrain)
+    read = [order_of(settings.pretrain, rows).step_tokens(step) for step in range(result["steps"])]
+    assert result["tokens"] == sum(read) and sum(read[:-1]) < 1500 <= sum(read)
+    for directory in ("straight", "parts"):
+        lines = (tmp_path / directory / "run" / "metrics.jsonl").read_text().splitlines()
+        points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
+        assert {step for step, _ in points} == {*range(result["steps"] + 1)}
+        assert all(tokens == sum(read[:step]) for step, tokens in points)

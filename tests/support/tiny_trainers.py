@@ -186,7 +186,9 @@ def make_trainer(
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None
     steps = -(-config.tokens // config.tokens_per_step)
-    order = ShuffledOrder(len(rows), config.rows_per_step, total_rows or steps * config.rows_per_step, config.seed)
+    order = ShuffledOrder(
+        len(rows), config.rows_per_step, total_rows or steps * config.rows_per_step, config.seed, rows.row_length
+    )
     checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
     loader = Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world)
     return Trainer(

@@ -213,6 +213,37 @@ def test_a_run_that_stops_early_does_so_after_a_stop_and_stays_so_when_it_is_run
         assert same(other.weights.state(), trainer.weights.state())
 
 
+@pytest.mark.parametrize("stop_after", [None, 2, 4])
+def test_the_result_of_an_early_stop_is_that_of_the_weights_that_are_kept(tmp_path: Path, stop_after: int | None) -> None:
+    """Tokens are those of all steps, also of those whose weights are thrown away."""
+    if stop_after:
+        trained(tmp_path, PLATEAU, stop_after=stop_after)
+    result, trainer = trained(tmp_path, PLATEAU, done=stop_after or 0)
+    assert (result.step, result.kept_step, result.validation_loss, result.tokens) == (5, 3, 1.0, 5 * 96)
+    kept = checkpoint.read(tmp_path / "step-00000003").state["counters"]
+    assert result.loss == kept["last_loss"] != trainer.counters.loss
+
+
+def test_the_result_of_a_run_that_ends_after_its_best_step_is_that_of_the_best_one(tmp_path: Path) -> None:
+    """Before its first logging step, too: the loss is the mean of the steps so far."""
+    losses, results = (3.0, 1.0, 2.0), []
+    for name, stops_early in (("last", None), ("best", {"patience": 9})):
+        config = settings_of_training(tokens=3 * 96, validate_every_steps=1, early_stopping=stops_early)
+        model = tiny_model()
+        recorder = Recorder()
+        trainer = make_trainer(
+            config, model, NumberedRows(52), directory=tmp_path / name, validation=[BATCH], keep=9,
+            callbacks=[recorder], cadence=Cadence(log=9, checkpoint=9, validate=1),
+            task=Scripted(config, model, losses=losses),
+        )  # fmt: skip
+        results.append(trainer.fit())
+    last, best = results
+    assert (last.kept_step, last.validation_loss, last.loss) == (3, 2.0, recorder.figures("loss")[-1])
+    assert (best.kept_step, best.validation_loss, best.step, best.tokens) == (2, 1.0, 3, 3 * 96)
+    totals = [(record.loss * record.live_tokens, record.live_tokens) for record in recorder.steps[:2]]
+    assert best.loss == pytest.approx(sum(loss for loss, _ in totals) / sum(targets for _, targets in totals))
+
+
 # --- files and lines ----------------------------------------------------------------------------------------------------
 
 

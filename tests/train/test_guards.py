@@ -36,7 +36,9 @@ def lines(book: GuardLog) -> list[dict[str, Any]]:
 
 
 def record(step: int, loss: float = 1.0, live_tokens: int = 60, order: Order = ORDER) -> StepRecord:
-    return StepRecord(step, order.steps, loss, 1.0, live_tokens, False, 0.1, 0.0, lambda: order.step_rows(step - 1))
+    return StepRecord(
+        step, order.steps, loss, 1.0, live_tokens, False, 0.1, 0.0, lambda: order.step_rows(step - 1), 6, 6 * step
+    )
 
 
 def steps(guard: Callback, losses: Sequence[float], first: int = 1) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.comparing import bytes_kept, copies, distance, same
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import tiny_moe
-from support.tiny_trainers import CPU, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, CPU, settings_of_training, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +21,8 @@ from ttrain.train import attention, language_modeling, losses
 from ttrain.train.attention import segment_mask
 from ttrain.train.language_modeling import PLAIN_HEADS, LanguageModeling
 from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
+from ttrain.train.precision import resolve_precision
+from ttrain.train.step_figures import measure
 
 N, D, V = 24, 8, 50
 
@@ -90,6 +92,38 @@ def test_all_labels_ignored_give_0_and_gradients_of_0() -> None:
     found = results(linear_token_loss_sum(hidden, weight, torch.full_like(labels, IGNORE)), hidden, weight)
     assert {*found} == {"loss", "0", "1"}, "DDP waits for a gradient of every parameter"
     assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hits_are_those_of_argmax_also_where_logits_are_equal(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for values in (3, 50, 10_000):
+        logits = torch.randint(0, values, (400, 60), generator=generator).to(dtype)
+        labels = torch.where(torch.arange(400) % 3 == 0, logits.argmax(1), torch.randint(0, 60, (400,), generator=generator))
+        labels[::7] = IGNORE
+        assert int(losses.count_hits(logits, labels)) == int((logits.argmax(1) == labels).sum()) > 0
+    assert int(losses.count_hits(logits, torch.full_like(labels, IGNORE))) == 0
+
+
+@pytest.mark.parametrize("chunk", [0, 7, 512])
+def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(chunk: int) -> None:
+    """With a head that is computed in chunks, and with all logits of a model whose head does more."""
+    rows = NumberedRows(20)
+    batches = [rows.batch(range(start, start + 5)) for start in range(0, 20, 5)]
+    for model in (tiny_model(), tiny_model(kind="gpt2")):
+        task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk)
+        hits = targets = 0
+        model.eval()
+        for batch in batches:
+            ids, positions, segments, labels = (
+                torch.from_numpy(array)
+                for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
+            )
+            with torch.no_grad():
+                logits = model(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
+            hits, targets = hits + int((logits.argmax(-1) == labels).sum()), targets + int((labels != IGNORE).sum())
+        _, figures = measure(task, task.build_model(), batches, ALONE, resolve_precision("fp32", CPU))
+        assert hits > 0 and figures == {"accuracy": hits / targets}
 
 
 def test_a_label_outside_the_vocabulary_is_an_error() -> None:

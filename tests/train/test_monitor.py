@@ -29,8 +29,9 @@ class Run:
 
     def __init__(self, steps: int, **settings: float) -> None:
         self.now, self.steps, self.done = 1000.0, steps, 0
+        self.tokens = int(settings.get("tokens_per_step", 100))
         self.monitor = PerformanceMonitor(
-            settings.get("tokens_per_step", 100), device=CPU, steps_per_epoch=8, clock=lambda: self.now,
+            device=CPU, steps_per_epoch=8, clock=lambda: self.now,
             flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=lambda: settings.get("peak", 0.0),
         )  # fmt: skip
         self.monitor.start(0, steps)
@@ -39,7 +40,10 @@ class Run:
         """A step, and `after` seconds of validation, saving or the like."""
         self.now += seconds
         self.done += 1
-        record = StepRecord(self.done, self.steps, 1.0, 1.0, 1, False, seconds, data_seconds, lambda: np.zeros(1, np.int64))
+        record = StepRecord(
+            self.done, self.steps, 1.0, 1.0, 1, False, seconds, data_seconds, lambda: np.zeros(1, np.int64), self.tokens,
+            self.done * self.tokens,
+        )  # fmt: skip
         self.monitor.step_end(record)
         self.now += after
         return record
@@ -91,7 +95,7 @@ def test_the_eta_follows_a_change_of_pace() -> None:
 
 def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took() -> None:
     recorder = Recorder()
-    monitor = PerformanceMonitor(96, device=CPU, steps_per_epoch=52 / 6)
+    monitor = PerformanceMonitor(device=CPU, steps_per_epoch=52 / 6)
     trainer = make_trainer(
         settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), callbacks=[monitor, recorder],
         cadence=Cadence(log=3),

@@ -171,7 +171,7 @@ def train(
         multi_token.attach(learner, MultiToken(weight=0.3), seed=1)
     callbacks: list[Callback] = [recorder]
     if evaluated:
-        callbacks.append(PeriodicEvaluation(learner, measure_of(learner, encoder), [told], every=2, tokens_per_step=96))
+        callbacks.append(PeriodicEvaluation(learner, measure_of(learner, encoder), [told], every=2))
     trainer = make_trainer(
         settings_of_training(tokens=3 * 96), learner, NumberedRows(52), rows_per_device=3, ranks=ranks, how=how,
         callbacks=callbacks, cadence=Cadence(log=1),
@@ -238,7 +238,7 @@ def test_a_run_that_continues_has_the_same_lines(encoder: Encoder, tmp_path: Pat
         path = tmp_path / name / "run" / "metrics.jsonl"
         for stop_after in stops:
             model, metrics = tiny_model(dropout=0.2, vocab=len(encoder)), MetricsFile(path)
-            evaluations = PeriodicEvaluation(model, measure_of(model, encoder), [metrics], every=2, tokens_per_step=96)
+            evaluations = PeriodicEvaluation(model, measure_of(model, encoder), [metrics], every=2)
             make_trainer(
                 settings_of_training(tokens=4 * 96), model, NumberedRows(52), directory=tmp_path / name / "checkpoints",
                 callbacks=[metrics, evaluations], stop_after=stop_after, cadence=Cadence(log=1, checkpoint=1),
@@ -254,14 +254,13 @@ def test_the_share_of_the_time_is_told_and_too_much_of_it_once(caplog: pytest.Lo
         now[0] += 3
         return {"a/b": float(step)}
 
-    evaluations = PeriodicEvaluation(
-        torch.nn.Linear(1, 1), measure, [told], every=2, tokens_per_step=10, clock=lambda: now[0]
-    )
+    evaluations = PeriodicEvaluation(torch.nn.Linear(1, 1), measure, [told], every=2, clock=lambda: now[0])
     evaluations.start(0, 5)
     with caplog.at_level(logging.WARNING, "ttrain"):
         for step in range(1, 6):
             now[0] += 2
-            evaluations.step_end(StepRecord(step, 5, 1.0, 1.0, 1, False, 2.0, 0.0, lambda: torch.zeros(0).numpy()))
+            rows = torch.zeros(0).numpy
+            evaluations.step_end(StepRecord(step, 5, 1.0, 1.0, 1, False, 2.0, 0.0, rows, 10, 10 * step))
     assert [(record.step, record.tokens, record.metrics["eval/a/b"]) for record in told.records] == [
         (2, 20, 2.0), (4, 40, 4.0), (5, 50, 5.0),
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, CPU, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Night
+from ttrain.config.loading import load
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
 from ttrain.train.distributed import Ranks
@@ -180,6 +181,38 @@ def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> No
 def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     shift = NightThrottle(Night(memory_limit_gb=900), CPU, rows_per_device=4)
+    shift.set(True)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
+    shift.set(False)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize(
+    ("used", "day", "by_night", "by_day"),
+    [(10e9, None, 0.5, 1.0), (100e9, None, 0.625, 1.0), (10e9, 40e9, 0.25, 0.25), (100e9, 120e9, 0.625, 0.75)],
+    ids=["half", "no less than is in use", "no more than by day", "what is in use, of a limit"],
+)
+def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, used: float, day: float | None, by_night: float, by_day: float
+) -> None:
+    """It was 8 GB on any GPU."""
+    settings = load(profiles=["night"]).settings.runtime.night
+    assert settings
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160_000_000_000))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
+    shift = NightThrottle(settings, CUDA, rows_per_device=4, memory_limit=day)
+    shift.set(True)
+    shift.set(False)
+    assert given == [by_night, by_day]
+
+
+@linux
+def test_ranks_on_a_cpu_share_half_of_the_machine_by_night(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource_limits, "total_bytes", lambda device: 3600e9)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    shift = NightThrottle(Night(memory_share=0.5), CPU, rows_per_device=4, ranks=2)
     shift.set(True)
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
     shift.set(False)

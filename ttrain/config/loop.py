@@ -82,8 +82,13 @@ class Loop(Section):
     """What the training loop does to the weights, whatever it trains."""
 
     validate_every_steps: int = setting(0, "0: at the end only", ge=0)
+    validate_every_epochs: int | None = setting(
+        None, "also with the step that ends every so many passes over the rows; empty: none", ge=1
+    )
     validation_rows: int = setting(256, "rows of the held-out part used while training", ge=1)
-    early_stopping: EarlyStopping | None = setting(None, "empty: train to the end; needs validate_every_steps")
+    early_stopping: EarlyStopping | None = setting(
+        None, "empty: train to the end; needs validate_every_steps or validate_every_epochs"
+    )
     nonfinite: Literal["stop", "skip", "raise"] = setting(
         "stop", "a loss or gradient that is not finite: save and end, leave the step out, or end at once"
     )
@@ -95,8 +100,15 @@ class Loop(Section):
     schedule: Schedule = Schedule()
 
     def _check(self) -> None:
-        if self.early_stopping and not self.validate_every_steps:
-            raise ValueError("early_stopping is set but validate_every_steps is 0; set it, for example to 50")
+        if self.early_stopping and not self.validates_while_training:
+            raise ValueError(
+                "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or validate_every_epochs"
+            )
+
+    @property
+    def validates_while_training(self) -> bool:
+        """Whether there are validations before the last step."""
+        return bool(self.validate_every_steps or self.validate_every_epochs)
 
     @property
     def prefix(self) -> str:

@@ -19,6 +19,9 @@ class Night(Section):
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
     memory_limit_gb: float | None = setting(None, "of a rank, as runtime.memory_limit_gb", gt=0)
+    memory_share: float | None = setting(
+        None, "of the GPU, or of the machine for all ranks on a CPU; a rank keeps what it has used before", gt=0, le=1
+    )
 
 
 # As in the table of stages (`ttrain/stages`), which imports this package.
@@ -90,7 +93,7 @@ class Runtime(Section):
     )
     log_every_steps: int = setting(10, "steps between two points of the curves", ge=1)
     quick_validations: int = setting(
-        8, "while a stage trains, on a few held-out rows, where validate_every_steps is 0; 0: none", ge=0
+        8, "while a stage trains, on a few held-out rows, where a stage validates at its end only; 0: none", ge=0
     )
     system_metrics_seconds: int = setting(
         10, "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none", ge=0
@@ -105,6 +108,9 @@ class Runtime(Section):
     )
     eval_limit: int = setting(32, "items of each of its tasks, which bounds the time", ge=1)
     checkpoint_every_steps: int = setting(100, "steps between two checkpoints", ge=1)
+    checkpoint_every_epochs: int | None = setting(
+        None, "also with the step that ends every so many passes over the rows; empty: none", ge=1
+    )
     keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
     keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = setting(

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -365,11 +365,13 @@ class _ShardBuilder:
         self._pending: list[sources.Record] = []
         self._pending_bytes = self._bytes = 0
         self._done: list[Column] = []
+        self._weights: list[float] = []
         self._lines: list[bytes] = []
 
     def add(self, record: sources.Record, size: int) -> None:
         """Add a record whose text has `size` bytes."""
         self._pending.append(record)
+        self._weights.append(record.weight)
         self._pending_bytes, self._bytes = self._pending_bytes + size, self._bytes + size
         if self._keep_text:
             self._lines.append(orjson.dumps(record.to_json()) + b"\n")
@@ -381,7 +383,10 @@ class _ShardBuilder:
         self._encode()
         if not self._done:
             return None
-        entry, data = shards.shard_of(f"{name}.arrow", concatenate(self._done), len(self._encoder))
+        column = concatenate(self._done)
+        if not self._keep_text and any(weight != 1 for weight in self._weights):  # what is held out is not drawn
+            column = replace(column, weights=np.array(self._weights))
+        entry, data = shards.shard_of(f"{name}.arrow", column, len(self._encoder))
         added: list[tuple[Path, Any]] = [(directory / entry["file"], data)]
         if self._keep_text:
             entry["records"] = f"{name}.jsonl"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +118,8 @@ DRAWS_PER_CYCLE = 10_000  # shares of a weighted order are exact in each cycle, 
 
 GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed
 
+COUNTED_TOGETHER = 1 << 16  # rows whose tokens are counted at once for a budget
+
 CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
 
 
@@ -173,10 +175,12 @@ def derived_seed(seed: int, number: int) -> int:
 class Order(ABC):
     """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
 
+    every_row_in_a_pass: ClassVar[bool] = True
     rows: int
     rows_per_step: int
     total_rows: int
     seed: int
+    row_tokens: int | Array = 1  # of all rows alike, or of each one, without padding
 
     @property
     def steps(self) -> int:
@@ -187,6 +191,38 @@ class Order(ABC):
         """Row numbers of a step, counted from 0, over all ranks."""
         start = step * self.rows_per_step
         return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
+
+    def epoch_ends(self, every: int | None) -> frozenset[int]:
+        """The steps that end every so many epochs, each with the epoch's last row; None: none."""
+        epoch_rows = self.rows * (every or 1 + self.total_rows)
+        return frozenset(-(-end // self.rows_per_step) for end in range(epoch_rows, self.total_rows + 1, epoch_rows))
+
+    def step_tokens(self, step: int) -> int:
+        """Tokens of the rows of a step, over all ranks."""
+        if not isinstance(self.row_tokens, int):
+            return int(self.row_tokens[self.step_rows(step)].sum())
+        start = step * self.rows_per_step
+        return self.row_tokens * (min(start + self.rows_per_step, self.total_rows) - start)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean tokens of a row."""
+        return float(np.mean(self.row_tokens))
+
+    def steps_to_read(self, tokens: int) -> int:
+        """The fewest steps whose rows have so many tokens, counted in the order in which they are read."""
+        places = read = 0
+        lengths = np.broadcast_to(self.row_tokens, self.rows)
+        if self.every_row_in_a_pass:
+            passes = (tokens - 1) // int(lengths.sum())
+            places, read = passes * self.rows, passes * int(lengths.sum())
+        while True:
+            row_numbers = self.rows_at(np.arange(places, places + COUNTED_TOGETHER))
+            ends = read + lengths[row_numbers].cumsum()
+            if ends[-1] >= tokens:
+                places += int(np.searchsorted(ends, tokens)) + 1
+                return -(-places // self.rows_per_step)
+            places, read = places + COUNTED_TOGETHER, int(ends[-1])
 
     @abstractmethod
     def rows_at(self, places: Array) -> Array:
@@ -214,6 +250,8 @@ class WeightedOrder(Order):
     number k of a group is row k modulo its size in its pass k // size, so that a pass holds each of its rows once. Memory
     and a skip cost one cycle.
     """
+
+    every_row_in_a_pass = False
 
     def __init__(
         self,

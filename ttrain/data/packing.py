@@ -93,6 +93,10 @@ class Rows(ABC):
         """Rows of one pass."""
         return len(self)
 
+    def draws(self) -> list[tuple[int, float]]:
+        """(rows, weight of all of them together) of groups of rows, one after the other, that are drawn by weight."""
+        return [(len(self), 1.0)]
+
     def lengths(self) -> Array:
         """Positions of each row that hold a token, of shape [rows]."""
         return np.full(len(self), self.row_length)
@@ -137,6 +141,14 @@ class MixedRows(Rows):
     @property
     def epoch(self) -> int:
         return self._epoch or len(self)
+
+    def draws(self) -> list[tuple[int, float]]:
+        """Of a group with weighted rows, parts of its share by their weights."""
+        parts: list[tuple[int, float]] = []
+        for group, weight in zip(self.groups, self.weights, strict=True):
+            total = sum(part for _, part in group.draws())
+            parts += [(rows, weight * (part / total if total else 1.0)) for rows, part in group.draws()]
+        return parts
 
     @property
     def is_exact(self) -> bool:

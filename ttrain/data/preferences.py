@@ -42,6 +42,7 @@ class Preference:
     chosen: Messages
     rejected: Messages
     labels: Labels = ()
+    weight: float = 1.0
 
     @property
     def messages(self) -> Messages:

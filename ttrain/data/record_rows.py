@@ -5,18 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import cached_property
 from itertools import chain
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
 from ttrain.data.shards import Column, ShardSet, counted_up, offsets_of
+from ttrain.errors import DataError
 
 ThreeArrays = tuple[Array, Array, Array]
 NONE: Array = np.zeros(0, np.int64)
 
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
+
+MOST_WEIGHTS = 100  # of rows of data, each with packed rows of its own
 
 PACKED_TOGETHER = 1 << 18  # documents; their rows are lists for a moment, 40 MB
 
@@ -155,13 +158,22 @@ class SeparateDocumentRows(WindowRows):
         self._windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
         self._firsts = offsets_of(self._windows)
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
-        if packed:
-            self._order, self._ends = _packed(self._inputs, row_length)
-        else:
-            self._order, self._ends = np.arange(len(document)), np.arange(1, len(document) + 1)
+        weights = None if shards.row_weights is None else shards.row_weights[document]
+        orders, lengths, self._draws = [NONE], [NONE], list[tuple[int, float]]()
+        for weight, numbers in by_weight(weights, len(document)):
+            order, row_sizes = np.arange(len(numbers)), np.ones_like(numbers)
+            if packed:
+                order, row_sizes = _packed(self._inputs[numbers], row_length)
+            orders.append(numbers[order])
+            lengths.append(row_sizes)
+            self._draws.append((len(row_sizes), weight * len(row_sizes)))
+        self._order, self._ends = np.concatenate(orders), np.concatenate(lengths).cumsum()
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def draws(self) -> list[tuple[int, float]]:
+        return self._draws
 
     def windows(self, rows: Array) -> ThreeArrays:
         begins = np.where(rows, self._ends[rows - 1], 0)
@@ -187,13 +199,29 @@ class SeparateDocumentRows(WindowRows):
 
 
 def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
-    """Numbers of the items in the order of their rows, and the place after each row's last; packed block by block."""
+    """Numbers of the items in the order of their rows, and the items of each row; packed block by block."""
     orders, counts = [NONE], [NONE]
     for first in range(0, len(lengths), PACKED_TOGETHER):
         rows = best_fit(lengths[first : first + PACKED_TOGETHER], row_length)
         orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)
         counts.append(np.fromiter(map(len, rows), np.int64))
-    return np.concatenate(orders), np.cumsum(np.concatenate(counts))
+    return np.concatenate(orders), np.concatenate(counts)
+
+
+def by_weight(weights: npt.NDArray[Any] | None, items: int) -> list[tuple[float, Array]]:
+    """(weight, numbers of the items that have it), the lightest first; all of weight 1 where there are no weights.
+
+    Items of one weight share rows, so that a row has a weight. Raises DataError where there are too many weights for that.
+    """
+    if weights is None:
+        return [(1.0, np.arange(items))]
+    distinct, which = np.unique(weights, return_inverse=True)
+    if len(distinct) > MOST_WEIGHTS:
+        raise DataError(
+            f"the rows of the training data have {len(distinct)} different weights, but rows of one weight are packed "
+            f"together, of at most {MOST_WEIGHTS}; round them, such as to one digit"
+        )
+    return [(float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)]
 
 
 def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
@@ -229,8 +257,15 @@ class PieceRows(Rows):
             plans.append(self.plan(column, first))
             first += len(column)
         self.records, self.starts, self.sizes = map(np.concatenate, zip(*plans, strict=True))
-        pieces = len(self.sizes)
-        self._rows = best_fit(self.sizes.tolist(), row_length) if packed else [[piece] for piece in range(pieces)]
+        weights = None if shards.row_weights is None else shards.row_weights[self.records]
+        self._rows: list[list[int]] = []
+        self._draws: list[tuple[int, float]] = []
+        for weight, numbers in by_weight(weights, len(self.sizes)):
+            rows = [[number] for number in range(len(numbers))]
+            if packed:
+                rows = best_fit(self.sizes[numbers].tolist(), row_length)
+            self._rows += rows if weights is None else [numbers[row].tolist() for row in rows]
+            self._draws.append((len(rows), weight * len(rows)))
         row_of_piece = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
         self._lengths = np.zeros(len(self._rows), np.int64)
         np.add.at(self._lengths, row_of_piece, self.sizes[list(chain.from_iterable(self._rows))])
@@ -245,6 +280,9 @@ class PieceRows(Rows):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def draws(self) -> list[tuple[int, float]]:
+        return self._draws
 
     def lengths(self) -> Array:
         return self._lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
 # Keys whose values can group an evaluation. They are stored with held-out records, but are not part of their identity.
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 
+WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is learnt
+WEIGHT_FIX = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
+
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
@@ -38,6 +42,7 @@ class TextDocument:
 
     text: str
     labels: Labels = ()
+    weight: float = 1.0
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
@@ -53,6 +58,7 @@ class Conversation:
 
     messages: Messages
     labels: Labels = ()
+    weight: float = 1.0
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
@@ -92,6 +98,8 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
     """(line number, good record) of the rows; the tally counts the others."""
     for path, number, value in rows:
         parsed = parse(value)
+        if value.get(WEIGHT) is not None and not isinstance(parsed, Skipped | Rejected):
+            parsed = _weighted(parsed, value[WEIGHT])
         if isinstance(parsed, Rejected):
             tally.reject(path, number, parsed.reason, _excerpt(value))
         elif isinstance(parsed, Skipped):
@@ -99,6 +107,15 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
         else:
             tally.kept += 1
             yield number, parsed
+
+
+def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
+    """The record with the weight of its row: how often it is drawn, compared with a row of weight 1."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {WEIGHT_FIX}")
+    if not 0 <= weight < math.inf:
+        return Rejected(f"'{WEIGHT}' is {'negative' if weight < 0 else 'not finite'}; {WEIGHT_FIX}")
+    return replace(record, weight=float(weight)) if weight else Skipped("weight 0")
 
 
 def _excerpt(value: JsonDict) -> bytes:

@@ -44,6 +44,7 @@ class Column:
     offsets: Offsets
     live: Ids | None = None
     branches: Ids | None = None
+    weights: Ids | None = None  # of each record, where any differs from 1
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -52,8 +53,9 @@ class Column:
         """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
-        masks = (None if mask is None else mask[flags] for mask in (self.live, self.branches))
-        return Column(self.tokens[flags], offsets_of(lengths[selected]), *masks)
+        live, branches = (None if mask is None else mask[flags] for mask in (self.live, self.branches))
+        weights = None if self.weights is None else self.weights[selected]
+        return Column(self.tokens[flags], offsets_of(lengths[selected]), live, branches, weights)
 
 
 class Ranges(NamedTuple):
@@ -101,6 +103,8 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     for field, mask in (("live", column.live), ("branches", column.branches)):
         if mask is not None:
             arrays[field] = _large_list(column.offsets, mask.astype(np.uint8))
+    if column.weights is not None:
+        arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -112,6 +116,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
         "rows": rows,
         "tokens": tokens,
         "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
+        **({} if column.weights is None else {"weighted": True}),
         "sha256": hashlib.sha256(data).hexdigest(),
     }, data
 
@@ -153,8 +158,10 @@ def read_shard(path: Path) -> Column:
     except (OSError, ValueError, pa.ArrowInvalid, StopIteration) as error:
         raise ArtifactError(f"the shard {path} is damaged: {error}; make it again") from None
     tokens = batch.column("tokens")
-    masks = (_view(batch.column(name).values) if name in batch.schema.names else None for name in ("live", "branches"))
-    return Column(_view(tokens.values), _view(tokens.offsets), *masks)
+    names = ("live", "branches")
+    live, branches = (_view(batch.column(name).values) if name in batch.schema.names else None for name in names)
+    weights = _view(batch.column("weight")) if "weight" in batch.schema.names else None
+    return Column(_view(tokens.values), _view(tokens.offsets), live, branches, weights)
 
 
 def write_index(
@@ -221,6 +228,14 @@ class ShardSet:
     def weights(self) -> list[float]:
         """Weight of each source if they are mixed by weight; else empty."""
         return list(self.index.get("weights") or ())
+
+    @cached_property
+    def row_weights(self) -> Ids | None:
+        """Weight of each record, where any differs from 1; else no shard is read."""
+        if not any(shard.get("weighted") for shard in self._shards):
+            return None
+        columns = self.columns()
+        return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
 
     @property
     def sha256s(self) -> list[str]:

@@ -5,10 +5,11 @@ Only the adapter's weights are trained and saved, with the digest of the base's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +53,8 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
 
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
-        return adapter_layers.attach(model, config)
+        with without_warnings_of_peft():
+            return adapter_layers.attach(model, config)
     targets = find_targets(model, config.targets)
     _check_parameters(targets, config)
     settings = LoraConfig(
@@ -68,11 +70,20 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
         settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})  # not written to adapter_config.json
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
+    with without_warnings_of_peft():
         adapted = get_peft_model(model, settings)
     _check_adapted(adapted, targets)
     return adapted
+
+
+@contextlib.contextmanager
+def without_warnings_of_peft() -> Iterator[None]:
+    """Hide what PEFT warns of while it wraps a model, and no user can change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
+        # PEFT 0.21.2, its newest version, asks transformers 5.23 by a name that is to go.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
 
 
 def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
@@ -140,7 +151,8 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = N
 
         kind = PrefixModel
     try:
-        model: PeftModel = kind(base, settings, adapter_name=name)
+        with without_warnings_of_peft():
+            model: PeftModel = kind(base, settings, adapter_name=name)
     except (ValueError, RuntimeError) as error:
         raise ArtifactError(f"the adapter {directory} does not fit the model: {error}") from None
     _fill(model, directory, name)

@@ -7,6 +7,7 @@ checkpoint would be that of another run, so it is refused. Work with another rat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,9 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     """The problem of a budget that may end before the step of the work. Epochs of uncounted rows may not become fewer."""
     tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
     if tokens is not None:
-        is_long_enough = tokens >= work.step * settings[f"{work.stage}.tokens_per_step"]
+        earlier_tokens = work.ingredients["settings"][f"{work.stage}.tokens"] or math.inf
+        most_tokens = work.step * settings[f"{work.stage}.tokens_per_step"]  # rows that are not packed have fewer
+        is_long_enough = tokens >= min(most_tokens, earlier_tokens)
     else:
         earlier_epochs = work.ingredients["settings"][f"{work.stage}.epochs"]
         is_long_enough = earlier_epochs is not None and epochs >= earlier_epochs
@@ -189,8 +192,10 @@ def extension_of(
         if not same or not changed <= budget or store.damage(artifact):
             continue
         rows = artifact.result["rows"]
-        new_steps = steps_of(config, rows.get("epoch", rows["rows"]))[0]
-        whole_steps = artifact.result["tokens"] // config.tokens_per_step  # its last one may be cut short by its budget
+        fill = rows["fill"] if config.packing == "none" else 1.0
+        new_steps = steps_of(config, rows.get("epoch", rows["rows"]), fill)[0]
+        may_be_cut = old_settings[f"{stage.name}.epochs"] is not None  # the last step
+        whole_steps = artifact.result["steps"] - may_be_cut
         limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
         for path in (artifact.path / "checkpoints").glob("step-*"):
             step = int(path.name.removeprefix("step-"))

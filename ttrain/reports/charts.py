@@ -22,6 +22,7 @@ LOSS_UNITS = {"pairs": "per pair or rated answer"}  # by kind of rows, where the
 # What a run's page shows at once: title, unit, the metrics of one chart, by pattern.
 GROUPS = (
     ("loss", PER_TARGET, r"loss|validation_loss(_quick)?"),
+    ("accuracy of the next token", "share of tokens", r"validation_accuracy(_quick)?"),
     ("chosen answer leads", "share of pairs", r"(validation_)?reward_accuracy"),
     ("lead of the chosen answer", "reward", r"(validation_)?reward_margin"),
     ("learning rate", "", r"lr(_.+)?"),

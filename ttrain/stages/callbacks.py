@@ -46,24 +46,27 @@ LEAST_CHANGE = 0.001  # nats per target
 
 def training_callbacks(
     config: Training | TaskConfig, job: StageContext, *, loader: Loader, ranks: Ranks, precision: Precision,
-    filled: float = 1.0, flops_per_token: float = 0.0,
+    flops_per_token: float = 0.0,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
 
-    `filled`: share of `tokens_per_step` that is computed. `flops_per_token`: 0 where it is unknown; then MFU is not logged.
+    `flops_per_token`: 0 where it is unknown; then MFU is not logged.
     Raises UsageError where a logger is not installed.
     """
-    run = job.run_directory
+    run, order = job.run_directory, loader.order
     callbacks: list[Callback] = [
         PerformanceMonitor(
-            config.tokens_per_step * filled,
             device=ranks.device,
-            steps_per_epoch=loader.order.rows / loader.order.rows_per_step,
+            steps_per_epoch=order.rows / order.rows_per_step,
             flops_per_token=flops_per_token,
             peak_flops=(lambda: peak_flops(precision) * ranks.world) if flops_per_token else None,
         ),
         MetricsFile(run / METRICS),
-        ProgressBar(job.progress, config.tokens_per_step, "tokens" if isinstance(config, Training) else "rows"),
+        ProgressBar(
+            job.progress,
+            round(order.tokens_per_row * order.rows_per_step),
+            "tokens" if isinstance(config, Training) else "rows",
+        ),
         LogLines(),
     ]
     if job.runtime.loggers:
@@ -95,11 +98,8 @@ def language_model_callbacks(
     encoder: Encoder,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
-    share = float(rows.lengths().mean()) / rows.row_length if rows.trimmed else 1.0
-    flops = flops_per_token(model, config.row_length)
-    callbacks = training_callbacks(
-        config, job, loader=loader, ranks=ranks, precision=precision, filled=share, flops_per_token=flops
-    )
+    flops = flops_per_token(model, _positions(rows))
+    callbacks = training_callbacks(config, job, loader=loader, ranks=ranks, precision=precision, flops_per_token=flops)
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps
@@ -109,9 +109,16 @@ def language_model_callbacks(
     if job.runtime.eval_every_steps:
         writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Loggers)]
         measure = measure_of(config, job, model, encoder, ranks)
-        every, tokens_per_step = job.runtime.eval_every_steps, config.tokens_per_step
-        callbacks.append(PeriodicEvaluation(model, measure, writers, every=every, tokens_per_step=tokens_per_step))
+        callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
     return callbacks
+
+
+def _positions(rows: Rows) -> float:
+    """Length of the row of a token, in the mean over the tokens."""
+    if not rows.trimmed:
+        return rows.row_length
+    lengths = rows.lengths()
+    return float((lengths**2).sum() / lengths.sum())
 
 
 def _refuse_sharded_models(runtime: Runtime, ranks: Ranks, setting: str, use: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Runtime
+from ttrain.config import Runtime, Training
 from ttrain.core.files import finite
 from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import Interrupted
@@ -104,7 +104,13 @@ def train(
     night = None
     if runtime.night:
         limit = limit_bytes(runtime)
-        night = NightThrottle(runtime.night, ranks.device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
+        night = NightThrottle(
+            runtime.night,
+            ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit,
+            ranks=runtime.devices,
+        )
     trainer = Trainer(
         task,
         loader,
@@ -117,8 +123,9 @@ def train(
         cadence=Cadence(
             log=runtime.log_every_steps,
             checkpoint=runtime.checkpoint_every_steps,
-            checkpoint_steps=frozenset(runtime.keep_steps),
+            checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
             validate=config.validate_every_steps,
+            validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
         stop_requested=job.stop_requested,
@@ -154,13 +161,15 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
     order, ranks = trainer.loader.order, trainer.ranks
     return {
         "steps": result.step,
+        "kept_step": result.kept_step,
+        **_tokens(trainer, result),
         "target_tokens": result.live_tokens,
         "loss": result.loss,
         **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
         "resumed_from_step": result.resumed_from_step,
         "stop_reason": result.stop_reason,
         "skipped_steps": result.skipped_steps,
-        "epochs": order.total_rows / order.rows,
+        "epochs": min(result.step * order.rows_per_step, order.total_rows) / order.rows,
         "train_seconds": result.seconds,
         "optimizer_groups": trainer.optimizers.groups(),
         "precision": trainer.precision.word,
@@ -172,3 +181,11 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "parameters": count_parameters(model),
         "trainable_parameters": count_parameters(model, trained=True),
     }
+
+
+def _tokens(trainer: Trainer, result: FitResult) -> Figures:
+    """The tokens that were read, and how fast; a user's task has none."""
+    if not isinstance(trainer.task.config, Training):
+        return {}
+    new_tokens = result.tokens - trainer.first_tokens
+    return {"tokens": result.tokens, "tokens_per_second": new_tokens / max(result.seconds, 1e-9)}

@@ -28,7 +28,7 @@ from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
-from ttrain.train.schedules import BUDGET, RATES, quick_rows
+from ttrain.train.schedules import BUDGET, RATES, quick_rows, shared_steps
 from ttrain.train.training_options import Origin, Validation
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def fit(
     job = replace(job, runtime=runtime)
     loader = loader_of(batches("train", rows), order, runtime, ranks)
     validation = _validation(config, batches("heldout", heldout), order, runtime)
-    extended = _extended(config, job, trained)
+    extended = _extended(config, job, trained, order.steps)
     log.info("rows %s", rows.counts())
     watching = language_model_callbacks(
         config, job, model=trained.model, loader=loader, ranks=ranks, precision=computed_in, rows=rows, encoder=encoder
@@ -122,14 +122,11 @@ def fit(
             BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
         ),
     )
-    steps = figures["steps"] - figures["resumed_from_step"]
     return {
         **figures,
         **chosen,
         "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
-        "tokens": order.total_rows * config.row_length,
         "extended_from_step": extended.step if extended else None,
-        "tokens_per_second": steps * config.tokens_per_step / max(figures["train_seconds"], 1e-9),
         "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
@@ -146,14 +143,17 @@ def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Row
 def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
     """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
     validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
-    if config.validate_every_steps:
+    if config.validates_while_training:
         return Validation(validation)
     quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
     return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))
 
 
-def _extended(config: Training, job: StageContext, trained: TrainableModel) -> Snapshot | None:
-    """The end of the shorter run that `--extend` continues."""
+def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> Snapshot | None:
+    """The checkpoint of the shorter run that `--extend` continues.
+
+    The plan, which reads no rows, estimates the steps of a budget in tokens where rows count by their length.
+    """
     if not job.start_from:
         return None
     if config.early_stopping:
@@ -161,7 +161,12 @@ def _extended(config: Training, job: StageContext, trained: TrainableModel) -> S
             f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
             f"remove one of them"
         )
-    return checkpoint.read(job.start_from, trained.weights_file)
+    snapshot = checkpoint.read(job.start_from, trained.weights_file)
+    shared = shared_steps(config.schedule, steps)
+    if snapshot.step <= shared:
+        return snapshot
+    log.warning("--extend starts from scratch: step %d is after step %d, where the decay begins", snapshot.step, shared)
+    return None
 
 
 def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping[str, int]) -> dict[str, int]:

@@ -51,6 +51,8 @@ class StepRecord:
     seconds: float
     data_seconds: float  # of them, waiting for the loader
     rows: Callable[[], npt.NDArray[np.int64]]  # row numbers
+    tokens: int  # of its rows
+    tokens_read: int  # of the rows of all steps so far
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class LogRecord:
 
     step: int
     steps: int
-    tokens: int
+    tokens: int  # of the rows of all steps so far
     metrics: dict[str, float]
 
 

@@ -20,7 +20,14 @@ from ttrain.train import attention, moe, optim, schedules, varlen
 from ttrain.train.attention import segment_mask
 from ttrain.train.distributed import on_device
 from ttrain.train.kernels import fuse
-from ttrain.train.losses import labels_after_next, linear_token_loss_sum, linear_token_losses, token_loss_sum, token_losses
+from ttrain.train.losses import (
+    count_hits,
+    labels_after_next,
+    linear_token_loss_sum,
+    linear_token_losses,
+    token_loss_sum,
+    token_losses,
+)
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.precision import autocast_dtype
 from ttrain.train.task import LossSum, TrainingTask
@@ -45,6 +52,8 @@ class PackedTensors(NamedTuple):
     spans: Spans | None
     branches_BT: Tensor | None
 
+
+HITS = "hits"  # among the sums of a validation: the labels with the largest logit, and all labels
 
 log = logging.getLogger("ttrain")
 
@@ -105,11 +114,16 @@ class LanguageModeling(CausalTask):
         return LossSum(total, batch.live_tokens, parts, sums)
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        """The cross entropy of the next tokens alone, from which perplexity and the best checkpoint are derived."""
+        """The cross entropy of the next tokens alone, from which perplexity and the best checkpoint are derived, and how
+        often the next token is the most likely one."""
         with torch.no_grad():
             spans = self._model.spans(batch, device)
-            total, _, _ = model(*_arrays(batch, device), next_only=True, spans=spans)
-        return LossSum(total, batch.live_tokens)
+            total, _, sums = model(*_arrays(batch, device), next_only=True, spans=spans)
+        return LossSum(total, batch.live_tokens, sums=sums)
+
+    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        hits, targets = sums.get(HITS, (0.0, 0.0))
+        return {**super().figures(sums), **({"accuracy": hits / targets} if targets else {})}
 
     def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
         """The two parts of the loss: cross entropy of the next tokens, and everything added to it."""
@@ -210,13 +224,17 @@ class NextTokenLoss(nn.Module):
     ) -> LossTerms:
         """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
 
-        `next_only`: only the cross entropy of the first head. `spans`: of `self.spans`. With the branches of records the
-        terms of that cross entropy, [B, T], and apart from it the balance terms, unweighted (see `balance_of`); each row
-        counts `weights_B` times in these.
+        `next_only`: only the cross entropy of the first head, and as a sum its hits and targets. `spans`: of `self.spans`.
+        With the branches of records the terms of that cross entropy, [B, T], and apart from it the balance terms,
+        unweighted (see `balance_of`); each row counts `weights_B` times in these.
         """
         rows = PackedTensors(input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
-        if next_only:
+        if next_only and branches_BT is not None:
             return self._first_head(rows)[1], {}, {}
+        if next_only:
+            hits = torch.zeros((), dtype=torch.int64, device=labels_BT.device)
+            loss = self._first_head(rows, hits)[1]
+            return loss, {}, {HITS: torch.stack([hits, (labels_BT != IGNORE).sum()])}
         with self._routers.watched() as choices:
             hidden_BTD, loss = self._first_head(rows)
         parts: dict[str, Tensor] = {} if branches_BT is not None else {"ce1": loss}
@@ -244,18 +262,21 @@ class NextTokenLoss(nn.Module):
         if self._balancing.bias_rate:
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
-    def _first_head(self, rows: PackedTensors) -> tuple[Tensor, Tensor]:
-        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T]."""
+    def _first_head(self, rows: PackedTensors, hits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T].
+
+        `hits`: to which the labels with the largest logit are added.
+        """
         model: Any = self.causal
         inputs = self._inputs(rows)
         if not self._chunked:
             criterion = self._criterion if rows.branches_BT is None else token_losses
-            return self._head_as_it_is(inputs, rows.labels_BT, criterion)
+            return self._head_as_it_is(inputs, rows.labels_BT, criterion, hits)
         hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         weight_VD = model.get_output_embeddings().weight
         if rows.branches_BT is not None:
             return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens)
-        return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT)
+        return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
 
     def _inputs(self, rows: PackedTensors) -> dict[str, Any]:
         """What the model of transformers is called with, so that records and branches do not see each other."""
@@ -270,7 +291,11 @@ class NextTokenLoss(nn.Module):
         return attention.with_attention_mask(model, inputs)
 
     def _head_as_it_is(
-        self, inputs: dict[str, Any], labels_BT: Tensor, criterion: Callable[[Tensor, Tensor], Tensor]
+        self,
+        inputs: dict[str, Any],
+        labels_BT: Tensor,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        hits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
         model: Any = self.causal
@@ -279,14 +304,21 @@ class NextTokenLoss(nn.Module):
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
         )
         try:
-            loss = criterion(model(**inputs, use_cache=False).logits, labels_BT)
+            logits_BTV = model(**inputs, use_cache=False).logits
+            loss = criterion(logits_BTV, labels_BT)
+            if hits is not None:
+                hits += count_hits(logits_BTV.flatten(0, 1), labels_BT.flatten())
         finally:
             hook.remove()
         return hidden_states[0], loss
 
-    def _loss_in_chunks(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
+    def _loss_in_chunks(
+        self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, hits: Tensor | None = None
+    ) -> Tensor:
         compiled = attention.is_compiled(self.causal)
-        loss: Tensor = linear_token_loss_sum(hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled)
+        loss: Tensor = linear_token_loss_sum(
+            hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled, hits=hits
+        )
         return loss
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class PerformanceMonitor(Callback):
 
     def __init__(
         self,
-        tokens_per_step: float,
         *,
         device: torch.device,
         steps_per_epoch: float,
@@ -46,12 +45,12 @@ class PerformanceMonitor(Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`peak_flops`: of all ranks together; called when training starts."""
-        self._tokens_per_step, self._device, self._clock = tokens_per_step, device, clock
+        self._device, self._clock = device, clock
         self._steps_per_epoch = steps_per_epoch
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._peak = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._steps, self._seconds, self._data_seconds = 0, 0.0, 0.0  # since the last log
+        self._steps, self._tokens, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0  # since the last log
         self._all_steps, self._all_seconds = 0, 0.0
         self._began = self._logged = 0.0
 
@@ -64,10 +63,11 @@ class PerformanceMonitor(Callback):
         self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
         self._seconds, self._all_seconds = self._seconds + record.seconds, self._all_seconds + record.seconds
         self._data_seconds += record.data_seconds
+        self._tokens += record.tokens
 
     def figures(self, record: StepRecord) -> Mapping[str, float]:
         now = self._clock()
-        rate = self._steps * self._tokens_per_step / max(now - self._logged, 1e-9)
+        rate = self._tokens / max(now - self._logged, 1e-9)
         metrics = {
             "tokens_per_second": rate,
             "step_seconds": self._seconds / max(1, self._steps),
@@ -78,7 +78,7 @@ class PerformanceMonitor(Callback):
         }
         if self._peak:
             metrics["mfu"] = rate * self._flops_per_token / self._peak
-        self._logged, self._steps, self._seconds, self._data_seconds = now, 0, 0.0, 0.0
+        self._logged, self._steps, self._tokens, self._seconds, self._data_seconds = now, 0, 0, 0.0, 0.0
         return metrics
 
     def _eta(self, record: StepRecord, now: float) -> float:
@@ -188,7 +188,7 @@ def _wait(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def flops_per_token(model: nn.Module, positions: int) -> float:
+def flops_per_token(model: nn.Module, positions: float) -> float:
     """FLOPs of the forward and backward pass per token of a row of `positions` (PaLM, arXiv:2204.02311, appendix B).
 
     6 for each weight that multiplies, 4 for a frozen one, which needs no gradient of its own; 12 for each layer, head

@@ -37,10 +37,10 @@ class PeriodicEvaluation(Callback):
 
     def __init__(
         self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int,
-        tokens_per_step: int, clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._model, self._measure, self._writers = model, measure, writers
-        self._every, self._tokens_per_step, self._clock = every, tokens_per_step, clock
+        self._every, self._clock = every, clock
         self._began = self._spent = 0.0
         self._warned = False
 
@@ -57,9 +57,8 @@ class PeriodicEvaluation(Callback):
         self._spent += now - began
         share = self._spent / max(now - self._began, 1e-9)
         figures |= dict(zip(TIMED, (now - began, share), strict=True))
-        tokens = record.step * self._tokens_per_step
         for callback in self._writers:
-            callback.log(LogRecord(record.step, record.steps, tokens, figures))
+            callback.log(LogRecord(record.step, record.steps, record.tokens_read, figures))
         if share > MUCH and not self._warned:
             self._warned = True
             log.warning(

@@ -17,6 +17,7 @@ import torch
 
 from ttrain.config import Night, Runtime
 from ttrain.errors import TTrainError, UsageError
+from ttrain.train.monitor import peak_memory
 
 GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
@@ -60,6 +61,24 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard))
     else:
         log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
+
+
+def total_bytes(device: torch.device) -> float:
+    """Memory of the GPU, or of the machine, within what the container may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = float(psutil.virtual_memory().total)
+    try:
+        return min(total, int((CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return total
+
+
+def most_used_bytes(device: torch.device) -> float:
+    """The most that this process has held so far of what `limit_memory` limits, about."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(device))
+    return float(max(data_bytes() if sys.platform == "linux" else 0, peak_memory(device)))
 
 
 def available_bytes(device: torch.device) -> float:
@@ -127,9 +146,12 @@ class NightThrottle:
         *,
         rows_per_device: int,
         memory_limit: float | None = None,
+        ranks: int = 1,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
+        """`ranks`: that share the memory of this machine, where the device is its CPU."""
         self.settings, self.on = settings, False
+        self._ranks = 1 if device.type == "cuda" else ranks
         self._device, self._rows_per_device, self._memory_limit = device, rows_per_device, memory_limit
         self._threads = torch.get_num_threads()
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
@@ -144,17 +166,27 @@ class NightThrottle:
     def set(self, on: bool) -> int:
         """Switch night settings on or off; returns the rows of a micro-batch from now on."""
         self.on = on
-        cap = self.settings.memory_limit_gb
         rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
         threads = max(1, self._threads // 2) if on else self._threads
         torch.set_num_threads(threads)
         try:
-            if cap:
-                limit_memory(cap * GB if on else self._memory_limit or math.inf, self._device)
+            limit_memory(self._limit(on), self._device)
         except UsageError as error:
             log.warning("the night begins without its memory limit: %s", error)
         log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
         return rows
+
+    def _limit(self, on: bool) -> float | None:
+        """Bytes that this process may have, infinite without a limit; None where night changes none."""
+        settings, limits = self.settings, [self._memory_limit or math.inf]
+        if settings.memory_limit_gb is None and settings.memory_share is None:
+            return None
+        if on and settings.memory_limit_gb is not None:
+            limits.append(settings.memory_limit_gb * GB)
+        if on and settings.memory_share is not None:
+            share = settings.memory_share * total_bytes(self._device) / self._ranks
+            limits.append(max(share, most_used_bytes(self._device)))  # less would end a training that fits by day
+        return min(limits)
 
 
 def is_in_window(now: time, start: time, end: time) -> bool:

@@ -140,6 +140,7 @@ class Counters:
 
     window: LogWindow = field(default_factory=LogWindow)
     live_tokens: int = 0
+    tokens: int = 0  # of the rows that were read
     skipped: int = 0  # steps whose gradient was not finite
     skipped_in_a_row: int = 0
     last_loss: float | None = None
@@ -170,6 +171,12 @@ class Counters:
         for name, vector in sums.items():
             accumulated = window.sums.get(name, [0.0] * len(vector))
             window.sums[name] = [first + second for first, second in zip(accumulated, vector, strict=True)]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean per target since the last logging step, or up to it where no step came after it."""
+        window = self.window
+        return window.loss / window.live_tokens if window.steps else self.last_loss
 
     def close_window(self) -> dict[str, float]:
         """Means since the last logging step; a new window begins. Empty where every step was skipped."""

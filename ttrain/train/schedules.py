@@ -19,10 +19,13 @@ RATES = frozenset(
 )  # may also change if the user names the run to continue
 
 
-def steps_of(config: Training, rows: int) -> tuple[int, int]:
-    """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; tokens are rounded up to whole steps."""
+def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
+    """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; tokens are rounded up to whole steps.
+
+    `fill`: the tokens of a mean row, as a share of `row_length`, where rows count by their length; then it is an estimate.
+    """
     if config.tokens is not None:
-        steps = -(-config.tokens // config.tokens_per_step)
+        steps = math.ceil(config.tokens / (config.tokens_per_step * fill))
         return steps, steps * config.rows_per_step
     assert config.epochs is not None, "the settings name one of tokens and epochs"
     total = max(1, math.ceil(config.epochs * rows))

@@ -50,7 +50,7 @@ from ttrain.train.training_options import (
 )
 
 CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
-QUICK = "validation_loss_quick"
+QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
 log = logging.getLogger("ttrain")
 
 
@@ -109,6 +109,7 @@ class Trainer:
             self._restore(snapshot)
         elif origin.plateau:
             self.optimizers.load_state(self.average.load_state(origin.plateau.optimizer))
+        self.first_tokens = self.counters.tokens  # read before this process began
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if newest else -1
         self._recount = newest is not None and self.first < newest.step
@@ -125,21 +126,21 @@ class Trainer:
             self._vote()  # a callback may remember that the run was over
             with contextlib.closing(self.loader):
                 reason = self._stop_reason() or self._loop()
-            final_step = self.step
+            kept_step, kept = self.step, self.counters
             self.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
-                final_step = self._restore_best()
+                kept_step, kept = self._restore_best()
             if self.checkpoints and self.ranks.first:
                 with self.ranks.busy("saving"):
-                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(final_step)
+                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept_step)
             self.callback_list.dispatch("end", self.step)
         except BaseException as error:
             self.callback_list.failed(error)
             raise
         totals = self.counters
         return FitResult(
-            self.step, reason, self.first, totals.last_loss, totals.validation_loss, totals.skipped, totals.live_tokens,
-            time.monotonic() - began,
+            self.step, reason, self.first, kept_step, kept.loss, kept.validation_loss, totals.skipped, totals.live_tokens,
+            totals.tokens, time.monotonic() - began,
         )  # fmt: skip
 
     def _loop(self) -> str:
@@ -238,7 +239,7 @@ class Trainer:
 
     def _reads(self, done: int) -> bool:
         """Whether figures, or the weights as they are after them, are needed after so many steps."""
-        due = self._due(self.cadence.log, done) or self._due(self.cadence.validate, done) or self._save_due(done)
+        due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
         return due or done == self.steps or done in self._quick_steps
 
     def _account(self, finished: FinishedStep) -> None:
@@ -253,11 +254,13 @@ class Trainer:
             parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
             self.counters.add(finished.total, finished.live, finished.norm, parts, sums)
+        tokens = self.loader.order.step_tokens(finished.step)
         self.counters.live_tokens += int(finished.live)
+        self.counters.tokens += tokens
         done = finished.step + 1
         record = StepRecord(
             done, self.steps, finished.loss, finished.norm, int(finished.live), not finished.finite, finished.seconds,
-            finished.data_seconds, partial(self.loader.order.step_rows, finished.step),
+            finished.data_seconds, partial(self.loader.order.step_rows, finished.step), tokens, self.counters.tokens,
         )  # fmt: skip
         self.callback_list.dispatch("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
@@ -282,7 +285,9 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        self._log(self.step, {QUICK: self.model.measure(self.validation.quick)[0]})
+        loss, figures = self.model.measure(self.validation.quick)
+        accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
+        self._log(self.step, {QUICK: loss, **accuracy})
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -309,13 +314,14 @@ class Trainer:
         self._log(record.step, metrics | self.callback_list.figures("figures", record))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self.callback_list.dispatch("log", LogRecord(step, self.steps, step * self.task.config.tokens_per_step, metrics))
+        self.callback_list.dispatch("log", LogRecord(step, self.steps, self.counters.tokens, metrics))
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
     def _validates(self, step: int) -> bool:
-        return bool(self.validation.batches) and (step == self.steps or self._due(self.cadence.validate, step))
+        is_due = self._due(self.cadence.validate, step) or step in self.cadence.validate_steps
+        return bool(self.validation.batches) and (step == self.steps or is_due)
 
     def _save_due(self, step: int) -> bool:
         is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps
@@ -356,16 +362,17 @@ class Trainer:
         if self.ranks.first:
             self.checkpoints.forget_after(self.first)
 
-    def _restore_best(self) -> int:
-        """Load the checkpoint with the lowest validation loss on all ranks; returns its step."""
+    def _restore_best(self) -> tuple[int, Counters]:
+        """Load the checkpoint with the lowest validation loss on all ranks; its step, and its losses among its counters."""
         if self.checkpoints is None:
-            return self.step
+            return self.step, self.counters
         if self.ranks.first:
             with self.ranks.busy("saving"):
                 self.checkpoints.wait()
         self.ranks.barrier()
         best = self.checkpoints.best()
-        if best is not None:
-            log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
-            self.parallel.load(self.weights.state(), best.weights)
-        return best.step if best is not None else self.step
+        if best is None:
+            return self.step, self.counters
+        log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
+        self.parallel.load(self.weights.state(), best.weights)
+        return best.step, Counters.of(best.state["counters"])

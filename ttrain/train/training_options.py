@@ -48,6 +48,7 @@ class Cadence:
     checkpoint: int = 100
     checkpoint_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     validate: int = 0
+    validate_steps: frozenset[int] = frozenset()  # in addition to those of the cadence
     quick_validations: int = 0  # over the whole run
 
 
@@ -68,8 +69,10 @@ class FitResult:
     step: int
     stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
     resumed_from_step: int
-    loss: float | None
+    kept_step: int  # of the weights, before `step` where those with the lowest validation loss were kept
+    loss: float | None  # of the kept weights, as is the next one
     validation_loss: float | None
     skipped_steps: int
     live_tokens: int
+    tokens: int  # read up to `step`
     seconds: float
