@@ -18,11 +18,13 @@ from ttrain.data.records import (
     Record,
     Rejected,
     Skipped,
+    Tally,
     TextDocument,
     content_hash,
     document_fields,
     document_parser,
     parse_conversation,
+    parsed,
     position,
     split,
 )  # fmt: skip
@@ -335,6 +337,48 @@ def test_arguments_as_text_stay_as_they_are_written() -> None:
         parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
         text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
         assert parsed == Conversation((Message("assistant", text),))
+
+
+def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "time": None}, "enum": ["a", None], "items": {}}
+    arguments = {"city": "Rome", "time": None, "list": [{"x": 1, "y": None}, None], "place": {"z": None}}
+    turns = [{"role": "assistant", "tool_calls": [{"name": "f", "id": None, "arguments": arguments}]}]
+    parsed = parse_conversation({"messages": turns, "tools": [{"type": None, "name": "f", "parameters": schema}]})
+    assert isinstance(parsed, Conversation)
+    system, answer = parsed.messages
+    assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in answer.content
+    assert '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}' in system.content
+    assert '{"name": "f", "parameters"' in system.content
+
+
+def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:
+    turns = [
+        {"role": None, "content": None, "from": role, "value": text} for role, text in (("human", "Hi"), ("gpt", "Hello"))
+    ]
+    assert parse_conversation({"conversations": turns}) == HELLO
+
+
+@pytest.mark.parametrize(
+    "number", ["98765432109876543210", "-9223372036854775809", "0.1000000000000000055", "-0", "1.10", "1E5", "1.0", "12"]
+)
+def test_numbers_of_functions_and_calls_stay_as_they_are_written(number: str) -> None:
+    arguments = f'{{"a": {number}, "b": [{number}]}}'
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    tool = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
+    calls = [
+        f'{{"role": "assistant", "tool_calls": [{call}]}}',
+        f'{{"role": "assistant", "tool_calls": {json.dumps(f"[{call}]")}}}',
+        f'{{"role": "assistant", "tool_calls": [{{"name": "f", "arguments": {json.dumps(arguments)}}}]}}',
+        f'{{"from": "function_call", "value": {json.dumps(call)}}}',
+    ]
+    rows = [f'{{"messages": [{turn}], "tools": [{tool}]}}' for turn in calls]
+    rows.append(f'{{"messages": [{{"role": "system", "content": "", "tools": {json.dumps(f"[{tool}]")}}}, {calls[0]}]}}')
+    for _, _, row in parsed(enumerate((row.encode() for row in rows), 1), "a.jsonl", Tally(), 1 << 20):
+        conversation = parse_conversation(row)
+        assert isinstance(conversation, Conversation), conversation
+        system, answer = conversation.messages
+        assert f"{tool}\n" in system.content
+        assert answer.content == f"<tool_call>\n{call}\n</tool_call>"
 
 
 def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:

@@ -167,7 +167,7 @@ def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
 
 def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
     """(the turn, its calls); the content includes the calls as text."""
-    is_sharegpt = "role" not in turn and "from" in turn
+    is_sharegpt = turn.get("role") is None and "from" in turn
     name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")
     role = SHAREGPT_ROLES.get(name) if is_sharegpt and isinstance(name, str) else name
     if role not in ROLES:

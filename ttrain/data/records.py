@@ -14,6 +14,7 @@ import orjson
 
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
+from ttrain.data import exact_json
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of
 from ttrain.data.chat_templates import Messages
 from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
@@ -28,6 +29,8 @@ LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
+
+TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 
 Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 
@@ -103,7 +106,7 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
 
 def _excerpt(value: JsonDict) -> bytes:
     try:
-        return orjson.dumps(value, default=repr)
+        return orjson.dumps(value, default=exact_json.as_json)
     except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
         return b""
 
@@ -402,9 +405,23 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
+        if _writes_numbers(value, line):
+            try:
+                value = exact_json.exact(value, line)
+            except RecursionError:
+                tally.reject(path, number, TOO_DEEP, line)
+                continue
         tally.see(value)
         yield path, number, value
     tally.lines += number
+
+
+def _writes_numbers(value: JsonDict, line: bytes) -> bool:
+    """Whether numbers of the row may become text: those of functions and calls, and the answer to a question."""
+    if "tools" in value or "question" in value:
+        return True
+    is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing
+    return is_chat_of_turns and (b'"tool_calls"' in line or b'"function_call"' in line or b'"tools"' in line)
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
