@@ -70,12 +70,13 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
         {"prompt": "Hi", "completion": "Hello"},
         {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
         {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
+        {"prompt": " Hi", "completion": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
          "instruction": "x", "output": "y", "tools": None, "system": ""},
     ],
     ids=["messages", "conversations", "sharegpt", "mixed", "parts", "alpaca", "blank input", "null input",
          "messages come first", "instruction comes first", "no history", "blank history", "prompt", "turns and a text",
-         "a text and turns", "null is as good as absent"],
+         "a text and turns", "a text and a conversation", "null is as good as absent"],
 )  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO

@@ -6,7 +6,7 @@ Every rejection reason says what is wrong with the value and what to write inste
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -116,6 +116,7 @@ def _prompt_and_completion(row: Row, has_tools: bool) -> list[Message]:
     """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
     prompt = turns_under(row, "prompt", "completion", "user")
     completion = turns_under(row, "completion", "prompt", "assistant")
+    prompt, [completion] = apart(prompt, {"completion": completion}, has_tools)
     messages = turns_of([*prompt, *completion], "prompt", has_tools)
     return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
 
@@ -132,6 +133,91 @@ def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:
     if not value:
         raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
     return value
+
+
+RawTurns = list[Any]  # as they are in the row
+Wording = tuple[str, str]  # role and text of a turn, whatever its white space
+
+
+def apart(
+    prompt: RawTurns,
+    answers: Mapping[str, RawTurns],
+    has_tools: bool,
+) -> tuple[RawTurns, list[RawTurns]]:
+    """The turns of the prompt, and those of each answer without the prompt.
+
+    An answer may be a whole conversation, with the prompt in it, after other turns of its own.
+    Where two are, they must begin alike. Raises Malformed for one without the prompt.
+    """
+    given = list(answers.values())
+    if len(prompt) == 1 and all(len(turns) == 1 for turns in given):
+        return prompt, given
+    wanted = _wordings(prompt, has_tools)
+    if not wanted:  # who parses them with an answer says what is wrong
+        return prompt, given
+    wordings = {key: _wordings(turns, has_tools) for key, turns in answers.items()}
+    asked = len(wanted) - max(_repeated_turns(wanted, wording) for wording in wordings.values())
+    prompt, wanted = prompt[:asked], wanted[:asked]
+    whole = [key for key, wording in wordings.items() if _is_conversation(wording)]
+    # Two may begin with a greeting and continue alike; one that does so is taken for an answer.
+    searched = whole or (list(answers) if len(answers) > 1 else [])
+    place = _place_of(wanted, [wordings[key] for key in searched])
+    if place:
+        in_conversation, size = place
+        if in_conversation:
+            prompt = answers[searched[0]][:size]
+        return prompt, [turns[size * (key in searched) :] for key, turns in answers.items()]
+    for key in whole:
+        if wordings[key][0][0] == "system" or wanted[-1][0] == "user":
+            fix = "begin it with them, or write its answer alone"
+            raise Malformed(f"'{key}' is a conversation without the turns of the prompt; {fix}")
+    return prompt, given
+
+
+def _wordings(turns: RawTurns, has_tools: bool) -> list[Wording]:
+    """[] for turns that need others before them, as the result of a call does."""
+    try:
+        messages = turns_of(turns, "prompt", has_tools)
+    except Malformed:
+        return []
+    return [(message.role, " ".join(message.content.split())) for message in messages]
+
+
+def _is_conversation(wording: Sequence[Wording]) -> bool:
+    """Whether the turns of an answer begin anew, and have an answer in them."""
+    roles = [role for role, _ in wording]
+    return "assistant" in roles and roles[0] in ("system", "user")
+
+
+def _repeated_turns(prompt: Sequence[Wording], answer: Sequence[Wording]) -> int:
+    """How many turns at the end of a prompt are an answer's, with its question if it has one."""
+    own = 0  # turns of the prompt after its last question
+    while own < len(prompt) - 1 and prompt[-own - 1][0] in ("assistant", "tool"):
+        own += 1
+    size = min(len(answer), own + 1)
+    return min(size, own) if size and answer[-size:] == prompt[-size:] else 0
+
+
+def _place_of(
+    wanted: Sequence[Wording],
+    conversations: Sequence[Sequence[Wording]],
+) -> tuple[bool, int] | None:
+    """Where the prompt ends in what conversations begin with alike: (is all of it there, turns).
+
+    If not all is, its last turns are: it may have a system turn that they lack. None: nothing is.
+    """
+    size = 0
+    shortest = min(map(len, conversations), default=0)
+    while size < shortest - 1 and len({conversation[size] for conversation in conversations}) == 1:
+        size += 1
+    beginning = list(conversations[0][:size]) if conversations else []
+    for end in range(size, len(wanted) - 1, -1):
+        if beginning[end - len(wanted) : end] == wanted:
+            return True, end
+    for end in range(min(size, len(wanted) - 1), 0, -1):
+        if wanted[-end:] == beginning[:end]:
+            return False, end
+    return None
 
 
 def not_learnt(message: Message) -> Message:
