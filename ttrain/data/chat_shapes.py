@@ -26,6 +26,20 @@ CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
 Row = Mapping[str, Any]
+READ_OF_TURN = frozenset({"role", "from", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
+READ_OF_PART = frozenset({"type", "text"})
+READ_OF_ROW = frozenset({
+    *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "history", "system", "tools",
+})  # fmt: skip
+# What is no part of an answer, also as the last word of a key: `message_id`, `chosen_model`.
+METADATA = frozenset({
+    "id", "uuid", "index", "hash", "name", "author", "model", "source", "dataset", "split", "license",
+    "url", "ip", "country", "language", "lang", "category", "topic", "domain", "task", "type", "tag",
+    "tags", "label", "labels", "score", "rating", "time", "date", "timestamp", "created", "updated",
+    "created_at", "updated_at", "status", "finish_reason", "stop_reason", "metadata", "meta",
+    "cache_control",
+})  # fmt: skip
+ASSISTANT_NAMES = ("assistant", "gpt", "function_call")
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
 # A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
@@ -55,6 +69,55 @@ def messages_of(row: Row) -> list[Message]:
     else:
         messages = turns_of(row[shape], shape, has_tools)
     return with_system_and_tools(messages, row)
+
+
+def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
+    """Keys of texts of the assistant that are not read, such as `reasoning_content`: half of an answer may be there.
+
+    They are all keys with text on an assistant's turn, and beside a single answer, except METADATA.
+    """
+    shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), "")
+    is_of_turns = shape in ("messages", "conversations") and not is_pair
+    found = set() if is_of_turns else _unread(row, READ_OF_ROW)
+    for key in (shape,) if is_of_turns else (shape, "completion", "chosen", "rejected"):
+        turns = row.get(key)
+        for turn in turns if isinstance(turns, list) else [turns]:
+            if isinstance(turn, dict):
+                found |= _unread_of_turn(turn)
+    return found
+
+
+def _unread_of_turn(turn: JsonDict) -> set[str]:
+    is_sharegpt = turn.get("role") is None
+    if turn.get("from" if is_sharegpt else "role") not in ASSISTANT_NAMES:
+        return set()
+    key = "value" if is_sharegpt else "content"
+    found = _unread(turn, READ_OF_TURN) - {key}
+    parts = turn.get(key)
+    for part in parts if isinstance(parts, list) else ():
+        found |= _unread(part, READ_OF_PART)
+    return found
+
+
+def _unread(values: Row, read: frozenset[str]) -> set[str]:
+    others = values.keys() - read
+    return {key for key in others if not _is_metadata(key) and _holds_text(values[key])}
+
+
+def _is_metadata(key: str) -> bool:
+    key = key.lower()
+    return key in METADATA or key.rpartition("_")[2] in METADATA
+
+
+def _holds_text(value: object) -> bool:
+    pending = [value]
+    while pending:
+        element = pending.pop()
+        if isinstance(element, str) and not is_blank(element):
+            return True
+        if isinstance(element, dict | list):
+            pending.extend(element.values() if isinstance(element, dict) else element)
+    return False
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
@@ -265,9 +328,10 @@ def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
     if is_sharegpt and name == "function_call":
         calls = tools.calls_of(turn.get(key), "'function_call'")
         return Message(role, tools.with_calls("", calls), in_loss), calls
-    calls = tools.calls_of(turn.get("tool_calls"))
+    calls = tools.calls_of_turn(turn)
     if calls and role != "assistant":
-        raise Malformed(f"'tool_calls' on a turn of role '{role}'; only an assistant's turn may call functions")
+        name = "tool_calls" if turn.get("tool_calls") else "function_call"
+        raise Malformed(f"'{name}' on a turn of role '{role}'; only an assistant's turn may call functions")
     content = _content(turn, key, role, is_optional=bool(calls))
     functions = tools.tools_text(turn.get("tools"))
     if functions and role != "system":

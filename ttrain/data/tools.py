@@ -3,8 +3,9 @@
     the functions   after the text of the system turn: a sentence, then one JSON object a line between <tools> and </tools>
     a call          after the assistant's words: {"name": …, "arguments": …} between <tool_call> and </tool_call>
 
-Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each), MiniMind's (`tools` on the system
-turn and `tool_calls`, both as JSON strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
+Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each, before
+that one `function_call`), MiniMind's (`tools` on the system turn and `tool_calls`, both as JSON
+strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
 """
 
 from __future__ import annotations
@@ -78,6 +79,19 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonDict]:
     return calls
 
 
+def calls_of_turn(turn: JsonDict) -> list[JsonDict]:
+    """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
+    calls = calls_of(turn.get("tool_calls"))
+    older = turn.get("function_call")
+    if isinstance(older, dict) and all(value is None for value in older.values()):
+        older = None  # a struct of parquet that only other rows have
+    if older is None or _is_empty_text(older):
+        return calls
+    if calls:
+        raise Malformed("both 'tool_calls' and 'function_call' on a turn; keep one of them")
+    return calls_of(older, "'function_call'")
+
+
 def with_calls(content: str, calls: list[JsonDict]) -> str:
     """An assistant's text followed by its calls."""
     return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
@@ -116,7 +130,7 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return exact_json.loads(value)
+        return exact_json.parse(value)
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 

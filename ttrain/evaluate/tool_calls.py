@@ -139,7 +139,7 @@ def _tool_blocks(text: str) -> list[str]:
 def _object(text: str) -> JsonDict | None:
     """Parse a text as a JSON object; None if it is not one, or is nested deeper than orjson writes (254)."""
     try:
-        value = exact_json.loads(text)
+        value = exact_json.parse(text)
         orjson.dumps(value, default=exact_json.as_json)
     except (orjson.JSONDecodeError, RecursionError, TypeError):
         return None
@@ -230,7 +230,8 @@ def answer(request: bytes) -> Iterator[bytes]:
     from referencing import Registry
 
     nothing_fetched: Registry[Any] = Registry()  # addresses in a schema are not fetched
-    schema, arguments = json.loads(request)  # orjson reads whole numbers beyond 64 bits as doubles
+    # orjson would read whole numbers beyond 64 bits as doubles.
+    schema, arguments = json.JSONDecoder().decode(request.decode("utf-8"))
     if arguments is None:
         if not isinstance(schema, dict):
             yield orjson.dumps({"unchecked": "the schema is not a JSON object"})

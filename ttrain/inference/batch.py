@@ -218,7 +218,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
             continue
         try:
             text = line.decode("utf-8")
-            value = exact_json.loads(text) if is_json else {"prompt": text.rstrip("\r")}
+            value = exact_json.parse(text) if is_json else {"prompt": text.rstrip("\r")}
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None
