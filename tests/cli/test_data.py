@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from ttrain.data import inspect, validate
 from ttrain.data.encoder import Encoder
 from ttrain.data.shards import ShardSet
 from ttrain.data.validate import script_of
+from ttrain.reports.summary import key_figures
 
 
 def assert_adds_up(value: dict[str, Any]) -> None:
@@ -250,6 +252,21 @@ def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok:
     assert done.returncode == 0, done.stderr.decode()
     assert b"heavy: []" in done.stdout
     assert b"\x1b" not in done.stdout + done.stderr and done.stderr == b""
+
+
+def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tok: Path, tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2."}
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
+    write(tmp_path / "chats.jsonl", rows)
+    assert run("data", "validate", "chats.jsonl", "--json").json["unread_keys"] == {"reasoning_content": 3}
+    assert re.search(r"not read: chats.jsonl +rows *\nreasoning_content +3", run("data", "validate", "chats.jsonl").out)
+    command = ("data", "shard", "chats.jsonl", "--tokenizer", tok, "--out", "chats")
+    for _ in range(2):  # the second reads the counts of the blocks
+        assert re.search("texts not read +3: reasoning_content 3", run(*command).out)
+    made = run(*command, "--json").json
+    assert made["rows"]["unread_keys"] == {"reasoning_content": 3}
+    figures = key_figures("shards-sft", {**made, "rows": {"train": made["rows"]}})
+    assert "; not read: 'reasoning_content' in 3 rows" in figures
 
 
 PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import itertools
 import json
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -112,6 +114,62 @@ def test_several_files_are_read_in_the_given_order_with_their_own_line_numbers(t
     assert [(number, value["text"]) for number, value in found] == [(2, "c"), (1, "a"), (2, "b"), (1, "d"), (2, "e")]
     assert tally.rows == 6
     assert [place.startswith(f"{two}:3: ") for place in tally.first_rejected] == [True]
+
+
+def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) -> None:
+    """One struct type for all rows: what a row lacks comes back as null."""
+
+    def row(arguments: object, parameters: dict[str, Any]) -> dict[str, Any]:
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": arguments}]}
+        return {"messages": [turn], "tools": [{"name": "f", "parameters": parameters}]}
+
+    rows = [
+        row({"city": "Rome", "list": [{"x": 1}, {"y": 2}]}, {"properties": {"city": {"type": "string"}}}),
+        row({"guests": 2}, {"properties": {"guests": {"minimum": 1}}, "required": ["guests"]}),
+        row({}, {"properties": {}}),
+        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"instruction": "Hi", "output": "Hello", "history": [["a", "b"]]},
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]), tmp_path / "a")
+    lines_of_rows = written(tmp_path, "\n".join(map(json.dumps, rows)).encode())
+    chats, tally = list(read([str(tmp_path / "a")], parse_conversation, Tally(), MIB)), Tally()
+    assert chats == list(read([str(lines_of_rows)], parse_conversation, tally, MIB))
+    assert (len(chats), tally.kept) == (5, 5)
+
+
+def test_parquet_gives_the_documents_of_the_same_rows_as_json_lines(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", None, None], "content": [None, "b", None]}), tmp_path / "a")
+    tally = Tally()
+    documents = read([str(tmp_path / "a")], document_parser("text"), tally, MIB)
+    assert [document.to_json() for document in documents] == [{"text": "a"}, {"text": "b"}]
+    assert tally.rejected == {"'text' is null, not text": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "arguments"),
+    [
+        (pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], '{"a": 1}'),
+        (pa.map_(pa.int64(), pa.large_string()), [(1, "a")], '{"1": "a"}'),
+        (pa.struct([("n", pa.decimal128(38, 1))]), {"n": Decimal("1e20")}, '{"n": 100000000000000000000.0}'),
+        (pa.struct([("n", pa.timestamp("us"))]), {"n": datetime.datetime(2026, 1, 1)}, None),
+        (pa.struct([("n", pa.binary())]), {"n": b"\xff"}, None),
+    ],
+)  # fmt: skip
+def test_arguments_of_parquet_are_what_json_has_for_them_or_reject_the_row(
+    tmp_path: Path, kind: pa.DataType, values: Any, arguments: str | None
+) -> None:
+    call = pa.struct([("name", pa.string()), ("arguments", kind)])
+    turn = pa.struct([("role", pa.string()), ("tool_calls", pa.list_(call))])
+    messages = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": values}]}]]
+    pq.write_table(pa.table({"messages": pa.array(messages, pa.list_(turn))}), tmp_path / "a")
+    tally = Tally()
+    chats = list(read([str(tmp_path / "a")], parse_conversation, tally, MIB))
+    if arguments is None:
+        assert not chats
+        assert next(iter(tally.rejected)).endswith("which JSON lacks; write it as text")
+    else:
+        assert f'"arguments": {arguments}}}' in chats[0].to_json()["messages"][0]["content"]
 
 
 # --- what is told of it

@@ -52,12 +52,49 @@ def row(**values: Any) -> bytes:
          "rejected": {"from": "gpt", "value": "bad"}},
         {"messages": [USER], "chosen": GOOD, "rejected": BAD},
         {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+        {"prompt": " Q\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
+        {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"messages": [USER, BAD], "chosen": GOOD, "rejected": "bad"},
     ],
 )  # fmt: skip
 def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
     assert preference_of(value) == PAIR
     assert is_preference(value)
     assert Preference.from_json(PAIR.to_json()) == PAIR
+
+
+SYSTEM, EARLIER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "P"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("Q", [SYSTEM]),
+        ("Q", [SYSTEM, EARLIER, GOOD]),
+        ("Q", [GOOD]),
+        ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD]),
+        ([USER, GOOD], [SYSTEM]),
+    ],
+)
+def test_a_prompt_within_both_conversations_stands_there_once(prompt: Any, before: list[dict[str, str]]) -> None:
+    pair = preference_of({"prompt": prompt, "chosen": [*before, USER, GOOD], "rejected": [*before, USER, BAD]})
+    assert [turn.content for turn in pair.prompt] == [turn["content"] for turn in (*before, USER)]
+    assert (pair.chosen, pair.rejected) == (PAIR.chosen, PAIR.rejected)
+    rated = preference_of({"prompt": "Q", "completion": [SYSTEM, USER, GOOD], "label": True})
+    assert ([turn.role for turn in rated.prompt], rated.chosen) == (["system", "user"], PAIR.chosen)
+
+
+def test_a_prompt_that_ends_with_the_beginning_of_both_conversations_keeps_its_own_beginning() -> None:
+    pair = preference_of({"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    assert [turn.role for turn in pair.prompt] == ["system", "user"]
+    assert (pair.chosen, pair.rejected) == (PAIR.chosen, PAIR.rejected)
+
+
+@pytest.mark.parametrize("prompt", [[USER, GOOD], [SYSTEM]])
+def test_an_answer_may_begin_with_a_question_that_the_prompt_leaves_open(prompt: list[dict[str, str]]) -> None:
+    pair = preference_of({"prompt": prompt, "chosen": [EARLIER, GOOD], "rejected": [EARLIER, BAD]})
+    assert [turn.role for turn in pair.messages] == [turn["role"] for turn in prompt] + ["user", "assistant"] * 2
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -103,6 +140,16 @@ HOSTILE = (
     (row(prompt="Q", completion="a"), "'label' is missing beside 'completion'; write true (the answer is good) or false"),
     (row(prompt="Q", completion="a", label=1), "'label' is a number beside 'completion'; write true"),
     (row(completion="a", label=True), "no key 'prompt' beside 'completion'; write the prompt"),
+    (
+        row(prompt="R", chosen=[USER, GOOD], rejected=[USER, BAD]),
+        "'chosen' is a conversation without the turns of the prompt",
+    ),
+    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' is a conversation without the turns"),
+    (
+        row(prompt=[SYSTEM, USER], chosen=[{**SYSTEM, "content": "S"}, USER, GOOD], rejected="b"),
+        "'chosen' is a conversation",
+    ),
+    (row(prompt="Q", completion=[EARLIER, GOOD], label=True), "'completion' is a conversation without the turns of the"),
     (row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"), "a tool turn without a call before it; put"),
     (DEEP, "a turn is a list, not an object such as"),
 )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrain.data.chat_shapes import is_chat
+from ttrain.data.chat_shapes import is_chat, unread_keys
 from ttrain.data.chat_templates import Message, is_live
 from ttrain.data.jinja_templates import ROLES
 from ttrain.data.records import (
@@ -28,6 +28,7 @@ from ttrain.data.records import (
     document_fields,
     document_parser,
     parse_conversation,
+    parsed,
     position,
     split,
 )  # fmt: skip
@@ -101,12 +102,13 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
         {"prompt": "Hi", "completion": "Hello"},
         {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
         {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
+        {"prompt": " Hi", "completion": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
          "instruction": "x", "output": "y", "tools": None, "system": ""},
     ],
     ids=["messages", "conversations", "sharegpt", "mixed", "parts", "alpaca", "blank input", "null input",
          "messages come first", "instruction comes first", "no history", "blank history", "prompt", "turns and a text",
-         "a text and turns", "null is as good as absent"],
+         "a text and turns", "a text and a conversation", "null is as good as absent"],
 )  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO
@@ -368,6 +370,115 @@ def test_arguments_as_text_stay_as_they_are_written() -> None:
         parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
         text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
         assert parsed == Conversation((Message("assistant", text),))
+
+
+@pytest.mark.parametrize(
+    "call", [{"name": "add", "arguments": ARGUMENTS}, {"name": "add", "arguments": '{"a": 1, "b": "é"}'}]
+)
+@pytest.mark.parametrize("content", ["Well.", "", None])
+def test_a_function_call_beside_a_text_is_a_call_of_its_turn(call: dict[str, Any], content: str | None) -> None:
+    for value in (call, json.dumps(call)):
+        turn = {"role": "assistant", "content": content, "function_call": value, "tool_calls": None}
+        text = f"Well.\n{CALLED}" if content else CALLED
+        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
+
+
+def test_no_function_call_is_none_and_a_second_call_rejects_the_row() -> None:
+    for none in (None, "", {}, {"name": None, "arguments": None}):
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "function_call": none}]
+        assert parse_conversation({"messages": turns}) == HELLO
+    call = {"name": "f", "arguments": {}}
+    for turn, reason in (
+        (
+            {"role": "assistant", "tool_calls": [call], "function_call": call},
+            "both 'tool_calls' and 'function_call' on a turn",
+        ),
+        ({"role": "user", "content": "Hi", "function_call": call}, "'function_call' on a turn of role 'user'"),
+        ({"role": "assistant", "content": "Hi", "function_call": {"name": "f"}}, "the arguments of a tool call are null"),
+    ):
+        parsed = parse_conversation({"messages": [turn]})
+        assert isinstance(parsed, Rejected) and parsed.reason.startswith(reason)
+
+
+ANSWER = {"role": "assistant", "content": "4"}
+UNREAD = [
+    ({"messages": [{**ANSWER, "reasoning_content": "2 + 2"}] * 2}, {"reasoning_content"}),
+    ({"messages": [{**ANSWER, "details": [{"text": "2 + 2"}], "thinking": "二"}]}, {"details", "thinking"}),
+    ({"messages": [{**ANSWER, "value": "5"}, {"from": "gpt", "value": "4", "content": "5"}]}, {"value", "content"}),
+    ({"messages": [{**ANSWER, "content": [{"type": "text", "text": "4", "reasoning": "2 + 2"}]}]}, {"reasoning"}),
+    ({"conversations": [{"from": "gpt", "value": "4", "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
+    ({"instruction": "2 + 2?", "output": "4", "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
+    ({"prompt": "2 + 2?", "completion": [{**ANSWER, "reasoning": "2 + 2"}], "think": "2"}, {"reasoning", "think"}),
+    ({"prompt": "2 + 2?", "chosen": {**ANSWER, "reasoning": "2 + 2"}, "rejected": "5", "chosen_note": "2"},
+     {"reasoning", "chosen_note"}),
+    ({"messages": [{**ANSWER, "id": "a", "name": "b", "model": "c", "timestamp": "2026-01-01", "weight": 1, "language": "en",
+                    "message_id": "d", "finish_reason": "stop", "refusal": None, "reasoning": " ", "tokens": 3,
+                    "annotations": [], "tool_calls": []}], "prompt": "x", "note": "of the row"}, set()),
+    ({"messages": [{"role": "user", "content": "2 + 2?", "note": "of the question"}]}, set()),
+    ({"instruction": "2 + 2?", "input": "a", "output": "4", "history": [["a", "b"]], "system": "c", "lang": "en"}, set()),
+    ({"prompt": "2 + 2?", "messages": [{"from": []}], "chosen": "4", "rejected": "5", "score_chosen": 1.5,
+      "chosen_model": "a", "prompt_id": "b"}, set()),
+]  # fmt: skip
+
+
+def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_key() -> None:
+    for row, keys in UNREAD:
+        assert unread_keys(row, is_pair="chosen" in row) == keys, row
+    rows = [("a.jsonl", number, row) for number, row in enumerate([UNREAD[0][0], UNREAD[5][0], UNREAD[5][0]], start=1)]
+    tally, total = Tally(), Tally()
+    assert len(list(accepted(rows, parse_conversation, tally))) == 3
+    total.add(tally)
+    assert total.to_json()["unread_keys"] == {"reasoning_content": 1, "reasoning": 2}
+    list(
+        accepted(
+            [("b.jsonl", 1, {"instruction": "a", "output": "b", f"k{n}": "c"}) for n in range(200)],
+            parse_conversation,
+            total,
+        )
+    )
+    assert len(total.unread_keys) == 101 and total.unread_keys.total() == 203
+
+
+def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "time": None}, "enum": ["a", None], "items": {}}
+    arguments = {"city": "Rome", "time": None, "list": [{"x": 1, "y": None}, None], "place": {"z": None}}
+    turns = [{"role": "assistant", "tool_calls": [{"name": "f", "id": None, "arguments": arguments}]}]
+    parsed = parse_conversation({"messages": turns, "tools": [{"type": None, "name": "f", "parameters": schema}]})
+    assert isinstance(parsed, Conversation)
+    system, answer = parsed.messages
+    assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in answer.content
+    assert '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}' in system.content
+    assert '{"name": "f", "parameters"' in system.content
+
+
+def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:
+    turns = [
+        {"role": None, "content": None, "from": role, "value": text} for role, text in (("human", "Hi"), ("gpt", "Hello"))
+    ]
+    assert parse_conversation({"conversations": turns}) == HELLO
+
+
+@pytest.mark.parametrize(
+    "number", ["98765432109876543210", "-9223372036854775809", "0.1000000000000000055", "-0", "1.10", "1E5", "1.0", "12"]
+)
+def test_numbers_of_functions_and_calls_stay_as_they_are_written(number: str) -> None:
+    arguments = f'{{"a": {number}, "b": [{number}]}}'
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    tool = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
+    calls = [
+        f'{{"role": "assistant", "tool_calls": [{call}]}}',
+        f'{{"role": "assistant", "tool_calls": {json.dumps(f"[{call}]")}}}',
+        f'{{"role": "assistant", "tool_calls": [{{"name": "f", "arguments": {json.dumps(arguments)}}}]}}',
+        f'{{"from": "function_call", "value": {json.dumps(call)}}}',
+    ]
+    rows = [f'{{"messages": [{turn}], "tools": [{tool}]}}' for turn in calls]
+    rows.append(f'{{"messages": [{{"role": "system", "content": "", "tools": {json.dumps(f"[{tool}]")}}}, {calls[0]}]}}')
+    for _, _, row in parsed(enumerate((row.encode() for row in rows), 1), "a.jsonl", Tally(), 1 << 20):
+        conversation = parse_conversation(row)
+        assert isinstance(conversation, Conversation), conversation
+        system, answer = conversation.messages
+        assert f"{tool}\n" in system.content
+        assert answer.content == f"<tool_call>\n{call}\n</tool_call>"
 
 
 def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:

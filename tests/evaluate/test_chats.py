@@ -280,6 +280,33 @@ def test_calls_are_right_where_they_are_those_of_the_reference() -> None:
     assert budget.used_seconds < 0.5 and not budget.refused, "cheap schemas use nothing of the budget"
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("98765432109876543210", "98765432109876543211", False),
+        ("98765432109876543210", "98765432109876543210.0", True),
+        ("9007199254740993", "9007199254740992.0", False),
+        ("1e2", "100", True),
+        ("-0", "0.0", True),
+        ('"5"', "5", False),
+        ("true", "1", False),
+    ],
+)
+def test_numbers_of_calls_are_compared_to_the_last_digit(one: str, other: str, is_same: bool) -> None:
+    answer, reference = (f'<tool_call>{{"name": "f", "arguments": {{"n": {n}}}}}</tool_call>' for n in (one, other))
+    assert tool_calls.judge(answer, reference, {}, Budget()).right == is_same
+
+
+def test_a_schema_holds_for_whole_numbers_beyond_64_bits_and_with_properties_that_are_null() -> None:
+    schema = '{"properties": {"n": {"enum": [98765432109876543210]}, "m": null}}'
+    system = f'<tools>\n{{"name": "f", "parameters": {schema}}}\n</tools>'
+    functions = tool_calls.offered_functions(turns("Hi", "Hello", system=system))
+    for number, is_valid in (("98765432109876543210", True), ("98765432109876543211", False)):
+        answer = f'<tool_call>{{"name": "f", "arguments": {{"n": {number}}}}}</tool_call>'
+        (call,) = tool_calls.calls(answer, functions, Budget())
+        assert (not call.wrong, call.unchecked) == (is_valid, "")
+
+
 # --- the task -----------------------------------------------------------------------------------------------------------
 
 

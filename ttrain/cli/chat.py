@@ -29,7 +29,7 @@ from ttrain.cli.options import (
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, table
+from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
@@ -226,7 +226,7 @@ def generate(
             done = 0
             for window in make(0):
                 for row in window:
-                    print_json(row, indent=None)
+                    print_json_text(batch.line_of(row).decode(), flush=True)
         else:
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
                       "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip

@@ -44,7 +44,8 @@ OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected")
 # The figures of a report and what they are called, in the order in which they are printed.
 FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
-    "rejected": "  rejected", "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
+    "rejected": "  rejected", "unread_keys": "  texts not read",
+    "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
     "cut_records": "  records cut", "too_long_dropped": "  pairs longer than a row",
     "documents": "documents", "documents_seen": "  read", "heldout_rows": "  held out", "duplicates": "duplicates",
     "near_duplicates": "near-duplicates",
@@ -69,6 +70,10 @@ def show(reports: Sequence[JsonObject], *, as_json: bool, is_overview: bool = Fa
             if number:
                 print()
             table(header, rows)
+    if is_overview:
+        for report in reports:
+            if unread := report.get("unread_keys"):
+                table((f"texts of answers that are not read: {report['file']}", "rows"), list(unread.items()))
     bad = [(line,) for report in reports for line in report.get("first_rejected", ())]
     if bad:
         table(("first bad rows",), bad[:SHOWN_BAD_ROWS])

@@ -30,6 +30,7 @@ COLUMN_GAP = 2  # of a table
 SHORT_CELL = 20  # columns of a cell that stands beside others in a terminal too narrow for the table
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -160,14 +161,20 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
-    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    is_ascii = not encoding.startswith("utf")  # no letter is lost in a pipe
-    dumps = functools.partial(json.dumps, indent=indent, ensure_ascii=is_ascii, default=_as_json, allow_nan=False)
+    dumps = functools.partial(json.dumps, indent=indent, ensure_ascii=False, default=_as_json, allow_nan=False)
     try:
         text = dumps(value)
     except ValueError:
         text = dumps(finite(value))
-    print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=indent is None)
+    print_json_text(text, flush=indent is None)
+
+
+def print_json_text(text: str, *, flush: bool) -> None:
+    """Print JSON that is written already, with what a terminal may obey escaped."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    if not encoding.startswith("utf"):  # no letter is lost in a pipe
+        text = _NOT_ASCII.sub(lambda match: json.dumps(match.group())[1:-1], text)
+    print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
 
 
 def _as_json(value: Any) -> object:

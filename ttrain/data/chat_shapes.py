@@ -6,7 +6,7 @@ Every rejection reason says what is wrong with the value and what to write inste
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,20 @@ CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
 Row = Mapping[str, Any]
+READ_OF_TURN = frozenset({"role", "from", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
+READ_OF_PART = frozenset({"type", "text"})
+READ_OF_ROW = frozenset({
+    *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "history", "system", "tools",
+})  # fmt: skip
+# What is no part of an answer, also as the last word of a key: `message_id`, `chosen_model`.
+METADATA = frozenset({
+    "id", "uuid", "index", "hash", "name", "author", "model", "source", "dataset", "split", "license",
+    "url", "ip", "country", "language", "lang", "category", "topic", "domain", "task", "type", "tag",
+    "tags", "label", "labels", "score", "rating", "time", "date", "timestamp", "created", "updated",
+    "created_at", "updated_at", "status", "finish_reason", "stop_reason", "metadata", "meta",
+    "cache_control",
+})  # fmt: skip
+ASSISTANT_NAMES = ("assistant", "gpt", "function_call")
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
 # A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
@@ -55,6 +69,55 @@ def messages_of(row: Row) -> list[Message]:
     else:
         messages = turns_of(row[shape], shape, has_tools)
     return with_system_and_tools(messages, row)
+
+
+def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
+    """Keys of texts of the assistant that are not read, such as `reasoning_content`: half of an answer may be there.
+
+    They are all keys with text on an assistant's turn, and beside a single answer, except METADATA.
+    """
+    shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), "")
+    is_of_turns = shape in ("messages", "conversations") and not is_pair
+    found = set() if is_of_turns else _unread(row, READ_OF_ROW)
+    for key in (shape,) if is_of_turns else (shape, "completion", "chosen", "rejected"):
+        turns = row.get(key)
+        for turn in turns if isinstance(turns, list) else [turns]:
+            if isinstance(turn, dict):
+                found |= _unread_of_turn(turn)
+    return found
+
+
+def _unread_of_turn(turn: JsonDict) -> set[str]:
+    is_sharegpt = turn.get("role") is None
+    if turn.get("from" if is_sharegpt else "role") not in ASSISTANT_NAMES:
+        return set()
+    key = "value" if is_sharegpt else "content"
+    found = _unread(turn, READ_OF_TURN) - {key}
+    parts = turn.get(key)
+    for part in parts if isinstance(parts, list) else ():
+        found |= _unread(part, READ_OF_PART)
+    return found
+
+
+def _unread(values: Row, read: frozenset[str]) -> set[str]:
+    others = values.keys() - read
+    return {key for key in others if not _is_metadata(key) and _holds_text(values[key])}
+
+
+def _is_metadata(key: str) -> bool:
+    key = key.lower()
+    return key in METADATA or key.rpartition("_")[2] in METADATA
+
+
+def _holds_text(value: object) -> bool:
+    pending = [value]
+    while pending:
+        element = pending.pop()
+        if isinstance(element, str) and not is_blank(element):
+            return True
+        if isinstance(element, dict | list):
+            pending.extend(element.values() if isinstance(element, dict) else element)
+    return False
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
@@ -116,6 +179,7 @@ def _prompt_and_completion(row: Row, has_tools: bool) -> list[Message]:
     """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
     prompt = turns_under(row, "prompt", "completion", "user")
     completion = turns_under(row, "completion", "prompt", "assistant")
+    prompt, [completion] = apart(prompt, {"completion": completion}, has_tools)
     messages = turns_of([*prompt, *completion], "prompt", has_tools)
     return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
 
@@ -132,6 +196,91 @@ def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:
     if not value:
         raise Malformed(f"'{key}' has no turns; write turns such as {A_TURN}")
     return value
+
+
+RawTurns = list[Any]  # as they are in the row
+Wording = tuple[str, str]  # role and text of a turn, whatever its white space
+
+
+def apart(
+    prompt: RawTurns,
+    answers: Mapping[str, RawTurns],
+    has_tools: bool,
+) -> tuple[RawTurns, list[RawTurns]]:
+    """The turns of the prompt, and those of each answer without the prompt.
+
+    An answer may be a whole conversation, with the prompt in it, after other turns of its own.
+    Where two are, they must begin alike. Raises Malformed for one without the prompt.
+    """
+    given = list(answers.values())
+    if len(prompt) == 1 and all(len(turns) == 1 for turns in given):
+        return prompt, given
+    wanted = _wordings(prompt, has_tools)
+    if not wanted:  # who parses them with an answer says what is wrong
+        return prompt, given
+    wordings = {key: _wordings(turns, has_tools) for key, turns in answers.items()}
+    asked = len(wanted) - max(_repeated_turns(wanted, wording) for wording in wordings.values())
+    prompt, wanted = prompt[:asked], wanted[:asked]
+    whole = [key for key, wording in wordings.items() if _is_conversation(wording)]
+    # Two may begin with a greeting and continue alike; one that does so is taken for an answer.
+    searched = whole or (list(answers) if len(answers) > 1 else [])
+    place = _place_of(wanted, [wordings[key] for key in searched])
+    if place:
+        in_conversation, size = place
+        if in_conversation:
+            prompt = answers[searched[0]][:size]
+        return prompt, [turns[size * (key in searched) :] for key, turns in answers.items()]
+    for key in whole:
+        if wordings[key][0][0] == "system" or wanted[-1][0] == "user":
+            fix = "begin it with them, or write its answer alone"
+            raise Malformed(f"'{key}' is a conversation without the turns of the prompt; {fix}")
+    return prompt, given
+
+
+def _wordings(turns: RawTurns, has_tools: bool) -> list[Wording]:
+    """[] for turns that need others before them, as the result of a call does."""
+    try:
+        messages = turns_of(turns, "prompt", has_tools)
+    except Malformed:
+        return []
+    return [(message.role, " ".join(message.content.split())) for message in messages]
+
+
+def _is_conversation(wording: Sequence[Wording]) -> bool:
+    """Whether the turns of an answer begin anew, and have an answer in them."""
+    roles = [role for role, _ in wording]
+    return "assistant" in roles and roles[0] in ("system", "user")
+
+
+def _repeated_turns(prompt: Sequence[Wording], answer: Sequence[Wording]) -> int:
+    """How many turns at the end of a prompt are an answer's, with its question if it has one."""
+    own = 0  # turns of the prompt after its last question
+    while own < len(prompt) - 1 and prompt[-own - 1][0] in ("assistant", "tool"):
+        own += 1
+    size = min(len(answer), own + 1)
+    return min(size, own) if size and answer[-size:] == prompt[-size:] else 0
+
+
+def _place_of(
+    wanted: Sequence[Wording],
+    conversations: Sequence[Sequence[Wording]],
+) -> tuple[bool, int] | None:
+    """Where the prompt ends in what conversations begin with alike: (is all of it there, turns).
+
+    If not all is, its last turns are: it may have a system turn that they lack. None: nothing is.
+    """
+    size = 0
+    shortest = min(map(len, conversations), default=0)
+    while size < shortest - 1 and len({conversation[size] for conversation in conversations}) == 1:
+        size += 1
+    beginning = list(conversations[0][:size]) if conversations else []
+    for end in range(size, len(wanted) - 1, -1):
+        if beginning[end - len(wanted) : end] == wanted:
+            return True, end
+    for end in range(min(size, len(wanted) - 1), 0, -1):
+        if wanted[-end:] == beginning[:end]:
+            return False, end
+    return None
 
 
 def not_learnt(message: Message) -> Message:
@@ -167,7 +316,7 @@ def turns_of(turns: object, shape: str, has_tools: bool) -> list[Message]:
 
 def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
     """(the turn, its calls); the content includes the calls as text."""
-    is_sharegpt = "role" not in turn and "from" in turn
+    is_sharegpt = turn.get("role") is None and "from" in turn
     name, key = (turn["from"], "value") if is_sharegpt else (turn.get("role"), "content")
     role = SHAREGPT_ROLES.get(name) if is_sharegpt and isinstance(name, str) else name
     if role not in ROLES:
@@ -179,9 +328,10 @@ def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
     if is_sharegpt and name == "function_call":
         calls = tools.calls_of(turn.get(key), "'function_call'")
         return Message(role, tools.with_calls("", calls), in_loss), calls
-    calls = tools.calls_of(turn.get("tool_calls"))
+    calls = tools.calls_of_turn(turn)
     if calls and role != "assistant":
-        raise Malformed(f"'tool_calls' on a turn of role '{role}'; only an assistant's turn may call functions")
+        name = "tool_calls" if turn.get("tool_calls") else "function_call"
+        raise Malformed(f"'{name}' on a turn of role '{role}'; only an assistant's turn may call functions")
     content = _content(turn, key, role, is_optional=bool(calls))
     functions = tools.tools_text(turn.get("tools"))
     if functions and role != "system":

@@ -7,6 +7,7 @@ child has a memory limit, and its output is bounded by the size of the file.
 from __future__ import annotations
 
 import contextlib
+import decimal
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import orjson
 
 from ttrain.core.sandbox import BudgetExceeded, Sandbox, WorkFailed
 from ttrain.data import locations, streams
+from ttrain.data.tools import PARQUET_TYPE
 from ttrain.errors import DataError
 
 SECONDS, MEMORY_BYTES = 60.0, 2 << 30  # of a batch, which takes 10 ms and some megabytes
@@ -22,6 +24,7 @@ SECONDS, MEMORY_BYTES = 60.0, 2 << 30  # of a batch, which takes 10 ms and some 
 OUTPUT_BYTES, OUTPUT_BYTES_PER_BYTE = 64 << 20, 100
 ROW_BYTES = 64  # what a row counts for besides its JSON: a billion rows of one letter are work, too
 PIECE_BYTES = 1 << 19
+OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_NON_STR_KEYS  # a map may have numbers as keys
 FIX = "fetch it again, or write it as JSON Lines if its content is intended"
 
 
@@ -68,8 +71,10 @@ def answer(request: bytes) -> Iterator[bytes]:
     with streams.open_stream(location) as stream:
         remaining_bytes = given_bytes + OUTPUT_BYTES_PER_BYTE * stream.seek(0, os.SEEK_END)
     rows, size, last = list[bytes](), 0, 0
-    for last, row in streams.parquet_rows(location, *chosen):
-        line = orjson.dumps(row, default=_as_json, option=orjson.OPT_PASSTHROUGH_DATETIME)
+    for last, values in streams.parquet_rows(location, *chosen):
+        # A column that is null in a row stands for a key that it lacks; a row of nulls alone says what is null.
+        row = {name: value for name, value in values.items() if value is not None} or values
+        line = orjson.dumps(row, default=_as_json, option=OPTIONS)
         rows.append(line)
         size += len(line) + ROW_BYTES
         if size >= PIECE_BYTES:
@@ -89,11 +94,13 @@ def _piece(last: int, rows: list[bytes]) -> bytes:
 
 
 def _as_json(value: object) -> object:
-    """Convert a parquet value that JSON lacks: bytes in UTF-8 become text, anything else an object with its type."""
+    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as their type."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")
-    return {"type": type(value).__name__}
+    if isinstance(value, decimal.Decimal):
+        return orjson.Fragment(format(value, "f"))
+    return {PARQUET_TYPE: type(value).__name__}
 
 
 SANDBOX = Sandbox(

@@ -100,9 +100,7 @@ def _pair(row: Row) -> Sides:
     if prompt_key is None:
         prompt, chosen, rejected = _common_beginning(row, turns)
     else:
-        prompt_turns = _prompt_turns(row, prompt_key)
-        prompt = _turns(prompt_turns, prompt_key, row)
-        chosen, rejected = (_answer(prompt, prompt_turns, turns[key], key, row) for key in ANSWER_KEYS)
+        prompt, [chosen, rejected] = _apart(row, prompt_key, turns)
     if _identity(chosen) == _identity(rejected):
         raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
     for key, answer in zip(ANSWER_KEYS, (chosen, rejected), strict=True):
@@ -118,9 +116,7 @@ def _rated(row: Row) -> Sides:
         raise Malformed(f"'label' is {kind} beside 'completion'; write true (the answer is good) or false")
     if row.get("prompt") is None:
         raise Malformed("no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns")
-    prompt_turns = _prompt_turns(row, "prompt")
-    prompt = _turns(prompt_turns, "prompt", row)
-    answer = _answer(prompt, prompt_turns, _answer_turns(row, "completion"), "completion", row)
+    prompt, [answer] = _apart(row, "prompt", {"completion": _answer_turns(row, "completion")})
     _check_answer(answer, "completion")
     return (prompt, answer, ()) if label else (prompt, (), answer)
 
@@ -147,19 +143,20 @@ def _answer_turns(row: Row, key: str) -> list[Any]:
     return chat_shapes.turns_under(row, key, "prompt", "assistant")
 
 
-def _answer(prompt: Turns, prompt_turns: list[Any], turns: list[Any], key: str, row: Row) -> list[Message]:
-    """The turns of an answer, without those of the prompt where they stand before it once more."""
-    size = len(prompt)
-    if len(turns) > size and _begins_with(turns, prompt, row):
-        return _turns(turns, key, row)[size:]
-    return _turns([*prompt_turns, *turns], key, row)[size:]
-
-
-def _begins_with(turns: list[Any], prompt: Turns, row: Row) -> bool:
-    try:
-        return _identity(_turns(turns[: len(prompt)], "prompt", row)) == _identity(prompt)
-    except Malformed:
-        return False
+def _apart(
+    row: Row,
+    prompt_key: str,
+    answers: Mapping[str, list[Any]],
+) -> tuple[Turns, list[Turns]]:
+    """(turns of the prompt, those of each answer)."""
+    prompt_turns = _prompt_turns(row, prompt_key)
+    prompt_turns, own_turns = chat_shapes.apart(prompt_turns, answers, bool(row.get("tools")))
+    size = len(prompt_turns)
+    conversations = [
+        _turns([*prompt_turns, *turns], key, row)
+        for key, turns in zip(answers, own_turns, strict=True)
+    ]  # fmt: skip
+    return conversations[0][:size], [conversation[size:] for conversation in conversations]
 
 
 def _common_beginning(row: Row, turns: Mapping[str, list[Any]]) -> Sides:

@@ -15,7 +15,8 @@ import orjson
 
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
-from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of
+from ttrain.data import exact_json
+from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of, unread_keys
 from ttrain.data.chat_templates import Messages
 from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
 from ttrain.data.tools import Malformed, kind_of
@@ -32,6 +33,8 @@ WEIGHT_FIX = "write how often the row is drawn, compared with one of weight 1, o
 
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
+
+TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 
 Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 
@@ -106,6 +109,8 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
             tally.skipped[parsed.reason] += 1
         else:
             tally.kept += 1
+            if not isinstance(parsed, TextDocument):
+                tally.see_unread(unread_keys(value, is_pair=isinstance(parsed, Preference)))
             yield number, parsed
 
 
@@ -120,7 +125,7 @@ def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
 
 def _excerpt(value: JsonDict) -> bytes:
     try:
-        return orjson.dumps(value, default=repr)
+        return orjson.dumps(value, default=exact_json.as_json)
     except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
         return b""
 
@@ -253,9 +258,10 @@ def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Recor
     yield from ((not any_heldout, record) for record in lowest)
 
 
-KEYS_LOOKED_AT, KEYS_OF_A_ROW = 1000, 100
+KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40
 
 REASONS, OTHER_REASONS = 100, "other reasons"  # distinct reasons at most, since one may quote a value of its row
+OTHER_KEYS = "other keys"  # beyond as many
 
 FIRST_REJECTED = 5
 
@@ -281,10 +287,11 @@ class Tally:
     quarantine: Callable[[JsonDict], object] | None = None
     lines: int = 0  # rows and blank lines
     bad_rows: Counter[str] = field(default_factory=Counter)  # by location
+    unread_keys: Counter[str] = field(default_factory=Counter)  # kept rows with text of an answer under a key, by the key
 
     def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
         """Count a bad row and pass it to the quarantine."""
-        self._count(reason, 1)
+        _count(self.rejected, reason, 1, OTHER_REASONS)
         self.bad_rows[path] += 1
         if len(self.first_rejected) < FIRST_REJECTED or self.quarantine:
             row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
@@ -298,13 +305,15 @@ class Tally:
         if self.quarantine:
             self.quarantine(row)
 
-    def _count(self, reason: str, rows: int) -> None:
-        self.rejected[reason if reason in self.rejected or len(self.rejected) < REASONS else OTHER_REASONS] += rows
-
     def see(self, row: JsonDict) -> None:
         """Count the keys of a row, if it is among the first KEYS_LOOKED_AT."""
         if self.rows <= KEYS_LOOKED_AT:
-            self.keys_seen.update(key[:40] for key in islice(row, KEYS_OF_A_ROW))
+            self.keys_seen.update(key[:KEY_CHARACTERS] for key in islice(row, KEYS_OF_A_ROW))
+
+    def see_unread(self, keys: Iterable[str]) -> None:
+        """Count a kept row that has text of an answer under these keys, which are not read."""
+        for key in keys:
+            _count(self.unread_keys, key[:KEY_CHARACTERS], 1, OTHER_KEYS)
 
     def leave_out(self, rule: str, rows: int) -> None:
         """Count kept rows as skipped by a rule."""
@@ -317,7 +326,9 @@ class Tally:
         self.rows, self.kept, self.lines = self.rows + tally.rows, self.kept + tally.kept, self.lines + tally.lines
         self.skipped.update(tally.skipped)
         for reason, rows in tally.rejected.items():
-            self._count(reason, rows)
+            _count(self.rejected, reason, rows, OTHER_REASONS)
+        for key, rows in tally.unread_keys.items():
+            _count(self.unread_keys, key, rows, OTHER_KEYS)
         self.keys_seen.update(tally.keys_seen)
         self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
@@ -335,7 +346,8 @@ class Tally:
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
         counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
-        return {**counts, "first_rejected": self.first_rejected} if self.first_rejected else counts
+        more = {"first_rejected": self.first_rejected, "unread_keys": dict(self.unread_keys)}
+        return counts | {name: value for name, value in more.items() if value}
 
     def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
         """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept."""
@@ -361,6 +373,10 @@ class Tally:
     def _looked_for(self, expected_fields: str) -> str:
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
         return f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
+
+
+def _count(counts: Counter[str], name: str, rows: int, others: str) -> None:
+    counts[name if name in counts or len(counts) < REASONS else others] += rows
 
 
 class BadRows:
@@ -419,9 +435,23 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
+        if _writes_numbers(value, line):
+            try:
+                value = exact_json.exact(value, line)
+            except RecursionError:
+                tally.reject(path, number, TOO_DEEP, line)
+                continue
         tally.see(value)
         yield path, number, value
     tally.lines += number
+
+
+def _writes_numbers(value: JsonDict, line: bytes) -> bool:
+    """Whether numbers of the row may become text: those of functions and calls, and the answer to a question."""
+    if "tools" in value or "question" in value:
+        return True
+    is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing
+    return is_chat_of_turns and (b'"tool_calls"' in line or b'"function_call"' in line or b'"tools"' in line)
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

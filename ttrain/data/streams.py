@@ -245,13 +245,13 @@ def _groups_of(file: Any) -> list[tuple[int, int]]:
 def _values(batch: Any) -> Any:
     """The rows of a batch, each as an object."""
     try:
-        return batch.to_pylist()
+        return batch.to_pylist(maps_as_pydicts="lossy")
     except UnicodeDecodeError:
         return [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
 
 
 def _value(scalar: Any) -> Any:
     try:
-        return scalar.as_py()
+        return scalar.as_py(maps_as_pydicts="lossy")
     except UnicodeDecodeError:
         return None

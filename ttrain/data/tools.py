@@ -3,27 +3,32 @@
     the functions   after the text of the system turn: a sentence, then one JSON object a line between <tools> and </tools>
     a call          after the assistant's words: {"name": …, "arguments": …} between <tool_call> and </tool_call>
 
-Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each), MiniMind's (`tools` on the system
-turn and `tool_calls`, both as JSON strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
+Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each, before
+that one `function_call`), MiniMind's (`tools` on the system turn and `tool_calls`, both as JSON
+strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from ttrain.core.files import JsonDict
+from ttrain.data import exact_json
+from ttrain.data.exact_json import Number
 
 TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
 JSON_TYPES = {
-    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
-    dict: "an object",
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", Number: "a number", str: "text",
+    list: "a list", dict: "an object",
 }  # fmt: skip
+PARQUET_TYPE = "type of parquet"  # the only key of what replaces a value that JSON lacks, such as a date
 
 
 class Malformed(ValueError):
@@ -32,6 +37,8 @@ class Malformed(ValueError):
 
 def kind_of(value: object) -> str:
     """What JSON calls the value: "null", "a number", ...; Python's name for types that only Parquet has."""
+    if isinstance(value, dict) and PARQUET_TYPE in value:
+        return str(value[PARQUET_TYPE])
     return JSON_TYPES.get(type(value), type(value).__name__)
 
 
@@ -44,7 +51,7 @@ def tools_text(tools: object) -> str:
         raise Malformed(f"'tools' is {kind_of(functions)}, not a list of functions such as {A_TOOL}")
     for tool in functions:
         _check_name(tool, "a tool", A_TOOL)
-    return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(_dumps, functions), TOOLS_END])
+    return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(dumps, functions), TOOLS_END])
 
 
 def with_tools(content: str, text: str) -> str:
@@ -72,6 +79,19 @@ def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonDict]:
     return calls
 
 
+def calls_of_turn(turn: JsonDict) -> list[JsonDict]:
+    """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
+    calls = calls_of(turn.get("tool_calls"))
+    older = turn.get("function_call")
+    if isinstance(older, dict) and all(value is None for value in older.values()):
+        older = None  # a struct of parquet that only other rows have
+    if older is None or _is_empty_text(older):
+        return calls
+    if calls:
+        raise Malformed("both 'tool_calls' and 'function_call' on a turn; keep one of them")
+    return calls_of(older, "'function_call'")
+
+
 def with_calls(content: str, calls: list[JsonDict]) -> str:
     """An assistant's text followed by its calls."""
     return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
@@ -84,8 +104,8 @@ def has_calls(content: str) -> bool:
 
 def _call_text(function: JsonDict) -> str:
     arguments = function["arguments"]
-    written = arguments if isinstance(arguments, str) else _dumps(arguments)
-    return f'{CALL_BEGIN}\n{{"name": {_dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
+    written = arguments if isinstance(arguments, str) else dumps(arguments)
+    return f'{CALL_BEGIN}\n{{"name": {dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
 
 
 def _function(value: JsonDict) -> JsonDict:
@@ -110,10 +130,41 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return orjson.loads(value)
+        return exact_json.parse(value)
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def dumps(value: object) -> str:
+    """The JSON of a function or of arguments: numbers as they are written in the row, without keys that are null.
+
+    A struct of parquet has the keys of all rows, null where a row lacks one. Raises Malformed for what JSON lacks.
+    """
+    pieces: list[str] = []
+    _write(value, pieces.append)
+    return "".join(pieces)
+
+
+def _write(value: object, write: Callable[[str], object]) -> None:
+    if isinstance(value, dict):
+        if PARQUET_TYPE in value:
+            raise Malformed(f"a value of a function or a call is {kind_of(value)}, which JSON lacks; write it as text")
+        before = "{"
+        for key, element in value.items():
+            if element is not None:
+                write(f"{before}{_ENCODE(key)}: ")
+                _write(element, write)
+                before = ", "
+        write("{}" if before == "{" else "}")
+    elif isinstance(value, list):
+        before = "["
+        for element in value:
+            write(before)
+            _write(element, write)
+            before = ", "
+        write("[]" if before == "[" else "]")
+    else:
+        write(value.text if isinstance(value, Number) else _ENCODE(value))

@@ -8,9 +8,11 @@ JSON object a line between <tools> and </tools>; a call as {"name": ..., "argume
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Context
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +20,9 @@ import orjson
 
 from ttrain.core.files import JsonDict
 from ttrain.core.sandbox import BudgetExceeded, Sandbox, WorkFailed
+from ttrain.data import exact_json
 from ttrain.data.chat_templates import Message
-from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, has_calls
+from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, dumps, has_calls
 
 Functions = Mapping[str, Any]  # name to the JSON schema of its arguments, as the data have it
 
@@ -115,11 +118,7 @@ def _call(body: str, functions: Functions, budget: Budget) -> Call:
     schema = functions.get(name)
     if schema is None:  # its arguments are not described
         return Call(name, arguments)
-    try:
-        schema_json = orjson.dumps(schema)
-    except TypeError as error:  # nested deeper than orjson writes
-        return Call(name, arguments, unchecked=f"the schema cannot be used: {error}")
-    checked = check(schema_json, orjson.dumps(arguments), budget)
+    checked = check(dumps(schema).encode(), orjson.dumps(arguments, default=exact_json.as_json), budget)
     wrong = f"{name}: {checked['mismatch']}" if "mismatch" in checked else ""
     return Call(name, arguments, wrong, checked.get("unchecked", ""))
 
@@ -140,9 +139,9 @@ def _tool_blocks(text: str) -> list[str]:
 def _object(text: str) -> JsonDict | None:
     """Parse a text as a JSON object; None if it is not one, or is nested deeper than orjson writes (254)."""
     try:
-        value = orjson.loads(text)
-        orjson.dumps(value)
-    except (orjson.JSONDecodeError, TypeError):
+        value = exact_json.parse(text)
+        orjson.dumps(value, default=exact_json.as_json)
+    except (orjson.JSONDecodeError, RecursionError, TypeError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -153,12 +152,15 @@ def _same(call: Call) -> tuple[str, bytes]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = EXACT.create_decimal(str(value))
+        return orjson.Fragment(str(number.normalize(EXACT) if number else 0))
     if isinstance(value, dict):
         return {key: _plain(element) for key, element in value.items()}
     return [_plain(element) for element in value] if isinstance(value, list) else value
 
+
+EXACT = Context(prec=10_000)  # digits of a number that are compared; a double has 17
 
 REMEMBERED = 4096
 
@@ -228,7 +230,8 @@ def answer(request: bytes) -> Iterator[bytes]:
     from referencing import Registry
 
     nothing_fetched: Registry[Any] = Registry()  # addresses in a schema are not fetched
-    schema, arguments = orjson.loads(request)
+    # orjson would read whole numbers beyond 64 bits as doubles.
+    schema, arguments = json.JSONDecoder().decode(request.decode("utf-8"))
     if arguments is None:
         if not isinstance(schema, dict):
             yield orjson.dumps({"unchecked": "the schema is not a JSON object"})

@@ -15,7 +15,7 @@ import orjson
 
 from ttrain.core.files import JsonDict, Taken, exclusive, refuse
 from ttrain.core.hashing import canonical_json, sha256_file
-from ttrain.data import existing
+from ttrain.data import exact_json, existing
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
@@ -131,7 +131,7 @@ def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int]
     done = _resume_partial(partial, first)
     with partial.open("ab") as file:
         for rows in make(done):
-            file.writelines(orjson.dumps(row) + b"\n" for row in rows)
+            file.writelines(line_of(row) + b"\n" for row in rows)
             file.flush()
     finished = path.with_name(path.name + ".tmp")
     with partial.open("rb") as source, finished.open("wb") as target:
@@ -140,6 +140,11 @@ def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int]
     finished.replace(path)
     partial.unlink()
     return done
+
+
+def line_of(row: JsonDict) -> bytes:
+    """A row as JSON, with the numbers of the prompt's record as they are written there."""
+    return orjson.dumps(row, default=exact_json.as_json)
 
 
 def _resume_partial(partial: Path, first: bytes) -> int:
@@ -214,7 +219,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
             continue
         try:
             text = line.decode("utf-8")
-            value = orjson.loads(text) if is_json else {"prompt": text.rstrip("\r")}
+            value = exact_json.parse(text) if is_json else {"prompt": text.rstrip("\r")}
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None

@@ -287,6 +287,8 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
             of = f" of the {role} data" if role != "train" else ""
             yield f"{counted(sum(rejected.values()), 'bad row')}{of} left out: {reasons}", True
+        for key, rows in tally.get("unread_keys", {}).items():
+            yield f"{counted(rows, 'row')} of the {role} data with text of an answer under '{key}', which is not read", False
 
 
 def _gaps(view: RunView, stage: str) -> Iterator[str]:

@@ -84,6 +84,10 @@ def key_figures(stage: str, result: Result) -> str:
         for tally in result["rows"].values():
             lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
         left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
+        unread = Counter[str]()
+        for tally in result["rows"].values():
+            unread.update(tally.get("unread_keys", {}))
+        left_out += "".join(f"; not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
         reused = result["blocks"] - result["encoded_blocks"]
         reused_text = f"; {reused:,} of {result['blocks']:,} shards were reused" if reused else ""
         overlap_text = _overlaps(result.get("contamination"))
