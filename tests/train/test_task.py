@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ttrain.config import TaskConfig, UserTaskConfig
-from ttrain.config.loading import layers, merge, settable_keys
+from ttrain.config.loading import layers, merge, settable_keys, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
@@ -370,3 +370,15 @@ def test_settings_without_a_default_must_be_given() -> None:
     assert merge(Needy, layers(["answer=42", "optim.lr=1"]))[0].optim.lr == 1
     with pytest.raises(UsageError, match="answer"):
         merge(Needy, layers(["optim.lr=1"]))
+
+
+def test_texts_on_the_command_line_are_what_the_types_of_the_tasks_own_settings_make_of_them() -> None:
+    class Own(TaskConfig):
+        label: str = ""
+        words: tuple[str, ...] = ()
+        depth: int = 1
+
+    given = layers(["label=run #3", "words=[no, 0123]", "depth=0123", "optim={lr: 2e-3}"], root=None)
+    settings, _ = merge(Own, with_types(Own, given))
+    assert (settings.label, settings.words, settings.depth) == ("run #3", ("no", "0123"), 123)
+    assert settings.optim.lr == 2e-3

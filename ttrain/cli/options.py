@@ -321,10 +321,13 @@ def resolved_models(
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
-    """The overrides of a task's settings, the weakest first; from the environment only those of `runtime`."""
+    """The overrides of a task's settings, the weakest first; from the environment only those of `runtime`.
+
+    What texts mean is known with the task: `loading.with_types`.
+    """
     from ttrain.config.loading import layers
 
-    return layers(overrides or (), config or (), environment=_environment_of("runtime"))
+    return layers(overrides or (), config or (), environment=_environment_of("runtime"), root=None)
 
 
 def server_settings(overrides: list[str] | None) -> Servers:
@@ -332,7 +335,9 @@ def server_settings(overrides: list[str] | None) -> Servers:
     from ttrain.config import ServersConfig
     from ttrain.config.loading import layers, merge
 
-    return merge(ServersConfig, layers(overrides or (), environment=_environment_of("servers")))[0].servers
+    return merge(ServersConfig, layers(overrides or (), environment=_environment_of("servers"), root=ServersConfig))[
+        0
+    ].servers
 
 
 def _environment_of(section: str) -> dict[str, str]:
