@@ -248,6 +248,12 @@ class AdapterTargets:
     transposed: bool  # whether any is GPT-2's Conv1D, whose weight is [in, out]
 
 
+def check(model: PreTrainedModel, config: Lora) -> None:
+    """Raise UsageError for targets that the model does not have, or that cannot be adapted in this way."""
+    if config.kind != "prefix":
+        _check_parameters(find_targets(model, config.targets), config)
+
+
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:
     """The targets that `lora.targets` names. Raises UsageError, with all possible names, for an unknown one.
 

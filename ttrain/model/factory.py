@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from ttrain.config import Model
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Tensors = Mapping[str, torch.Tensor]
+# What architectures raise where their config contradicts itself; transformers checks it by such dataclasses.
+BUILD_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError),
+    *(LookupError, StrictDataclassError),
+)
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
@@ -42,13 +48,32 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError, LookupError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+    except BUILD_ERRORS as error:
         raise UsageError(
-            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {message}; set other sizes of it "
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {_reason(error)}; set other sizes of it "
             f"with model.fields.NAME=value"
         ) from error
     return model
+
+
+def construct_existing(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The architecture of a `config.json`, with its own initialisation. Raises UsageError where it contradicts itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config["model_type"] in registry.OWN_KINDS:
+        registry.register_own()
+    try:
+        hf = AutoConfig.for_model(**config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, trust_remote_code=False)
+    except BUILD_ERRORS as error:
+        raise UsageError(_reason(error)) from None
+    return model
+
+
+def _reason(error: Exception) -> str:
+    """The message in one line; of a key that is missing it is the key alone."""
+    text = " ".join(str(error).split())
+    return f"there is no {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def load(directory: Path, **options: Any) -> PreTrainedModel:
@@ -67,9 +92,9 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
             **options,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, SafetensorError, *BUILD_ERRORS) as error:
         needs_code = "trust_remote_code" in str(error)
-        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else error
+        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else _reason(error)
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     wrong = [
         *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, parse_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
@@ -20,6 +20,8 @@ ADAPTER = "adapter_model.safetensors"
 PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state before the decay of `schedule.kind=infinite`
 
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
+
+LONGEST_HEADER = 100 << 20  # bytes of a safetensors file's header, by its format
 
 INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies
 
@@ -43,6 +45,21 @@ def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
         if file.parent != directory or not file.is_file():
             raise ArtifactError(f"{index} lists {file.name}, but {directory} holds no such file")
     return files
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor by the header of a safetensors file; {} for a file that is none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(size)) if size <= LONGEST_HEADER else {}
+    except OSError:
+        return {}
+    return {
+        name: entry["shape"]
+        for name, entry in header.items()
+        if isinstance(entry, dict) and isinstance(entry.get("shape"), list)
+    }
 
 
 def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:
