@@ -312,7 +312,7 @@ def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subp
     """
     with path.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", *module],
+            [sys.executable, "-m", *module],
             env={**os.environ, **environment},
             cwd=path.parent,
             stdin=subprocess.DEVNULL,
