@@ -16,6 +16,7 @@ from ttrain.core.files import read_object
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import registry
 from ttrain.model.architecture import build_config
+from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,12 +84,15 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
+    if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
+        shard_names(index)  # which transformers opens wherever they lead
     try:
         if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
             registry.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
+            use_safetensors=True,  # never a pickle
             trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
             **options,
         )  # fmt: skip
