@@ -225,6 +225,7 @@ def _fill(model: PeftModel, directory: Path, name: str) -> None:
         weights = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {directory / WEIGHTS}: {error}") from None
+    factory.need_finite(weights, str(directory / WEIGHTS))
     overwrite(state(model, name), weights)
     model.requires_grad_(False)
 

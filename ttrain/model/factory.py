@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from ttrain.config import Model
 from ttrain.core.files import read_object
+from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import registry
 from ttrain.model.architecture import build_config
@@ -111,7 +112,25 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     ]
     if wrong:
         raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
+    need_finite(dict(model.named_parameters()), str(directory))
     return model
+
+
+def need_finite(weights: Tensors, place: str) -> None:
+    """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
+    wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not _is_finite(tensor)]
+    if wrong:
+        raise ArtifactError(
+            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
+            f"({first_of(wrong, 3)}), so that the model can answer nothing; train it again, or use another one"
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    smallest, largest = torch.aminmax(tensor.detach())  # which a NaN becomes; without a copy of the tensor
+    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:
