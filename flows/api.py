@@ -388,9 +388,7 @@ class _CallbackDisplay:
     _progress: Progress
 
     def say(self, text: str) -> None:
-        from rich.text import Text
-
-        self._progress("", "message", {"text": Text.from_markup(text).plain})
+        self._progress("", "message", {"text": text})
 
     def started(self, name: str, why: str) -> None:
         self._progress(name, "started", {"why": why})

@@ -13,7 +13,7 @@ from rich.console import Console
 from ttrain import tracking
 from ttrain.config import TRAINING_STAGES, Settings
 from ttrain.core.signals import catching_signals, handling_signals
-from ttrain.core.terminal import showing_logs, table
+from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
@@ -115,7 +115,7 @@ def _begin(
 
     def on_signal(signum: int) -> None:
         signums.append(signum)
-        display.say("[yellow]stopping before a stage begins (again to end at once)[/]")
+        display.say("stopping before a stage begins (again to end at once)")
 
     with catching_signals(on_signal, _EarlySignal):
         execution = PipelineRun(pipeline, settings, store, display, stages, rerun, **options)
@@ -183,7 +183,7 @@ def run_one_stage(
             with execution.catching_signals():
                 artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
             artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
-            console.print(f"artifact: {artifact.path}", highlight=False, soft_wrap=True)
+            print_plain(console, f"artifact: {artifact.path}")
     return artifact, state
 
 
@@ -194,11 +194,11 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         console.print()
         table(("evaluation", "value", ""), rows, console)
         console.print()
-    took, say = format_duration(execution.seconds), partial(console.print, highlight=False, soft_wrap=True)
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
     if outcome == "completed":
         for line in _next_steps(execution):
             say(line)
-        say(f"[green]done[/] in {took}; run {execution.record.run}")
+        say(f"done in {took}; run {execution.record.run}")
         return
     if outcome == NOTHING_NEW:  # the night says why
         return

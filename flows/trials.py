@@ -25,7 +25,7 @@ from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.progress_display import Display, plain
+from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import planned_part
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports import summary as report
@@ -149,7 +149,7 @@ class TrialRunner:
     def _begin(self, slot: int, trial: Trial) -> None:
         values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
         goes_on = " goes on" if trial.run else ""
-        self.display.say(plain(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}"))
+        self.display.say(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}")
         self._running[slot] = RunningTrial(self, trial, slot)
         self._running[slot].thread.start()
 
@@ -196,7 +196,7 @@ class TrialRunner:
         standing = (
             "the best so far" if best == trial else f"the best is trial {best.number}, {best.value:.4f}" if best else ""
         )
-        self.display.say(plain(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; ")))
+        self.display.say(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; "))
         done = sum(t.outcome != studies.RUNNING for t in trials)
         points = {"sweep/value": trial.value, "sweep/best": best and best.value}
         if metrics := {name: value for name, value in points.items() if value is not None}:

@@ -22,6 +22,7 @@ from packaging.version import Version
 
 from ttrain.config import Settings, flatten
 from ttrain.config.loading import configs_directory, load, profile_names
+from ttrain.data import sharding
 
 ROOT = Path(__file__).parents[1]
 TOP = ("ttrain", "flows", "tasks")
@@ -242,6 +243,16 @@ def test_files_are_parsed_by_the_one_reader_that_takes_any_nesting() -> None:
     pattern = re.compile(r"(?<!or)json\.loads?\(")
     paths = [path for package in TOP for path in (ROOT / package).rglob("*.py") if path.stem not in PARSES_ITSELF]
     assert [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_process_of_python_imports_nothing_from_the_directory_that_it_is_started_in() -> None:
+    """`python -m` and `-c` put it first. A script has its own directory there, and a server starts in that of its log."""
+    started = re.compile(r"\[\s*sys\.executable,\s*(.*)")
+    paths = [path for package in TOP for path in (ROOT / package).rglob("*.py")]
+    arguments = [match for path in paths for match in started.findall(path.read_text(encoding="utf-8"))]
+    assert len(arguments) > 7
+    assert [rest for rest in arguments if not rest.startswith(('"-P"', "*program", '"-m", *module'))] == []
+    assert sharding.ENVIRONMENT["PYTHONSAFEPATH"] == "1"
 
 
 def test_the_command_line_imports_flows_inside_functions_only() -> None:

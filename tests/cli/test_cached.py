@@ -20,6 +20,7 @@ HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
     "vl_convert",
 )  # fmt: skip
+MARK = "§§"  # no control: those are escaped
 # The command, and then what it had loaded and which files it had opened for writing.
 # Two commands. After each: what was loaded by then, and which files it had opened for writing; then all paths of the home.
 RUN = f"""
@@ -38,7 +39,7 @@ for words in (["pipeline", "plan", "full", "sft.optim.lr=3e-4"], ["pipeline", "r
     except SystemExit as ended:
         assert not ended.code, ended.code
     found = [sorted(set({HEAVY!r}) & sys.modules.keys()), written]
-    print(chr(7) + json.dumps([*found, sorted(map(str, Path(os.environ["TTRAIN_HOME"]).rglob("*")))]) + chr(7))
+    print({MARK!r} + json.dumps([*found, sorted(map(str, Path(os.environ["TTRAIN_HOME"]).rglob("*")))]) + {MARK!r})
 """
 
 
@@ -52,7 +53,7 @@ def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_
     command = [sys.executable, "-P", "-c", RUN, *built.files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    planned, of_plan, cached, of_run, _ = done.stdout.split("\a")
+    planned, of_plan, cached, of_run, _ = done.stdout.split(MARK)
     heavy, _, after = json.loads(of_plan)
     assert "sft.optim.lr" in planned and heavy == [] and paths(map(Path, after)) == before
     heavy, written, _ = json.loads(of_run)

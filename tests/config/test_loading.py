@@ -179,6 +179,58 @@ def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
     assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
 
 
+WHOLE = ("*.jsonl", "data #2", "2026-11-28", "2026", "0123", "no", "on", "null-1", "a: b", "- a", "&a", "!x", "%x", "'")
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_a_text_is_taken_whole_whatever_yaml_reads_in_it(text: str) -> None:
+    files = {"data.pretrain": (text,), "data.tokenizer": (text,)}
+    for key, value in {**files, "reading.text_field": text, "tokenizer.existing": text}.items():
+        section, name = key.split(".")
+        variable = f"TTRAIN__{section}__{name}".upper()
+        for loaded in (load([f"{key}={text}"], environment={}), load(environment={variable: text})):
+            assert getattr(getattr(loaded.settings, section), name) == value
+
+
+def read_back(assignment: str) -> Any:
+    """The value of a setting that one override sets."""
+    return dict(flatten(load([assignment], environment={}).settings.model_dump()))[assignment.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("sft.seed=0123", 123),
+        ("sft.optim.lr=3e-4", 3e-4),
+        ("runtime.deterministic=no", False),
+        ("runtime.compile=Yes", True),
+        ("runtime.guards=off", "off"),
+        ("runtime.threads=null", None),
+        ("runtime.threads=none", None),
+        ("tokenizer.existing=null", None),
+        ("dpo.adapter=none", "none"),
+        ("nightly.rate=2", 2.0),
+        ("name='0123'", "0123"),
+        ("data.pretrain=[2026-11-28, no, 'a,b']", ("2026-11-28", "no", "a,b")),
+        ("data.pretrain=[{path: 0123, weight: 2}]", ({"path": "0123", "weight": 2.0},)),
+        ("data.pretrain='[ab].jsonl'", ("[ab].jsonl",)),
+        ("pretrain.start_from=[a]", "[a]"),
+        ("evaluate.chats=Hello, you", ("Hello, you",)),
+        ("runtime.gpus=1", (1,)),
+        ("pretrain.mask_intervals=[[yes, no], [1, 2]]", (("yes", "no"), (1, 2))),
+        ("model.fields.depth=[1, 2e-3, yes, a]", [1, 2e-3, True, "a"]),
+    ],
+)
+def test_the_type_of_a_setting_says_what_its_text_means(assignment: str, value: Any) -> None:
+    assert read_back(assignment) == value
+
+
+def test_what_follows_a_list_is_not_dropped() -> None:
+    message = refused("data.pretrain=[a, b] #2")
+    assert "data.pretrain is '[a, b] #2' (from command line)" in message
+    assert "nothing may follow its end, but '#2' does; write a list as [a, b]" in message
+
+
 def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
     assert refused("data.sft=[{weight: 2}]") == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
     message = refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]")

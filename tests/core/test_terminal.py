@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from ttrain.core.terminal import table
+from ttrain.core.terminal import _EscapingText, table
+from ttrain.pipeline.progress_display import Display
 
 PATH = "/home/me/artifacts/store/pretrain/5b0a8a1be01f*/run/log.txt"
 HEADER = ("stage", "outcome", "figures", "log")
@@ -42,3 +46,68 @@ def test_a_terminal_too_narrow_for_the_longest_words_has_long_cells_below_the_ro
 
 def test_a_pipe_has_a_row_in_a_line() -> None:
     assert len(printed(180, is_terminal=False)) == 3
+
+
+# --- what data contain: OSC 52 writes the clipboard, C1 is the same in one character, and text may be turned around
+
+HOSTILE = "a\x1b]52;c;eA==\x07b\x9d52;c;eA==\x9cc\u202ed\x1b[2Je\rf[red]g:boom:"
+ESCAPED = "a\\x1b]52;c;eA==\\x07b\\x9d52;c;eA==\\x9cc\\u202ed\\x1b[2Je\\rf[red]g:boom:"
+
+
+class Stream(io.BytesIO):
+    """The bytes that reach a terminal, or a pipe."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_whatever_is_printed_reaches_the_stream_without_controls(is_terminal: bool) -> None:
+    raw = Stream(is_terminal=is_terminal)
+    stream = _EscapingText(raw, encoding="utf-8", write_through=True)
+    print(HOSTILE, file=stream)
+    stream.writelines([HOSTILE, "\tä\n"])
+    assert raw.getvalue().decode() == f"{ESCAPED}\n{ESCAPED}\tä\n"
+
+
+def test_colours_and_bars_of_a_terminal_stay_and_a_pipe_has_none() -> None:
+    drawn = "\x1b[1;31mred\x1b[0m\r\x1b[2K\x1b[1A\x1b[2K\x1b[?25h\r"
+    shown = {}
+    for is_terminal in (True, False):
+        raw = Stream(is_terminal=is_terminal)
+        stream = _EscapingText(raw, encoding="utf-8", write_through=True)
+        stream.write(drawn)
+        stream.write("\r 50%")  # as tqdm writes
+        shown[is_terminal] = raw.getvalue().decode()
+    assert shown[True] == f"{drawn}\r 50%"
+    assert "\x1b" not in shown[False]
+
+
+def test_the_standard_streams_of_a_command_are_such_streams(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "ttrain", "config", "show", f"data.pretrain={HOSTILE}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "c\\u202ed" in done.stdout
+    assert not {"\x1b", "\x9d", "\u202e"} & {*done.stdout}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_lines_of_a_run_show_keys_values_and_names_as_they_are(is_terminal: bool) -> None:
+    file = io.StringIO()
+    display = Display(Console(file=file, width=200, force_terminal=is_terminal, color_system=None))
+    display.close()
+    file.truncate(file.seek(0))
+    display.say(HOSTILE)
+    display.started(HOSTILE, HOSTILE)
+    display.ended("sft", "cached", 1.0, HOSTILE)
+    display.failed("sft", f"{HOSTILE}\nsecond line")
+    assert file.getvalue().splitlines() == [
+        ESCAPED,
+        f"> {ESCAPED}: {ESCAPED}",
+        f"= sft: cached - {ESCAPED}",
+        f"x sft: {ESCAPED}",
+        "second line",
+    ]

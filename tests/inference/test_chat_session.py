@@ -37,6 +37,7 @@ from ttrain.inference.sampling import Sampling
 from ttrain.model import adapters, factory
 from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.model_files import ADAPTER, weights_digest
 
 QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京")
 
@@ -279,6 +280,8 @@ def test_a_chat_switches_between_adapters_on_one_base_and_each_answers_as_when_i
     assert done.code == 2
     assert [reply["answer"] for reply in replies] == [alone[0], alone[1], alone[0]]
     assert [reply["model"] for reply in replies] == [law, medicine, law] and loads == [directory]
+    digests = {name: weights_digest(Path(name), name=ADAPTER) for name in (law, medicine)}
+    assert [reply["digest"] for reply in replies] == [digests[law], digests[medicine], digests[law]]
     assert f"there is no adapter 'nobody'; there are {law}, {medicine}" in done.err and f"* {law}\n  {medicine}" in done.err
     with pytest.raises(UsageError, match="no adapters to switch between; name them: ttrain chat A --adapter B"):
         chat_screen.run_command(f"/adapter {law}", [chat_with(load(found[0], device="cpu"))])

@@ -300,3 +300,26 @@ def test_a_tokenizer_from_elsewhere_is_completed_aside(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ArtifactError, match=r"no tokenizer\.json"):
         load(reference(tmp_path))
+
+
+def test_a_model_of_nan_is_refused_where_it_is_loaded_and_where_it_answers(tmp_path: Path) -> None:
+    place = write_model(tmp_path / "model")
+    one = speaker(place)
+    with torch.no_grad():
+        one.model.get_output_embeddings().weight[7, 3] = torch.nan
+    for settings in (LONG, sampling(temperature=1.0, max_tokens=2)):
+        with pytest.raises(ArtifactError, match="computes scores that are not finite; use --dtype fp32"):
+            generate(one, PROMPTS, settings)
+    save_file(factory.state(one.model), place / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"1 of the \d+ weights in .*model hold numbers that are not finite \(lm_head"):
+        speaker(place)
+
+
+def test_an_adapter_of_nan_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    adapted = disturb(adapters.attach(factory.load(base), Lora()))
+    with torch.no_grad():
+        next(iter(adapters.state(adapted).values())).fill_(torch.inf)
+    place = save_adapter(adapted, tmp_path / "adapter", base)
+    with pytest.raises(ArtifactError, match="hold numbers that are not finite"):
+        load(Reference("mine", base, place), device="cpu")

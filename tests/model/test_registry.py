@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from support.planned_homes import House
+from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
-from ttrain.config import Model
-from ttrain.errors import UsageError
+from ttrain.config import Lora, Model
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
+from ttrain.store.model_files import MODEL, tensor_shapes
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
@@ -307,6 +312,73 @@ def test_a_model_without_rules_of_its_own_is_built_to_see(settings: dict[str, An
     if "; try " in answer:
         changes = {name: json.loads(value) for name, value in (word[6:].split("=") for word in advised(answer))}
         assert shape_check.problem_of(Model.model_validate({"layers": 1, **settings, **changes})) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "problem"),
+    [
+        ({}, {"targets": ("no_such_layer", "q_proj")}, "lora.targets names no_such_layer, but"),
+        ({}, {"targets": ("embed_tokens",)}, "lora.targets names embed_tokens, but"),
+        ({"tie_embeddings": True}, {"targets": ("lm_head",)}, "names the output head lm_head"),
+        ({"tie_embeddings": False}, {"targets": ("lm_head",)}, ""),
+        ({"kind": "gpt2"}, {"targets": ("q_proj",)}, "linear layers are c_attn, c_fc, c_proj, lm_head"),
+        ({"kind": "gpt2"}, {"targets": ("mlp.c_proj",)}, ""),
+        ({"kind": "mamba"}, {"targets": ("attention",)}, "lora.targets names attention"),
+        ({"moe": {}}, {"dropout": 0.1}, "lora.dropout is 0.1, which PEFT does not offer"),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_compared_with_its_model_before_either_is_made(
+    settings: dict[str, Any], adapter: dict[str, Any], problem: str
+) -> None:
+    model, lora = Model.model_validate({"layers": 1, **settings}), Lora.model_validate(adapter)
+    answer = shape_check.problem_of_adapter("lora", lora, model, {})
+    assert problem in answer and bool(answer) == bool(problem)
+    of_dpo = shape_check.problem_of_adapter("dpo", lora, model, {})
+    assert of_dpo == answer.replace("lora.", "dpo.")
+    config = tiny_model(**settings).config.to_dict()
+    assert bool(shape_check.problem_of_adapter("lora", lora, None, config)) == bool(problem)
+
+
+CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"vocab_size": VOCAB - 1}, "does not fit its weights: model.embed_tokens.weight is"),
+    ({"num_attention_heads": 5}, "does not fit its weights"),
+    ({"num_key_value_heads": 3}, "does not fit its weights"),
+    ({"num_hidden_layers": 7}, "must be equal to the number of `layer_types`"),
+    ({"hidden_size": None}, "'hidden_size' expected int"),
+    ({"hidden_act": "nope"}, "contradicts itself: there is no 'nope'"),
+)
+
+
+@pytest.mark.parametrize(("changes", "problem"), CONTRADICTIONS, ids=str)
+def test_a_config_that_contradicts_itself_or_its_weights_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    model = tiny_model(kind="qwen3")
+    save_base(model, tmp_path)
+    shapes, config = tensor_shapes(tmp_path / MODEL), json.loads((tmp_path / "config.json").read_bytes())
+    assert shapes["model.norm.weight"] == [16]
+    assert shape_check.problem_of_existing("sft.start_from is ./m", config, shapes) == ""
+    answer = shape_check.problem_of_existing("sft.start_from is ./m", {**config, **changes}, shapes)
+    assert answer.startswith("sft.start_from is ./m, whose config.json ") and problem in answer
+    assert answer.endswith("; correct it") and "\n" not in answer
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ArtifactError, match=re.escape(str(tmp_path))):
+        factory.load(tmp_path)
+
+
+def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    house = House(tmp_path)
+    with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer, but the model's linear layers are"):
+        house.plan("lora.targets=no_such_layer")
+    monkeypatch.setattr(registry, "_build_elsewhere", lambda request: pytest.fail("it remembers the answer"))
+    with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer"):
+        house.plan("lora.targets=no_such_layer")
+    house.plan("lora.targets=q_proj,attention")
 
 
 @pytest.mark.soak

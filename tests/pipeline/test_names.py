@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from ttrain.data import existing
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import factory
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline import names as references
 from ttrain.pipeline.lineage import lineage_of
@@ -303,6 +306,68 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
         (sharded / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
         with pytest.raises(ArtifactError):
             weight_files(sharded)
+
+
+NAMES_OUTSIDE = (
+    "/dev/zero", "../outside.safetensors", "../evil.bin", "evil.bin", "pipe.safetensors", "device.safetensors",
+    "sub/inside.safetensors", "..", "", 7, "link.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OUTSIDE, ids=str)
+def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
+    runs_home: Home, tmp_path: Path, name: object
+) -> None:
+    model = write_model(tmp_path / "foreign", b"x", shards=2)
+    for other in (tmp_path / "outside.safetensors", tmp_path / "evil.bin", model / "evil.bin"):
+        other.write_bytes(b"x")
+    (model / "sub").mkdir()
+    (model / "sub" / "inside.safetensors").write_bytes(b"x")
+    os.mkfifo(model / "pipe.safetensors")
+    (model / "device.safetensors").symlink_to("/dev/zero")
+    (model / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = model / f"{MODEL}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        weight_files(model)
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        runs_home.resolve(str(model))
+    with pytest.raises(UsageError, match=re.escape(str(model))):
+        existing.model_files(str(model), "sft.start_from")
+    if name != "link.safetensors":  # which the stage's own directory of links has
+        with pytest.raises(ArtifactError, match=re.escape(str(index))):
+            factory.load(model)
+
+
+def test_the_weights_of_a_model_and_of_an_adapter_are_no_links_out_but_for_the_hubs_cache(
+    runs_home: Home, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes(b"x")
+    model = write_model(tmp_path / "linked", b"x")
+    (model / MODEL).unlink()
+    (model / MODEL).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match=r"is a link to .*elsewhere.safetensors, outside of its directory; copy"):
+        runs_home.resolve(str(model))
+    adapter = write_adapter(tmp_path / "adapter", None, named=str(write_model(tmp_path / "base", b"x")))
+    assert runs_home.resolve(str(adapter)).adapter == adapter
+    (adapter / ADAPTER).unlink()
+    (adapter / ADAPTER).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        runs_home.resolve(str(adapter))
+    blobs = tmp_path / "hub" / "models--someone--small" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot = write_model(blobs.parent / "snapshots" / "0123", b"x", shards=2)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert len(weight_files(snapshot)) == 2
+    assert runs_home.resolve(str(snapshot)).model == snapshot
+    shard = weight_files(snapshot)[0].resolve()
+    shard.unlink()
+    shard.symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        weight_files(snapshot)
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:

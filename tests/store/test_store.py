@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -22,13 +24,13 @@ import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.core.files import output_file, read_json, temporary_directory, write_json, write_output
+from ttrain.core.files import exclusive, output_file, read_json, temporary_directory, write_json, write_output
 from ttrain.core.hashing import DigestCache
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.pipeline.names import base_digest_of
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, home
+from ttrain.store.layout import Artifact, home, usable_home
 from ttrain.store.model_files import weight_files
 from ttrain.tracking import outbox
 
@@ -393,3 +395,27 @@ def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pyt
     assert home() == tmp_path / "artifacts"
     monkeypatch.setenv("TTRAIN_HOME", "elsewhere")
     assert home() == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_home_without_locks_is_refused_in_one_line_when_it_is_opened_and_where_a_lock_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """filelock would make a file of its own in place of the lock, which a killed process leaves for ever."""
+
+    def flock(descriptor: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    root = tmp_path / "home"
+    with pytest.raises(UsageError, match=f"^{root} is on a file system without locks .*set TTRAIN_HOME"):
+        usable_home(root)
+    assert [*root.iterdir()] == []
+    with pytest.raises(UsageError, match=f"^{root} is on a file system without locks"), exclusive(root / "lock"):
+        pytest.fail("it has no lock")
+    assert not recwarn.list
+
+
+def test_an_error_under_a_lock_is_not_taken_for_one_of_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="of the body"), exclusive(tmp_path / "lock"):
+        raise OSError(errno.ENOLCK, "of the body")

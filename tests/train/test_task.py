@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ttrain.config import TaskConfig, UserTaskConfig
-from ttrain.config.loading import layers, merge, settable_keys
+from ttrain.config.loading import layers, merge, settable_keys, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
@@ -301,6 +301,20 @@ class Exploding(Line):
         return LossSum(loss.total * float("inf"), loss.count)
 
 
+class Spoilt(Line):
+    """A weight that no loss sees has become NaN, and a buffer of minus infinity is meant."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.unused = nn.Parameter(torch.full((2,), torch.nan))
+        model.register_buffer("mask", torch.full((2,), -torch.inf))
+        return model
+
+    def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
+        x, y = batch
+        return LossSum(self.criterion(model(x), y), len(y))
+
+
 class Unfinished(UserTask):
     def rows(self) -> Any:
         return []
@@ -326,6 +340,14 @@ class Overlapping(Line):
         ("test_task:Mean", (), TTrainError, r"Mean\.train_step returned a Tensor; return LossSum"),
         ("test_task:Vector", (), TTrainError, r"Vector\.train_step returned a loss of shape \[64\]"),
         ("test_task:Exploding", (), TTrainError, r"lower optim\.lr \(0\.004\), or set nonfinite=skip"),
+        (
+            "test_task:Exploding", ("nonfinite=skip",), TTrainError,
+            r"all \d+ steps were left out, since loss or gradient was not finite; lower optim\.lr \(0\.004\), or look at",
+        ),
+        (
+            "test_task:Spoilt", (), TTrainError,
+            r"1 of the \d weights in the trained model hold numbers that are not finite \(unused\); lower optim\.lr",
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_by_its_name(
@@ -370,3 +392,15 @@ def test_settings_without_a_default_must_be_given() -> None:
     assert merge(Needy, layers(["answer=42", "optim.lr=1"]))[0].optim.lr == 1
     with pytest.raises(UsageError, match="answer"):
         merge(Needy, layers(["optim.lr=1"]))
+
+
+def test_texts_on_the_command_line_are_what_the_types_of_the_tasks_own_settings_make_of_them() -> None:
+    class Own(TaskConfig):
+        label: str = ""
+        words: tuple[str, ...] = ()
+        depth: int = 1
+
+    given = layers(["label=run #3", "words=[no, 0123]", "depth=0123", "optim={lr: 2e-3}"], root=None)
+    settings, _ = merge(Own, with_types(Own, given))
+    assert (settings.label, settings.words, settings.depth) == ("run #3", ("no", "0123"), 123)
+    assert settings.optim.lr == 2e-3

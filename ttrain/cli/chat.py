@@ -146,11 +146,12 @@ def chat(
     names = [reference.text for reference in references] or [str(gate)]
     chats = [Chat(selector, settings, system=system, draft=speculative) for selector in selectors]
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-    shown: chat_screen.ChatScreen = (
-        chat_screen.Terminal(names)
-        if in_terminal
-        else chat_screen.Pipe(names, as_json=as_json, identities=[_identity(reference) for reference in references])
-    )
+    shown: chat_screen.ChatScreen
+    if in_terminal:
+        shown = chat_screen.Terminal(names)
+    else:
+        identities = {reference.text: _identity(reference) for reference in resolved}
+        shown = chat_screen.Pipe(names, as_json=as_json, identities=identities)
     if in_terminal:
         questions = _sample_questions(references[0]) if references and not was_named else []
         examples = "".join(f"\n  {escaped(question)}" for question in questions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ttrain.core.files import JsonDict, JsonObject, user_path
@@ -71,10 +71,11 @@ def run(screen: ChatScreen, chats: list[Chat]) -> None:
 class Pipe(ChatScreen):
     """Prints one answer per input line, as text or as a line of JSON. A line that cannot be answered ends the chat."""
 
-    def __init__(self, names: Sequence[str], *, as_json: bool, identities: Sequence[JsonObject] = ()) -> None:
-        """`identities`: JSON fields about each model, added to its answers; empty for a gate, which picks models later."""
+    def __init__(self, names: Sequence[str], *, as_json: bool, identities: Mapping[str, JsonObject]) -> None:
+        """`identities`: JSON fields about models and adapters by their names, added to their answers; a gate's experts are
+        not known yet."""
         super().__init__(names)
-        self._as_json, self._identities = as_json, identities or [{}] * len(names)
+        self._as_json, self._identities = as_json, identities
 
     def lines(self) -> Iterator[str]:
         for number, line in enumerate(sys.stdin.buffer, start=1):
@@ -89,13 +90,12 @@ class Pipe(ChatScreen):
         if any(reply.stop == "interrupted" for reply in replies):
             raise KeyboardInterrupt
         if self._as_json:
-            answers: list[JsonDict] = [
-                {**identity, **reply.to_json()} for identity, reply in zip(self._identities, replies, strict=True)
-            ]
+            answers: list[JsonDict] = [{**self._identities.get(reply.by, {}), **reply.to_json()} for reply in replies]
             print_json({"question": question, **(answers[0] if len(answers) == 1 else {"answers": answers})}, indent=None)
             return
-        for name, reply in zip(self.names, replies, strict=True):
-            print(escape_control_characters(reply.text if len(replies) == 1 else f"{name}: {reply.text}"), flush=True)
+        for reply in replies:
+            text = reply.text if len(replies) == 1 else f"{reply.by}: {reply.text}"
+            print(escape_control_characters(text), flush=True)
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr)

@@ -322,10 +322,10 @@ def resolved_models(
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
     """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline
-    (`ttrain.config.loading.without_pipeline_settings`)."""
+    (`loading.without_pipeline_settings`); what texts mean is known with the task (`loading.with_types`)."""
     from ttrain.config.loading import layers
 
-    return layers(overrides or (), config or (), environment=os.environ, of_pipeline=False)
+    return layers(overrides or (), config or (), environment=os.environ, root=None)
 
 
 def server_settings(overrides: list[str] | None) -> Servers:
@@ -333,7 +333,9 @@ def server_settings(overrides: list[str] | None) -> Servers:
     from ttrain.config import ServersConfig
     from ttrain.config.loading import layers, merge
 
-    return merge(ServersConfig, layers(overrides or (), environment=_environment_of("servers")))[0].servers
+    return merge(ServersConfig, layers(overrides or (), environment=_environment_of("servers"), root=ServersConfig))[
+        0
+    ].servers
 
 
 def _environment_of(section: str) -> dict[str, str]:

@@ -21,7 +21,15 @@ from ttrain.cli.options import (
     run_words,
     stage_words,
 )
-from ttrain.core.terminal import console, escape_control_characters, outlast_output, print_escaped, print_json, table
+from ttrain.core.terminal import (
+    console,
+    escape_control_characters,
+    outlast_output,
+    print_escaped,
+    print_json,
+    print_plain,
+    table,
+)
 from ttrain.core.text import format_duration, format_size, format_time
 from ttrain.errors import UsageError
 from ttrain.store import layout, references, runs
@@ -171,7 +179,7 @@ def pipeline_status(
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         began, night = format_time(run["started_unix"]), f"  {run['night']}" if run.get("night") else ""
-        screen.print(f"[bold]{run['run']}[/]{night}  {run['outcome']}{same}  {took}  {began}", highlight=False)
+        print_plain(screen, f"{run['run']}{night}  {run['outcome']}{same}  {took}  {began}")
         for line in summary.labels(run):
             print_escaped(f"  {line}")
         rows = [summary.status_row(stage) for stage in summary.shown_stages(run)]

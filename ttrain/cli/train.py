@@ -120,10 +120,11 @@ def train_task(
 
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
     """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
-    from ttrain.config.loading import merge
+    from ttrain.config.loading import merge, with_types
     from ttrain.config.runtime import TaskRuntime
 
-    runtime = merge(TaskRuntime, [override for override in overrides if _is_runtime(override)])[0].runtime
+    own = [override for override in overrides if _is_runtime(override)]
+    runtime = merge(TaskRuntime, with_types(TaskRuntime, own))[0].runtime
     if runtime.nodes > 1:
         raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
     return runtime, [override for override in overrides if not _is_runtime(override)]

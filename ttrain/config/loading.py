@@ -15,17 +15,18 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, rules, tinyseek, yaml_text
+from ttrain.config import Section, Settings, flatten, rules, text_values, tinyseek, yaml_text
 from ttrain.config.base import PLAIN, WEIGHTED, is_retired
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
-from ttrain.config.yaml_text import VALUE_CHARACTERS, InvalidYaml, one_line, shown
+from ttrain.config.yaml_text import InvalidYaml, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
+COMMAND_LINE = "command line"  # the origin of its values
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
 SHOWN_NEIGHBOURS = 8
@@ -92,16 +93,18 @@ def layers(
     files: Sequence[Path] = (),
     profiles: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
-    *,
-    of_pipeline: bool = True,
+    root: type[Section] | None = Settings,
 ) -> list[Override]:
     """Every value that is set, the weakest first. Raises UsageError where one cannot be read.
 
-    `of_pipeline`: a file may be TinySeek's `model_config.json`, some of whose names are also settings of tasks.
+    `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
+    TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
-    read = read_settings if of_pipeline else read_yaml
+    read = read_settings if root is Settings else read_yaml
     flat_overrides: list[Override] = []
     for origin, values in _layers(overrides, [(str(path), read(path)) for path in files], profiles, environment):
+        if root is not None and _is_typed(origin):
+            values = {key: _value_of(text, key, origin, root) for key, text in values.items()}
         flat_values = list(flatten(values))
         if repeated := next((key for key, number in Counter(key for key, _ in flat_values).items() if number > 1), None):
             raise UsageError(f"'{one_line(repeated)}' is set twice in {origin}, with dots and by its section; remove one")
@@ -112,6 +115,16 @@ def layers(
                 f"unknown setting '{one_line(key, KEY_CHARACTERS)}' (from {origin}): no setting has such a name"
             )
     return flat_overrides
+
+
+def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
+    """The overrides, as `layers` returns them without a root, with the values that texts have in this tree."""
+    typed: list[Override] = []
+    for origin, key, value in overrides:
+        if _is_typed(origin) and isinstance(value, str):
+            value = _value_of(value, key, origin, root)
+        typed += [Override(origin, name, leaf) for name, leaf in flatten({key: value})]
+    return typed
 
 
 def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
@@ -184,7 +197,7 @@ def _layers(
             raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            yield variable, {key: _scalar(environment[variable], variable)}
+            yield variable, {key: environment[variable]}
     if isinstance(overrides, Mapping):
         yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
         return
@@ -192,7 +205,7 @@ def _layers(
         key, equals, value = item.partition("=")
         if not equals:
             raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.optim.lr=2e-4")
-        yield "command line", {key.strip(): _scalar(value, item)}
+        yield COMMAND_LINE, {key.strip(): value}
 
 
 def read_settings(path: Path) -> JsonObject:
@@ -215,12 +228,19 @@ def read_yaml(path: Path) -> JsonObject:
     return tree
 
 
-def _scalar(text: str, origin: str) -> Any:
+def _is_typed(origin: str) -> bool:
+    """Whether values of this origin are texts that somebody typed."""
+    return origin == COMMAND_LINE or origin.startswith(ENVIRONMENT_PREFIX)
+
+
+def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
+    """The value of a text that was typed. Raises UsageError where it begins a list or mapping that cannot be read."""
     try:
-        return yaml_text.parse(text)
+        return text_values.read(text, text_values.type_of(root, key))
     except InvalidYaml as error:
         raise UsageError(
-            f"the value in '{one_line(origin, VALUE_CHARACTERS)}' is not valid YAML: {error}; quote it"
+            f"{one_line(key, KEY_CHARACTERS)} is {shown(text)} (from {origin}), which is not valid YAML: {error}; "
+            f"write a list as [a, b], and put a text that has brackets between quotes"
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, field_validator
 
@@ -235,6 +235,17 @@ def settings_of(config: Section, kind: type[T]) -> T:
     settings = getattr(config, kind.__name__.lower())
     assert isinstance(settings, kind), f"{kind.__name__} has its own section"
     return settings
+
+
+def adapter_of(stage: str, settings: Any) -> Lora | None:
+    """The adapter that a training stage trains, as settings of `lora`; None where it trains all weights or is none."""
+    section = getattr(settings, stage, None)
+    if isinstance(section, Lora):
+        return section
+    if not isinstance(section, Dpo) or section.adapter == "none":
+        return None
+    names = ("rank", "alpha", "dropout", "targets", "seed", "start_from")
+    return Lora().replaced({"kind": section.adapter, **{name: getattr(section, name) for name in names}})
 
 
 EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run

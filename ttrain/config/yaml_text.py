@@ -7,6 +7,7 @@ What is read is YAML 1.1 as PyYAML's safe loader has it, but: a key that is give
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,19 @@ def read(path: Path) -> Any:
 
 def parse(text: str) -> Any:
     """The value of a YAML text; None for an empty one. Raises InvalidYaml."""
+    return _loaded(text, yaml.load)
+
+
+def compose(text: str) -> Any:
+    """The nodes of a YAML text, whose scalars are texts still. Raises InvalidYaml."""
+    return _loaded(text, yaml.compose)
+
+
+def _loaded(text: str, load: Callable[[str, Any], Any]) -> Any:
     if len(text) > MOST_BYTES:
         raise InvalidYaml(f"it is longer than {MOST_BYTES >> 20} MiB")
     try:
-        return yaml.load(text, Loader)
+        return load(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

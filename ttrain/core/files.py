@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -12,10 +13,13 @@ import shutil
 import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
+
+from ttrain.errors import UsageError
 
 T = TypeVar("T")
 
@@ -118,6 +122,9 @@ def whole_lines(path: Path) -> bytes:
 INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")  # a `temporary_path` and its process, which was killed before the rename
 
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of flock, where a file system has none
+
+
 class Taken(Exception):
     """Another process has the lock."""
 
@@ -137,16 +144,58 @@ def exclusive(path: Path, waiting: Callable[[], object] | None = None, mode: int
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path, mode=mode)
+    warnings.filterwarnings("ignore", "flock not supported")  # which is an error here
     try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        if waiting:
-            waiting()
-        lock.acquire()
-    try:
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            need_flock(lock, path.parent)
+            if waiting:
+                waiting()
+            lock.acquire()
+        need_flock(lock, path.parent)
         yield
+    except (OSError, NotImplementedError) as error:
+        if lock.is_locked or not lacks_locks(error):
+            raise
+        raise no_locks(path.parent) from None
     finally:
         lock.release()
+
+
+def need_flock(lock: object, directory: Path) -> None:
+    """Raise UsageError for a lock that is a file, as filelock makes of its own where the file system has no locks.
+
+    It would outlive a killed process, and all others would wait for it.
+    """
+    import filelock
+
+    if isinstance(lock, filelock.SoftFileLock):
+        raise no_locks(directory)
+
+
+def lacks_locks(error: Exception) -> bool:
+    """Whether flock failed since the file system has none; filelock has an error of its own for that."""
+    return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in NO_LOCKS
+
+
+def no_locks(directory: Path) -> UsageError:
+    """The error for a directory on a file system without locks."""
+    return UsageError(
+        f"{directory.absolute()} is on a file system without locks (flock), which keep two processes from writing the "
+        f"same file; use a directory on a local disk (of a home: set TTRAIN_HOME), or mount it with locks"
+    )
+
+
+def check_locks(path: Path) -> None:
+    """Raise UsageError where a file, which no other process has, cannot be locked on its file system."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if lacks_locks(error):
+                raise no_locks(path.parent) from None
+            raise
 
 
 def write_json(path: Path, value: object, mode: int = 0o666) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # for an interpreter that is started without -P: it imports no file of the user's folder
+
 
 def usable_cores() -> int:
     """Cores that this process may run on."""

@@ -29,8 +29,10 @@ PIPE_WIDTH = 180
 COLUMN_GAP = 2  # of a table
 SHORT_CELL = 20  # columns of a cell that stands beside others in a terminal too narrow for the table
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
-_TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _NOT_ASCII = re.compile("[^\x00-\x7f]")
+# What Rich and progress bars of libraries write to a terminal: colours, the cursor up or hidden, a line erased.
+_OF_DISPLAYS = re.compile(r"(\r?\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])\r?|\A\r)")
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -291,6 +293,21 @@ class _GuardedFile(io.FileIO):
             print(f"{NAMES[1]} cannot be written ({error.strerror}); the command goes on without it", file=sys.stderr)
 
 
+class _EscapingText(io.TextIOWrapper):
+    """The text of a standard stream: all that is printed passes here, so that no data reach a terminal as a control.
+
+    In a terminal colours and the cursor's moves of displays pass; elsewhere no control but tabs and line ends does.
+    """
+
+    def write(self, text: str) -> int:
+        if _CONTROLS.search(text) is None:
+            return super().write(text)
+        parts = _OF_DISPLAYS.split(text) if self.isatty() else [text]
+        parts[::2] = map(escape_control_characters, parts[::2])  # between them stands what displays write
+        super().write("".join(parts))
+        return len(text)
+
+
 def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     if stream is not None and not _is_plain(stream, descriptor):
         if isinstance(stream, io.TextIOWrapper):
@@ -302,7 +319,7 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
         stream.flush()
         encoding, line_buffered = stream.encoding, stream.line_buffering or stream.write_through
     file: Any = _GuardedFile(descriptor)
-    return io.TextIOWrapper(file, encoding=encoding, errors=ERRORS, line_buffering=line_buffered)
+    return _EscapingText(file, encoding=encoding, errors=ERRORS, line_buffering=line_buffered)
 
 
 def _is_plain(stream: TextIO, descriptor: int) -> bool:

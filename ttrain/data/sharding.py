@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core.files import read_json, read_object, write_json
+from ttrain.core.machine import SAFE_PATH
 from ttrain.data import blocks, contamination, locations, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
@@ -219,7 +220,12 @@ FEW = 4  # workers, of which a thread is one; with more it would hold up the thr
 TASKS_AHEAD = 8  # a worker's, done but for one, behind a slow one such as the first of a process; results are small
 # One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64. Its
 # threads beside rayon's are set by `encoder`, also in the workers of a Dask cluster, which do not get this environment.
-ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **SAFE_PATH,  # multiprocessing starts `python -c`, which imports from the directory that it is in
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class Here:

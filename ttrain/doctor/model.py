@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ttrain.core.files import temporary_directory
+from ttrain.core.machine import SAFE_PATH
 from ttrain.core.signals import end_with_parent
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.doctor.parts import (
@@ -347,6 +348,7 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     with temporary_directory("doctor") as directory:
         deadline = time.monotonic() + RANK_SECONDS
         launch: Any = start_processes  # not forked: a fork of a process with threads hangs
+        os.environ |= SAFE_PATH
         ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
         try:
             while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):

@@ -64,7 +64,7 @@ def served(
     with temporary_directory("serve") as directory:
         name = re.sub(r"[^\w.]+", "-", reference.text.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
         _provide(reference, directory, name, dtype)
-        command = [sys.executable, "-m", program, str(port), str(max_requests),
+        command = [sys.executable, "-P", "-m", program, str(port), str(max_requests),
                    "serve", name, "--device", device, "--dtype", DTYPES[dtype],
                    *options, "--host", HOST, "--port", str(port)]  # fmt: skip
         environment = {**os.environ, PARENT: str(os.getpid()), ACCESS: token}

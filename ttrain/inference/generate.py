@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ttrain.core.files import JsonDict
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.inference.loading import LoadedModel, need_second_head
 from ttrain.inference.sampling import Sampling
 
@@ -71,6 +71,7 @@ def generate(
     numbers = range(len(prompts)) if numbers is None else numbers
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
+    processors.insert(0, _FiniteScores(loaded_model.name))
     if draft:
         (prompt,) = prompts
         answer_ids, drafts = generate_speculatively(
@@ -177,6 +178,20 @@ class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is no
             for generator in self._generators
         ]
         return scores - torch.stack(drawn).log_().to(scores.device)
+
+
+class _FiniteScores(LogitsProcessor):  # type: ignore[misc]
+    """Refuses scores that are not finite, of which the first token, mostly one that ends the answer, would be the best."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not torch.isfinite(scores.max()):
+            raise ArtifactError(
+                f"the model '{self._name}' computes scores that are not finite; use --dtype fp32, or train the model again"
+            )
+        return scores
 
 
 class _Streamer(BaseStreamer):  # type: ignore[misc]

@@ -237,6 +237,7 @@ def _fill(model: PeftModel, directory: Path, name: str) -> None:
         weights = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {directory / WEIGHTS}: {error}") from None
+    factory.need_finite(weights, str(directory / WEIGHTS))
     overwrite(state(model, name), weights)
     model.requires_grad_(False)
 
@@ -258,6 +259,12 @@ class AdapterTargets:
     layer_suffixes: tuple[str, ...]
     parameter_suffixes: tuple[str, ...]
     transposed: bool  # whether any is GPT-2's Conv1D, whose weight is [in, out]
+
+
+def check(model: PreTrainedModel, config: Lora) -> None:
+    """Raise UsageError for targets that the model does not have, or that cannot be adapted in this way."""
+    if config.kind != "prefix":
+        _check_parameters(find_targets(model, config.targets), config)
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:

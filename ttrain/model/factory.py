@@ -8,19 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from ttrain.config import Model
 from ttrain.core.files import read_object
+from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import registry
 from ttrain.model.architecture import build_config
+from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 Tensors = Mapping[str, torch.Tensor]
+# What architectures raise where their config contradicts itself; transformers checks it by such dataclasses.
+BUILD_ERRORS = (
+    *(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError),
+    *(LookupError, StrictDataclassError),
+)
 
 
 def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
@@ -42,13 +50,32 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError, LookupError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+    except BUILD_ERRORS as error:
         raise UsageError(
-            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {message}; set other sizes of it "
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {_reason(error)}; set other sizes of it "
             f"with model.fields.NAME=value"
         ) from error
     return model
+
+
+def construct_existing(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The architecture of a `config.json`, with its own initialisation. Raises UsageError where it contradicts itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config["model_type"] in registry.OWN_KINDS:
+        registry.register_own()
+    try:
+        hf = AutoConfig.for_model(**config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, trust_remote_code=False)
+    except BUILD_ERRORS as error:
+        raise UsageError(_reason(error)) from None
+    return model
+
+
+def _reason(error: Exception) -> str:
+    """The message in one line; of a key that is missing it is the key alone."""
+    text = " ".join(str(error).split())
+    return f"there is no {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def load(directory: Path, **options: Any) -> PreTrainedModel:
@@ -58,18 +85,21 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
+    if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
+        shard_names(index)  # which transformers opens wherever they lead
     try:
         if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
             registry.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
+            use_safetensors=True,  # never a pickle
             trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
             **options,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, SafetensorError, *BUILD_ERRORS) as error:
         needs_code = "trust_remote_code" in str(error)
-        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else error
+        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else _reason(error)
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     wrong = [
         *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),
@@ -82,7 +112,25 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     ]
     if wrong:
         raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
+    need_finite(dict(model.named_parameters()), str(directory))
     return model
+
+
+def need_finite(weights: Tensors, place: str) -> None:
+    """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
+    wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not _is_finite(tensor)]
+    if wrong:
+        raise ArtifactError(
+            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
+            f"({first_of(wrong, 3)}), so that the model can answer nothing; train it again, or use another one"
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    smallest, largest = torch.aminmax(tensor.detach())  # which a NaN becomes; without a copy of the tensor
+    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
 def _shape(model: PreTrainedModel, name: str) -> list[int]:

@@ -10,11 +10,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ttrain.config import Model
-from ttrain.core.files import parse_json, write_bytes
+from ttrain.config import Lora, Model
+from ttrain.core.files import JsonObject, parse_json, write_bytes
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.core.machine import versions
 from ttrain.errors import UsageError
@@ -57,6 +59,7 @@ def read_table() -> frozenset[str]:
 
 
 RULED_KINDS = ("llama", "qwen3")
+LIBRARIES = ("torch", "transformers", "peft")
 
 RULED_SETTINGS = frozenset(
     {
@@ -65,30 +68,72 @@ RULED_SETTINGS = frozenset(
     }
 )
 
+RULED_LAYERS = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("all-linear", "attention"),
+    }
+)
+
 BUILDER = "ttrain.model.shape_check"  # the module that builds a model of fake tensors
 
 SECONDS = 300.0
 
 
-def check_shape(model: Model, cache: DigestCache, memory: Path) -> None:
-    """Raise UsageError, which names a setting, if no model can have these sizes. `memory`: cache directory for results."""
-    check_kind(model.kind)
-    if has_all_rules(model):
-        return
-    libraries = {name: version for name, version in versions().items() if name in ("torch", "transformers")}
-    settings = model.model_dump(mode="json")
-    record = memory / digest_of({"model": settings, "code": code_digests(BUILDER, cache), "libraries": libraries})
-    problem: str | None = None
-    with contextlib.suppress(OSError, ValueError):
-        problem = record.read_text(encoding="utf-8")
-    if problem is None:
-        if (problem := _build_elsewhere(settings)) is None:
-            return  # unknown; the stage itself will report it
-        with contextlib.suppress(OSError):  # else the next plan takes some seconds longer
-            record.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(record, problem.encode("utf-8"))
-    if problem:
-        raise UsageError(problem)
+@dataclass(frozen=True)
+class ShapeChecks:
+    """Checks of models before any is made, each in a process that loads torch. `memory`: directory of earlier answers.
+
+    All raise UsageError, which names a setting.
+    """
+
+    cache: DigestCache
+    memory: Path
+
+    def new_model(self, model: Model) -> None:
+        """Refuse sizes that no model can have."""
+        check_kind(model.kind)
+        if not has_all_rules(model):
+            self._ask({"model": model.model_dump(mode="json")})
+
+    def existing_model(self, start: str, config: JsonObject, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse a config that contradicts itself, or its weights' shapes. `start`: "sft.start_from is ./model"."""
+        if _is_known(config):
+            self._ask({"config": config, "shapes": shapes, "start": start})
+
+    def adapter(self, section: str, adapter: Lora, model: Model | JsonObject) -> None:
+        """Refuse targets that the model, new or of a config, does not have. `section`: of the adapter's settings."""
+        fits_all = adapter.targets == ("all-linear",) and adapter.kind == "lora" and not adapter.dropout
+        if fits_all or adapter.kind == "prefix":
+            return
+        request = {"adapter": adapter.model_dump(mode="json"), "section": section}
+        if isinstance(model, Model):
+            if has_all_rules(model) and RULED_LAYERS.issuperset(adapter.targets):
+                return
+            self._ask({"model": model.model_dump(mode="json"), **request})
+        elif _is_known(model):
+            self._ask({"config": model, **request})
+
+    def _ask(self, request: JsonObject) -> None:
+        libraries = {name: version for name, version in versions().items() if name in LIBRARIES}
+        code = code_digests(BUILDER, self.cache)
+        record = self.memory / digest_of({"request": request, "code": code, "libraries": libraries})
+        problem: str | None = None
+        with contextlib.suppress(OSError, ValueError):
+            problem = record.read_text(encoding="utf-8")
+        if problem is None:
+            if (problem := _build_elsewhere(request)) is None:
+                return  # unknown; the stage itself will report it
+            with contextlib.suppress(OSError):  # else the next plan takes some seconds longer
+                record.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(record, problem.encode("utf-8"))
+        if problem:
+            raise UsageError(problem)
+
+
+def _is_known(config: JsonObject) -> bool:
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in names()
 
 
 def has_all_rules(model: Model) -> bool:
@@ -97,11 +142,15 @@ def has_all_rules(model: Model) -> bool:
     return model.kind in RULED_KINDS and changed - {"preset"} <= RULED_SETTINGS
 
 
-def _build_elsewhere(settings: object) -> str | None:
+def _build_elsewhere(request: JsonObject) -> str | None:
     """Problem of the model, "" for none; None if the process ended without an answer."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", BUILDER], input=json.dumps(settings), capture_output=True, text=True, timeout=SECONDS
+            [sys.executable, "-P", "-m", BUILDER],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
         answer = parse_json(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):

@@ -29,7 +29,15 @@ from ttrain.stages import OF_NIGHTS, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
-from ttrain.store.model_files import ADAPTER, INDEX_SUFFIX, MODEL, Reference, weights_digest
+from ttrain.store.model_files import (
+    ADAPTER,
+    INDEX_SUFFIX,
+    MODEL,
+    Reference,
+    need_own_file,
+    weight_files,
+    weights_digest,
+)
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
@@ -238,11 +246,15 @@ class _Resolver:
         if (directory / ADAPTER_CONFIG).is_file():
             if not (directory / ADAPTER).is_file():
                 raise ArtifactError(f"'{text}' is an adapter's directory, but it holds no {ADAPTER}")
-            return Reference(text, self._base_of(text, directory), directory, artifact)
+            need_own_file(directory / ADAPTER)
+            base = self._base_of(text, directory)
+            weight_files(base)
+            return Reference(text, base, directory, artifact)
         if not (directory / "config.json").is_file():
             raise UsageError(f"'{text}' is a directory, but it holds neither config.json nor {ADAPTER_CONFIG}")
         if not any((directory / name).is_file() for name in (MODEL, MODEL + INDEX_SUFFIX)):
             raise UsageError(f"'{text}' holds a config.json, but no weights as safetensors ({MODEL} or its index)")
+        weight_files(directory)  # refuses an index that names other files than the directory's own
         return Reference(text, directory, None, artifact)
 
     def _base_of(self, text: str, adapter: Path) -> Path:

@@ -8,17 +8,17 @@ from typing import Any
 
 from ttrain import loggers
 from ttrain.config import Section, Settings, flatten
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, adapter_of
 from ttrain.core import machine
 from ttrain.core.hashing import SECOND_HEAD, Ingredients, code_digests, differences, digest_of
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
-from ttrain.pipeline.input_files import check_suite, data_files, file_digests
+from ttrain.pipeline.input_files import check_suite, data_files, existing_model, file_digests
 from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
-from ttrain.stages import OF_NIGHTS, STAGES, Stage
+from ttrain.stages import CHOSEN_BASE, OF_NIGHTS, STAGES, Stage
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
@@ -58,10 +58,23 @@ class Planner:
             known = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
             artifacts = {name: artifact for name, artifact in known.items() if artifact}
             planned = plan_stage(stage, self.settings, self.store, artifacts, self.rerun, forced=forced)
-        if planned.state == "run" and _describes_model(stage, self.settings):  # now, not after the tokenizer and the shards
-            registry.check_shape(self.settings.model, self.store.cache, self.store.root / "cache" / "shapes")
+        if planned.state == "run":
+            self._check_model(stage)
         self.stages[stage.name] = planned
         return planned
+
+    def _check_model(self, stage: Stage) -> None:
+        """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before."""
+        checks = registry.ShapeChecks(self.store.cache, self.store.root / "cache" / "shapes")
+        if _describes_model(stage, self.settings):
+            checks.new_model(self.settings.model)
+        if stage.reads_model:
+            checks.existing_model(*existing_model(self.settings))
+        adapter = adapter_of(stage.name, self.settings)
+        if adapter is None or CHOSEN_BASE.name in self.stages:  # a night's models are as the champion
+            return
+        is_new = self.settings.existing_model is None
+        checks.adapter(stage.name, adapter, self.settings.model if is_new else existing_model(self.settings)[1])
 
 
 def plan(

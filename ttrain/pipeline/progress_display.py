@@ -10,19 +10,22 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
+from ttrain.core.terminal import escaped_lines
 from ttrain.core.text import format_duration
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
-OUTCOMES = {  # by state: the mark, and what is said in place of the time that the stage took
-    "cached": ("[cyan]=[/]", "cached"),
-    "completed": ("[green]✓[/]", ""),
-    "equal": ("[green]✓[/]", "rebuilt, equal to what was stored"),
-    "different": ("[yellow]≠[/]", "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"),
-    "nothing-new": ("[cyan]=[/]", "nothing new"),
+Mark = tuple[str, str]  # a sign and its colour
+OUTCOMES: Mapping[str, tuple[Mark, str]] = {  # by state: the mark, and a phrase in place of the time that the stage took
+    "cached": (("=", "cyan"), "cached"),
+    "completed": (("✓", "green"), ""),
+    "equal": (("✓", "green"), "rebuilt, equal to what was stored"),
+    "different": (("≠", "yellow"), "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"),
+    "nothing-new": (("=", "cyan"), "nothing new"),
 }
 
 
@@ -70,16 +73,17 @@ class Display:
         if self._bars:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
+    def say(self, text: str, mark: Mark | None = None) -> None:
+        """Print a line above the bars, after a mark: as it is, since it may name files, keys and values of data."""
+        line = escaped_lines(text)
         with self._lock:
-            self.console.print(text, highlight=False, soft_wrap=True, emoji=False)  # `mine:X:` is not an emoji
+            self.console.print(Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True)
             sys.stdout.flush()
 
     def started(self, name: str, why: str) -> None:
         """Show that a stage begins."""
         if self._shows_progress:
-            self.say(f"[bold]>[/] {name}: {plain(why)}")
+            self.say(f"{name}: {why}", (">", "bold"))
 
     def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
         """Show the progress of a stage; a total of 0 means unknown."""
@@ -106,12 +110,12 @@ class Display:
         if not self._shows_progress:
             return
         mark, phrase = OUTCOMES[state]
-        self.say(f"{mark} {name}: {phrase or format_duration(took)}{f' - {figures}' if figures else ''}")
+        self.say(f"{name}: {phrase or format_duration(took)}{f' - {figures}' if figures else ''}", mark)
 
     def failed(self, name: str, message: str) -> None:
         """Show that a stage failed."""
         self._remove_bar(name)
-        self.say(f"[red]x[/] {name}: {plain(message)}")
+        self.say(f"{name}: {message}", ("x", "red"))
 
     def _remove_bar(self, name: str) -> None:
         with self._lock:
@@ -155,9 +159,4 @@ class DisplayObserver(StageObserver):
 
     def logged(self, stage: Stage, line: str) -> None:
         if self.log_level == "debug":
-            self.display.say(f"  {stage.name}: {plain(line)}")
-
-
-def plain(text: str) -> str:
-    """The text without markup of rich."""
-    return text.replace("[", "\\[")
+            self.display.say(f"  {stage.name}: {line}")

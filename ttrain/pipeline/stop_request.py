@@ -32,7 +32,7 @@ class StopRequest:
         if not self.signum:
             self.stop_reason, self.signum = why, signum  # the signal last: a reader that sees it finds the reason set
             reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
-            self._say(f"[yellow]{reason}: {self._effect}{again}[/]")
+            self._say(f"{reason}: {self._effect}{again}")
 
     def wait(self, seconds: float) -> None:
         """Sleep, unless the run is asked to stop."""

@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+from ttrain.core.machine import SAFE_PATH
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals
 from ttrain.pipeline.stage_worker import set_up
 
@@ -26,6 +27,7 @@ def main() -> int:
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     set_up()
     os.environ[PARENT] = str(os.getpid())
+    os.environ |= SAFE_PATH  # torchrun starts the ranks without -P
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # in the ranks too, until they listen
     threading.Thread(target=_forward_signals, name="signals", daemon=True).start()
     from torch.distributed import run

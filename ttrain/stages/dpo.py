@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ttrain.config import Lora, Runtime, Section
-from ttrain.config.training import Dpo, settings_of
+from ttrain.config import Runtime, Section
+from ttrain.config.training import Dpo, adapter_of, settings_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
@@ -42,21 +42,16 @@ def run(config: Section, job: StageContext) -> Figures:
 
 def prepare(config: Section, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    settings, base = settings_of(config, Dpo), inputs["base"] / new_model.DIRECTORY
-    if settings.adapter == "none":
+    base = inputs["base"] / new_model.DIRECTORY
+    adapter = adapter_of("dpo", config)
+    if adapter is None:
         return training.whole_model(new_model.load(base), base)
-    return replace(lora.with_adapter(base, adapter_settings(settings)), directory=ADAPTER)
+    return replace(lora.with_adapter(base, adapter), directory=ADAPTER)
 
 
 def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
     """The task of the stage."""
     return PreferenceTuning(config, model, **training.task_options(runtime))
-
-
-def adapter_settings(config: Dpo) -> Lora:
-    """The settings of the adapter, as the stage `lora` has them."""
-    names = ("rank", "alpha", "dropout", "targets", "seed", "start_from")
-    return Lora().replaced({"kind": config.adapter, **{name: getattr(config, name) for name in names}})
 
 
 def merge(base: Path, output: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Runtime, Training
+from ttrain.config import Loop, Runtime, Training
 from ttrain.core.files import finite
 from ttrain.data.loader import BatchSource, Loader, Order
-from ttrain.errors import Interrupted
-from ttrain.model.factory import count_parameters, overwrite
+from ttrain.errors import ArtifactError, Interrupted, TTrainError
+from ttrain.model.factory import count_parameters, need_finite, overwrite
 from ttrain.stages import plateau
 from ttrain.stages.callbacks import GUARDS
 from ttrain.stages.job import Figures, StageContext
@@ -144,8 +144,10 @@ def train(
             checkpoints.close()
     if result.stop_reason == INTERRUPTED:
         raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
+    _check_steps(config, result)
     weights = trainer.parallel.whole(trained.state())
     if ranks.first:
+        _check_weights(config, weights, trained.model)
         with ranks.busy("writing the model"):
             directory = job.output / trained.directory
             checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
@@ -154,6 +156,29 @@ def train(
     ranks.barrier()
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
+
+
+def _check_steps(config: Loop, result: FitResult) -> None:
+    """Raise TTrainError where no step was taken: its model would be the one before training."""
+    if result.step and result.skipped_steps >= result.step:
+        raise TTrainError(
+            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, or look at "
+            f"the rows that the log names"
+        )
+
+
+def _check_weights(config: Loop, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise TTrainError where what was trained became NaN: no such model is published. Buffers may hold any number."""
+    buffers = dict(model.named_buffers())
+    try:
+        need_finite({name: tensor for name, tensor in weights.items() if name not in buffers}, "the trained model")
+    except ArtifactError as error:
+        raise TTrainError(f"{str(error).partition(', so that')[0]}; {_remedy(config)}") from None
+
+
+def _remedy(config: Loop) -> str:
+    remedies = f"lower {config.prefix}optim.lr ({config.optim.lr:g})"
+    return remedies if config.precision == "fp32" else f"{remedies}, set {config.prefix}precision=fp32"
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:

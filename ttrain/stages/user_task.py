@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, UserTaskConfig, flatten
-from ttrain.config.loading import Override, merge, settable_keys, without_pipeline_settings
+from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
 from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.stages import trainable_model
@@ -35,8 +35,8 @@ SETTINGS = "settings.yaml"
 def run(config: UserTaskConfig, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
-    given = [Override(*override) for override in config.given]
-    settings, _ = merge(kind.Config, without_pipeline_settings(given, kind.Config))
+    given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)
+    settings, _ = merge(kind.Config, with_types(kind.Config, given))
     allow = allowed(config.allow, kind.Config)
     ranks = trainable_model.start(job.runtime)
     name = f"{kind.__module__}:{kind.__qualname__}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ttrain.core.files import JsonDict, JsonObject, misfit, need_object, temporary_path, write_json
+from ttrain.core.files import JsonDict, JsonObject, check_locks, misfit, need_object, temporary_path, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import TTrainError, UsageError, is_disk_full
 
@@ -119,8 +119,10 @@ def usable_home(root: Path | None = None) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = temporary_path(root / "probe")
-        probe.touch()
-        probe.unlink()
+        try:
+            check_locks(probe)
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         if is_disk_full(error):
             raise TTrainError(

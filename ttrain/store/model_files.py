@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import parse_json
+from ttrain.core.files import parse_json, parse_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
 from ttrain.store.layout import MANIFEST, AlteredManifest, Artifact, need_manifest
 from ttrain.store.runs import RecordedRun
 
-MODEL = "model.safetensors"
+SUFFIX = ".safetensors"
+MODEL = f"model{SUFFIX}"
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -21,28 +22,72 @@ PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state bef
 
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
 
+LONGEST_HEADER = 100 << 20  # bytes of a safetensors file's header, by its format
+
 INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies
 
 
 def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
     """The one file `name`, or the shards that its index lists, in the order of their names.
 
-    Raises ArtifactError where there is neither, where a shard is missing, or where the index is invalid.
+    Raises ArtifactError where there is neither, where the index is invalid, or where a file is missing or lies elsewhere.
     """
     single, index = directory / name, directory / (name + INDEX_SUFFIX)
     if single.is_file():
+        need_own_file(single)
         return [single]
+    if not index.is_file():
+        raise ArtifactError(f"{directory} holds neither {name} nor {index.name}")
+    files = [directory / shard for shard in shard_names(index)]
+    for file in files:
+        need_own_file(file)
+    return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The names of the files that an index lists, sorted: of files beside it, which are there.
+
+    Raises ArtifactError: a name such as /dev/zero or ../other.bin would be opened by whoever trusts the index.
+    """
     try:
         names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-    except FileNotFoundError:
-        raise ArtifactError(f"{directory} holds neither {name} nor {index.name}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{index} is not an index of shards: {type(error).__name__}: {error}") from None
-    files = [directory / shard for shard in names]
-    for file in files:
-        if file.parent != directory or not file.is_file():
-            raise ArtifactError(f"{index} lists {file.name}, but {directory} holds no such file")
-    return files
+    for name in names:
+        if not isinstance(name, str) or name != Path(name).name or not name.endswith(SUFFIX):
+            raise ArtifactError(
+                f"{index} lists {name!r}, but must list names of {SUFFIX} files beside it; save the model again"
+            )
+        if not (index.parent / name).is_file():  # a pipe, too, would be waited for
+            raise ArtifactError(f"{index} lists {name}, but {index.parent} holds no such file")
+    return names
+
+
+def need_own_file(path: Path) -> None:
+    """Raise ArtifactError where a file of a model's directory is a link out of it.
+
+    Those of the Hub's cache lead from snapshots/REVISION into blobs/ of the same repository.
+    """
+    directory, file = path.parent.resolve(), path.resolve()
+    repository = next((above.parent for above in directory.parents if above.name == "snapshots"), None)
+    is_blob = repository is not None and file.parent == repository / "blobs"
+    if not file.is_relative_to(directory) and not is_blob:
+        raise ArtifactError(f"{path} is a link to {file}, outside of its directory; copy that file into it")
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor by the header of a safetensors file; {} for a file that is none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(size)) if size <= LONGEST_HEADER else {}
+    except OSError:
+        return {}
+    return {
+        name: entry["shape"]
+        for name, entry in header.items()
+        if isinstance(entry, dict) and isinstance(entry.get("shape"), list)
+    }
 
 
 def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ttrain.config import yaml_text
+from ttrain.config import Settings, text_values
 from ttrain.config.loading import Override
 from ttrain.config.yaml_text import InvalidYaml
 from ttrain.core import redact
@@ -29,7 +29,6 @@ FORMS = {
     "choice": "choice(a,b,...)",
 }
 FOREIGN_FORMS = ("loguniform", "range", "randint", "interval", "linspace")  # the names in other programs
-_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # a number that YAML 1.1 takes for text
 _CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
 _UNCLOSED = re.compile(rf"\s*({'|'.join(FORMS)})\s*\([^)]*")
 
@@ -183,7 +182,8 @@ def parse(key: str, text: str) -> Dimension:
     if kind not in FORMS:
         raise UsageError(f"{key} is '{text}', but a sweep takes {', '.join(FORMS.values())}")
     try:
-        arguments = yaml_text.parse(f"[{inside}]")
+        element = text_values.type_of(Settings, key) if kind == "choice" else float
+        arguments = text_values.read(f"[{inside}]", list[element])  # type: ignore[valid-type]
     except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     try:
@@ -208,11 +208,7 @@ def _looks_like_range(text: str) -> bool:
 def _choice(arguments: Sequence[Any]) -> ValueList:
     if len(arguments) < 2:
         raise _InvalidArgumentsError("a choice needs two values or more")
-    arguments = [float(a) if isinstance(a, str) and _EXPONENT.fullmatch(a) else a for a in arguments]
-    try:
-        texts = sorted(map(json.dumps, arguments))
-    except TypeError:  # YAML reads 2026-11-21 as a date
-        raise _InvalidArgumentsError("a date is no value of a setting; put it between quotes") from None
+    texts = sorted(map(json.dumps, arguments))
     twice = [a for a, b in itertools.pairwise(texts) if a == b]
     if twice:
         raise _InvalidArgumentsError(f"{twice[0]} is listed twice")
