@@ -36,7 +36,7 @@ EDGE_CATEGORIES = ("P", "Z", "Cc", "Cf")  # of Unicode: punctuation of every scr
 # Punctuation to Unicode, but part of an answer, as are all symbols, such as + < $ °
 SIGNS = "#%&*/@\\-_!'\"‰‱§"
 
-SAME_SIGN = str.maketrans({"‐": "-", "‑": "-", "′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
+SAME_SIGN = str.maketrans({"′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
 
 EN_DASH_AS_MINUS = re.compile(r"(?<![\w)\]])–(?=\.?\d)")
 
@@ -273,7 +273,7 @@ MARK = "####"
 
 LONGEST = 400  # characters of a number; the endless digits of a looping model are not a result
 
-PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|\.(?=[eE]-?\d))?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
 
 HAN = "零一二三四五六七八九十百千万亿"
 
@@ -291,7 +291,7 @@ MINUS = (
 CURRENCY = "$€£¥₹₩₽₺₫₴₪₱₦฿"
 
 NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[{CURRENCY}]\s?(?P<inner>-)?)?"
+    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[A-Z]{{,3}}\\?[{CURRENCY}]\s?(?P<inner>-)?)?"
     rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?!\d|\.\d))?"
     rf"(?:\s?/\s?(?P<below>\d+(?:\.\d+)?)(?![\d/]))?\s?(?P<unit>{WORD})?"
 )
@@ -300,7 +300,7 @@ FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)
 
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
 
-SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
+SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\s?\^\s?{?([+-]?\d{1,3})}?")
 
 UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
 
@@ -330,15 +330,15 @@ BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
 POWER = re.compile(r"(?<![\d.,])(?!0+\^{?-)(\d{1,9})\^{?(-?\d{1,2})}?(?!\d)")
 
 RELATION = re.compile(  # a minus behind one of these is a sign, as in \approx-6, but not in \pi-6
-    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leq|le|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|in"
-    r"|pm|times|cdot|div|quad|qquad)(?=\s?-)"
+    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leqslant|leq|le|geqslant|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|therefore|in"
+    r"|pm|mp|times|cdot|div|quad|qquad)(?=\s?-)"
 )
 
-SPACED_MINUS = re.compile(r"(?<=[=<>≈≤≥(]) ?- (?=[\d.])")
+SPACED_MINUS = re.compile(r"(?:(?<=[=<>≈≤≥(]) ?|^\s*+(?=- [\d.][\d.,/ ]*+\W*+$))- (?=[\d.])")  # "- 5 kg" may be an item
 
 BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
 
-SIMPLE = str.maketrans("−﹣⁄∕", "--//")
+SIMPLE = str.maketrans("−﹣‐⁄∕", "---//")
 
 RAISED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 
