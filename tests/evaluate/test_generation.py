@@ -196,7 +196,8 @@ SIGNS_APART = (
 )  # fmt: skip
 AROUND = {
     "-5": ["−5", "－5", "–5", "- 5", "**-5**", "(-5)", "-5.", "`-5`", "$-5$", "= -5"], "<0": ["＜0", "< 0", "“<0”"],
-    "C++": ["`C++`", "Ｃ＋＋。", "C++!", "*C++*", "“C++.”"], "A*": ["**A***", "a*.", '"A*"'], "A-": ["A−", "A－", "(A-)"],
+    "C++": ["`C++`", "Ｃ＋＋。", "C++!", "*C++*", "“C++.”"], "A*": ["**A***", "a*.", '"A*"'],
+    "A-": ["A−", "A－", "A–", "(A-)"],
     "f'": ["f′", "f’", "'f''", "$f'$"], '5"': ["5″", "5''", "5”"], ".5": ["**.5**", "(.5)", ".５."],
     "Paris": ["“Paris!”", "**Paris**.", "- Paris", "* Paris", "## Paris", "> Paris", "_Paris_", "¡Paris!", "Paris?!",
               "...Paris", "---\nParis", "```\nParis\n```", "«Paris»", "‘Paris’,", "„Paris“", "[Paris]"],
@@ -234,7 +235,7 @@ def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:
 
 @pytest.mark.parametrize("match", ["auto", "exact"])
 def test_rows_without_an_answer(match: str) -> None:
-    for answer in ("...", " ", None, True, float("inf")):
+    for answer in ("...", " ", '"', "---", None, True, float("inf")):
         with pytest.raises(BadRow):
             generation.parse({"question": "q", "answer": answer}, match)
 
