@@ -120,7 +120,8 @@ def next_slots(cron: str, timezone: str, count: int, start: datetime | None = No
 
     async def dates() -> list[datetime]:
         soon = begin + timedelta(hours=2)
-        found = await schedule.get_dates(start=begin - CLOCK_CHANGE, end=soon)  # also those that may be moved past `begin`
+        # Also the slots of the last hours, which may be moved past `begin`
+        found = await schedule.get_dates(start=begin - CLOCK_CHANGE, end=soon)
         # In the second of two equal hours Prefect begins with the slots of the first, up to 60
         found += await schedule.get_dates(count + 60, start=soon, end=end)
         return [await on_its_date(date, cron, timezone) for date in found]
@@ -135,8 +136,9 @@ def next_slots(cron: str, timezone: str, count: int, start: datetime | None = No
 async def on_its_date(slot: datetime, cron: str, timezone: str) -> datetime:
     """The slot in its time zone, on the date that the cron means.
 
-    Prefect runs a time that the clock leaves out an hour earlier. At midnight that is the date before, which would have two
-    nights and the next date none. Such a slot moves to the end of the change: 00:30 is 01:30 of its date.
+    Prefect runs a time that the clock leaves out an hour earlier. At midnight that is the date
+    before, which would have two nights and the next date none. Such a slot moves to the end of
+    the change: 00:30 is 01:30 of its date.
     """
     from prefect.server.schemas.schedules import CronSchedule
 
@@ -146,7 +148,7 @@ async def on_its_date(slot: datetime, cron: str, timezone: str) -> datetime:
     moved = (slot + skipped).astimezone(zone)
     if skipped <= timedelta(0) or moved.date() == local.date():
         return local
-    shown = local.replace(tzinfo=UTC)  # in UTC no time is left out, so this is a time of the cron or it is not
+    shown = local.replace(tzinfo=UTC)  # in UTC no time is left out: it is one of the cron or not
     is_own_time = shown in await CronSchedule(cron=cron, timezone="UTC").get_dates(1, start=shown)
     return local if is_own_time else moved
 

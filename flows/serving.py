@@ -272,7 +272,7 @@ class ScheduleServer:
             self._tasks.start_soon(self._run, run, deployment.name, deployment.entrypoint)
 
     async def _is_postponed(self, run: Any, deployment: Any) -> bool:
-        """Whether a due slot comes too early, on the date before its own; it is then scheduled for its date."""
+        """Schedule a slot that is due on the date before its own for its date; returns whether it was one."""
         from prefect.states import Scheduled
 
         crons = [entry.schedule for entry in deployment.schedules if hasattr(entry.schedule, "cron")]

@@ -16,6 +16,7 @@ from support.tracked_stores import opened
 from support.waiting import stopwatch, wait_until
 
 from ttrain.tracking import MetricsFollower, MlflowStore, NullStore, TrackedRun, client, open_store, tracking_uri
+from ttrain.tracking.calls import clean
 from ttrain.tracking.datasets import DataInput
 from ttrain.tracking.delivery import stages_of
 
@@ -107,7 +108,7 @@ def test_rows_become_points_with_their_step_time_and_tokens(tracked_home: Path) 
     assert (point.value, point.step, point.timestamp) == (2.5, 10, 1732000000120)
     assert steps(run) == steps(run, "tokens") == list(range(10, 600)), "more than MLflow takes at once"
     data = run.store.client.get_run(run.id).data.metrics
-    assert set(data) == {"loss", "tokens", "odd_name", "missing", "bad"}
+    assert set(data) == {"loss", "tokens", clean("odd@name"), "missing", "bad"}
     assert math.isnan(data["missing"]) and math.isnan(data["bad"]), "what was no number is a gap, not a straight line"
 
 

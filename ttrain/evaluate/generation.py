@@ -36,18 +36,21 @@ EDGE_CATEGORIES = ("P", "Z", "Cc", "Cf")  # of Unicode: punctuation of every scr
 # Punctuation to Unicode, but part of an answer, as are all symbols, such as + < $ °
 SIGNS = "#%&*/@\\-_!'\"‰‱§"
 
-SAME_SIGN = str.maketrans({"‐": "-", "‑": "-", "′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
+SAME_SIGN = str.maketrans({"′": "'", "″": "''", **dict.fromkeys("‘’", "'"), **dict.fromkeys("“”„", '"')})
 
-EN_DASH_AS_MINUS = re.compile(r"(?<![\w)\]])–(?=\.?\d)")
+EN_DASH_AS_MINUS = re.compile(r"(?<![\w)\]])–(?=\.?\d)|(?<=\b[a-z])–(?!\w)")  # –5, a–
 
-MARKS_AROUND = ("**", "__", "~~", "$$", "*", "_", "$", '"', "'")  # emphasis, formulas and quotes, where at both ends
+# Emphasis, formulas and quotes, where they stand at both ends
+MARKS_AROUND = ("**", "__", "~~", "$$", "*", "_", "$", '"', "'")
 
-MARKDOWN_LINE = re.compile(r"([-*_=#~])\1{2,}")
+NO_TEXT = re.compile(r"([-*_=#~])\1{2,}|['\"]+")  # a line across, a fence, quotes alone
 
-# Headings, quotes and items of lists (before a digit - + < > are signs), an equals sign, ! and an opening quote
+# Headings, quotes and items of lists (before a digit - + < > are signs), an equals sign, ! and an
+# opening quote
 FIRST_MARKS = re.compile(r"^(?:#{1,6} |[*•] |[-+>] (?![\d.])|= ?(?=[\w.+-])|!+(?![\w(])(?=.)|['\"]+(?=.))+")
 
-# A closing quote and !, but for primes and factorials, which follow a digit, a bracket or a single letter
+# A closing quote and !, but for primes and factorials, which follow a digit, a bracket or a single
+# letter
 LAST_MARKS = re.compile(r"(?<![\d)'\"!])(?<!(?<![^\W_])[a-z])(?<=.)['\"!]+$")
 
 INCHES = re.compile('"$')
@@ -58,7 +61,8 @@ POINT_BEFORE = re.compile(r"[^.]?(?:\.[0-9a-z]|,\d)")  # .5 and .net, but not ..
 
 BOUND = r" ?[^\s,;()\[\]]{,20}[\d∞][^\s,;()\[\]]{,20} ?"
 
-INTERVAL = re.compile(rf"([\[\](]{BOUND}[,;]{BOUND}[\[\])])[ .,;:!?]*")  # whose brackets differ: [0, 1) is not (0, 1)
+# Its brackets are part of it: [0, 1) is not (0, 1)
+INTERVAL = re.compile(rf"([\[\](]{BOUND}[,;]{BOUND}[\[\])])[ .,;:!?]*")
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,9 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once `normalised`; of the answer the
-    text after the last `####` counts, if any, else its first non-empty line, if the right answer has one line.
+    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once
+    `normalised`; of the answer the text after the last `####` counts, if any, else its first
+    non-empty line, if the right answer has one line.
     """
     if match == "numeric":
         number = answer_in(answer)
@@ -189,8 +194,11 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 
 def normalised(text: str) -> str:
-    """Normalise to lower case, plain width and single spaces, without what stands around an answer: the punctuation of
-    sentences, quotes, brackets and Markdown. Signs that are part of an answer stay: -5, C++, A*, .5, 5%, 5!, f', [0, 1)."""
+    """Normalise to lower case, plain width and single spaces, without what stands around an answer.
+
+    That is the punctuation of sentences, quotes, brackets and Markdown. Signs that are part of an
+    answer stay: -5, C++, A*, .5, 5%, 5!, f', [0, 1).
+    """
     separated = "".join(_with_raised(previous, character) for previous, character in pairwise(" " + text))
     plain = unicodedata.normalize("NFKC", separated.translate(SAME_SIGN)).casefold().translate(SIMPLE)
     plain = EN_DASH_AS_MINUS.sub("-", re.sub(r"\s+", " ", plain))
@@ -213,7 +221,7 @@ def _without_outer_marks(plain: str, edges: str) -> str:
     for mark in MARKS_AROUND:
         if plain.startswith(mark) and plain.endswith(mark) and len(plain) > 2 * len(mark):
             return plain[len(mark) : -len(mark)]
-    if MARKDOWN_LINE.fullmatch(plain):
+    if NO_TEXT.fullmatch(plain):
         return ""
     return LAST_MARKS.sub("", FIRST_MARKS.sub("", plain, count=1))
 
@@ -275,7 +283,7 @@ MARK = "####"
 
 LONGEST = 400  # characters of a number; the endless digits of a looping model are not a result
 
-PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|\.(?=[eE]-?\d))?|(?<![A-Za-z])\.\d+"  # Rs.500 is no half
 
 HAN = "零一二三四五六七八九十百千万亿"
 
@@ -293,7 +301,7 @@ MINUS = (
 CURRENCY = "$€£¥₹₩₽₺₫₴₪₱₦฿"
 
 NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[{CURRENCY}]\s?(?P<inner>-)?)?"
+    rf"(?:(?<![\w.)\]%°])\+)?(?P<sign>{MINUS}|负\s?)?(?:[A-Z]{{,3}}\\?[{CURRENCY}]\s?(?P<inner>-)?)?"
     rf"(?:(?P<whole>\d+)(?: |\s?又\s?)(?=\d+/\d))?(?P<number>{PLAIN})(?:[eE](?P<exponent>[+-]?\d{{1,3}})(?!\d|\.\d))?"
     rf"(?:\s?/\s?(?P<below>\d+(?:\.\d+)?)(?![\d/]))?\s?(?P<unit>{WORD})?"
 )
@@ -302,7 +310,7 @@ FRACTION = re.compile(r"\\[dt]?frac(?:\s*{([^{}]{,99})}\s*{([^{}]{,99})}|\s?(\d)
 
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")  # as LaTeX writes them: 1{,}000 and 1\,000
 
-SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\^{?([+-]?\d{1,3})}?")
+SCIENTIFIC = re.compile(r"(?<=\d)\s?(?:×|\*|x|·|⋅|\\times|\\cdot)\s?10\s?\^\s?{?([+-]?\d{1,3})}?")
 
 UNIT_POWER = re.compile(r"(?<=[A-Za-z])\^{?[+-]?\d+}?|(?<=\dm)[23](?![0-9A-Za-z])|(?<=[ckmd ]m)[23](?![0-9A-Za-z])")
 
@@ -310,7 +318,7 @@ DECIMAL_COMMA = re.compile(  # behind groups that are set apart by points or spa
     r"(?<![\w.,])(?<!\d )([1-9]\d{0,2}([. \u00a0\u2009\u202f])\d{3}(?:\2\d{3})*),(\d+)(?!\d|[.,]\d)"
 )
 
-GROUPED = re.compile(  # 1,00,000 as in India, 1'234'567 as in Switzerland, 1_000 as in code, 1.234.567 as in Germany
+GROUPED = re.compile(  # 1,00,000 in India, 1'234'567 in Switzerland, 1_000 in code, 1.234.567 in Germany
     r"(?<!\d)(?<!\d[.,'’_])(?:\d{1,3}(?:,\d{2})+,\d{3}(?!,\d)|\d{1,3}(?:['’]\d{3})+|\d{1,3}(?:_\d{3})+"
     r"|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\.\d))(?!\d)"
 )
@@ -332,15 +340,15 @@ BELOW_ZERO = re.compile(rf"零下\s?(?=[\d{HAN}])")
 POWER = re.compile(r"(?<![\d.,])(?!0+\^{?-)(\d{1,9})\^{?(-?\d{1,2})}?(?!\d)")
 
 RELATION = re.compile(  # a minus behind one of these is a sign, as in \approx-6, but not in \pi-6
-    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leq|le|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|in"
-    r"|pm|times|cdot|div|quad|qquad)(?=\s?-)"
+    r"\\(?:approx|simeq|sim|cong|equiv|eq|neq|ne|leqslant|leq|le|geqslant|geq|ge|lt|gt|ll|gg|to|rightarrow|Rightarrow|implies|iff|therefore|in"
+    r"|pm|mp|times|cdot|div|quad|qquad)(?=\s?-)"
 )
 
-SPACED_MINUS = re.compile(r"(?<=[=<>≈≤≥(]) ?- (?=[\d.])")
+SPACED_MINUS = re.compile(r"(?:(?<=[=<>≈≤≥(]) ?|^\s*+(?=- [\d.][\d.,/ ]*+\W*+$))- (?=[\d.])")  # "- 5 kg" may be an item
 
 BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{[^{}]*})*)}")
 
-SIMPLE = str.maketrans("−﹣⁄∕", "--//")
+SIMPLE = str.maketrans("−﹣‐⁄∕", "---//")
 
 RAISED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 
