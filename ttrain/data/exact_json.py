@@ -50,6 +50,14 @@ def _may_change(values: Any) -> bool:
     return False
 
 
+def without_null_keys(value: Any) -> Any:
+    """The same without keys that are null: a struct of parquet has the keys of all rows."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {key: without_null_keys(element) for key, element in items if element is not None}
+    return list(map(without_null_keys, value)) if isinstance(value, list) else value
+
+
 def as_json(value: object) -> orjson.Fragment:
     """The `default` of `orjson.dumps` for what `parse` returns."""
     if isinstance(value, Number):

@@ -418,9 +418,11 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
-        if _writes_numbers(value, line):
+        if _is_written_again(value, line):
             try:
                 value = exact_json.exact(value, line)
+                if b"null" in line:
+                    value = exact_json.without_null_keys(value)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
@@ -429,8 +431,8 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
     tally.lines += number
 
 
-def _writes_numbers(value: JsonDict, line: bytes) -> bool:
-    """Whether numbers of the row may become text: those of functions and calls, and the answer to a question."""
+def _is_written_again(value: JsonDict, line: bytes) -> bool:
+    """Whether JSON of the row becomes text: functions and calls, and the answer to a question."""
     if "tools" in value or "question" in value:
         return True
     is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing

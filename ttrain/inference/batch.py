@@ -243,7 +243,7 @@ def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
     if all(value.get(key) is None for key in ("prompt", *CHAT_KEYS)):
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
     answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-    messages = messages_of({**value, **answers})
+    messages = messages_of(exact_json.without_null_keys({**value, **answers}))
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:
         raise Malformed("there is no question before the answer")
