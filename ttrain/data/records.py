@@ -420,9 +420,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         if _is_written_again(value, line):
             try:
-                value = exact_json.exact(value, line)
-                if b"null" in line:
-                    value = exact_json.without_null_keys(value)
+                value = exact_json.parse_row(line, value)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
@@ -436,7 +434,7 @@ def _is_written_again(value: JsonDict, line: bytes) -> bool:
     if "tools" in value or "question" in value:
         return True
     is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing
-    return is_chat_of_turns and (b'"tool_calls"' in line or b'"function_call"' in line or b'"tools"' in line)
+    return is_chat_of_turns and (b"_call" in line or b'"tools"' in line)
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -130,7 +130,7 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return exact_json.without_null_keys(exact_json.parse(value))
+        return exact_json.parse_row(value, orjson.loads(value))
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 
@@ -149,7 +149,9 @@ def dumps(value: object) -> str:
 
 
 def _write(value: object, write: Callable[[str], object]) -> None:
-    if isinstance(value, dict):
+    if isinstance(value, str):
+        write(_ENCODE(value))
+    elif isinstance(value, dict):
         if PARQUET_TYPE in value:
             raise Malformed(f"a value of a function or a call is {kind_of(value)}, which JSON lacks; write it as text")
         before = "{"
