@@ -442,13 +442,23 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
 def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
     schema = {"properties": {"city": {"type": "string"}, "time": None}, "enum": ["a", None], "items": {}}
     arguments = {"city": "Rome", "time": None, "list": [{"x": 1, "y": None}, None], "place": {"z": None}}
-    turns = [{"role": "assistant", "tool_calls": [{"name": "f", "id": None, "arguments": arguments}]}]
-    parsed = parse_conversation({"messages": turns, "tools": [{"type": None, "name": "f", "parameters": schema}]})
-    assert isinstance(parsed, Conversation)
-    system, answer = parsed.messages
-    assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in answer.content
-    assert '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}' in system.content
-    assert '{"name": "f", "parameters"' in system.content
+    calls, tools = [{"name": "f", "id": None, "arguments": arguments}], [{"type": None, "name": "f", "parameters": schema}]
+    shapes: list[dict[str, Any]] = [
+        {"messages": [{"role": "assistant", "tool_calls": calls}], "tools": tools},
+        {"messages": [{"role": "assistant", "tool_calls": json.dumps(calls)}], "tools": json.dumps(tools)},
+        {"messages": [{"role": "assistant", "content": None, "function_call": calls[0]}], "tools": tools},
+        {"conversations": [{"from": "function_call", "value": json.dumps(calls)}], "tools": tools},
+        {"prompt": [{"role": "system", "content": "", "tools": tools}],
+         "completion": [{"role": "assistant", "tool_calls": calls}]},
+    ]  # fmt: skip
+    lines = [json.dumps(row).encode() for row in shapes]
+    for _, _, row in parsed(enumerate(lines, 1), "a.jsonl", Tally(), 1 << 20):
+        conversation = parse_conversation(row)
+        assert isinstance(conversation, Conversation), conversation
+        system, answer = conversation.messages
+        assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in answer.content
+        assert '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}' in system.content
+        assert '{"name": "f", "parameters"' in system.content
 
 
 def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:

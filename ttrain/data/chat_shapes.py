@@ -26,7 +26,8 @@ CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
 )
 Row = Mapping[str, Any]
-READ_OF_TURN = frozenset({"role", "from", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
+READ_OF_SHAREGPT = frozenset({"from", "value", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
+READ_OF_TURN = READ_OF_SHAREGPT - {"from", "value"} | {"role", "content"}
 READ_OF_PART = frozenset({"type", "text"})
 READ_OF_ROW = frozenset({
     *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "history", "system", "tools",
@@ -82,17 +83,15 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
     for key in (shape,) if is_of_turns else (shape, "completion", "chosen", "rejected"):
         turns = row.get(key)
         for turn in turns if isinstance(turns, list) else [turns]:
-            if isinstance(turn, dict):
-                found |= _unread_of_turn(turn)
+            if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ASSISTANT_NAMES:
+                found |= _unread_of_answer(turn)
     return found
 
 
-def _unread_of_turn(turn: JsonDict) -> set[str]:
+def _unread_of_answer(turn: JsonDict) -> set[str]:
     is_sharegpt = turn.get("role") is None
-    if turn.get("from" if is_sharegpt else "role") not in ASSISTANT_NAMES:
-        return set()
-    key = "value" if is_sharegpt else "content"
-    found = _unread(turn, READ_OF_TURN) - {key}
+    key, read = ("value", READ_OF_SHAREGPT) if is_sharegpt else ("content", READ_OF_TURN)
+    found = _unread(turn, read)
     parts = turn.get(key)
     for part in parts if isinstance(parts, list) else ():
         found |= _unread(part, READ_OF_PART)
@@ -100,6 +99,8 @@ def _unread_of_turn(turn: JsonDict) -> set[str]:
 
 
 def _unread(values: Row, read: frozenset[str]) -> set[str]:
+    if read.issuperset(values):  # nearly always
+        return set()
     others = values.keys() - read
     return {key for key in others if not _is_metadata(key) and _holds_text(values[key])}
 

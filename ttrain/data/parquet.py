@@ -73,7 +73,9 @@ def answer(request: bytes) -> Iterator[bytes]:
     rows, size, last = list[bytes](), 0, 0
     for last, values in streams.parquet_rows(location, *chosen):
         # A column that is null in a row stands for a key that it lacks; a row of nulls alone says what is null.
-        row = {name: value for name, value in values.items() if value is not None} or values
+        row = values
+        if None in values.values():
+            row = {name: value for name, value in values.items() if value is not None} or values
         line = orjson.dumps(row, default=_as_json, option=OPTIONS)
         rows.append(line)
         size += len(line) + ROW_BYTES

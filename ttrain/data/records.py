@@ -435,9 +435,9 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
-        if _writes_numbers(value, line):
+        if _is_written_again(value, line):
             try:
-                value = exact_json.exact(value, line)
+                value = exact_json.parse_row(line, value)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
@@ -446,12 +446,12 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
     tally.lines += number
 
 
-def _writes_numbers(value: JsonDict, line: bytes) -> bool:
-    """Whether numbers of the row may become text: those of functions and calls, and the answer to a question."""
+def _is_written_again(value: JsonDict, line: bytes) -> bool:
+    """Whether JSON of the row becomes text: functions and calls, and the answer to a question."""
     if "tools" in value or "question" in value:
         return True
     is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing
-    return is_chat_of_turns and (b'"tool_calls"' in line or b'"function_call"' in line or b'"tools"' in line)
+    return is_chat_of_turns and (b"_call" in line or b'"tools"' in line)
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

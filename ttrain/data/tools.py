@@ -130,7 +130,7 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return exact_json.parse(value)
+        return exact_json.parse_row(value, orjson.loads(value))
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 
@@ -139,9 +139,9 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def dumps(value: object) -> str:
-    """The JSON of a function or of arguments: numbers as they are written in the row, without keys that are null.
+    """The JSON of a function or of arguments, with numbers as they are written in the row.
 
-    A struct of parquet has the keys of all rows, null where a row lacks one. Raises Malformed for what JSON lacks.
+    Raises Malformed for what JSON lacks.
     """
     pieces: list[str] = []
     _write(value, pieces.append)
@@ -149,15 +149,16 @@ def dumps(value: object) -> str:
 
 
 def _write(value: object, write: Callable[[str], object]) -> None:
-    if isinstance(value, dict):
+    if isinstance(value, str):
+        write(_ENCODE(value))
+    elif isinstance(value, dict):
         if PARQUET_TYPE in value:
             raise Malformed(f"a value of a function or a call is {kind_of(value)}, which JSON lacks; write it as text")
         before = "{"
         for key, element in value.items():
-            if element is not None:
-                write(f"{before}{_ENCODE(key)}: ")
-                _write(element, write)
-                before = ", "
+            write(f"{before}{_ENCODE(key)}: ")
+            _write(element, write)
+            before = ", "
         write("{}" if before == "{" else "}")
     elif isinstance(value, list):
         before = "["

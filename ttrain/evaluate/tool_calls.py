@@ -68,7 +68,9 @@ def offered_functions(messages: Sequence[Message]) -> Functions:
     for message in messages:
         if message.role == "system":
             for text in _tool_blocks(message.content):
-                for tool in map(_object, text.split("\n")):  # not splitlines: JSON may contain U+2028 and the like
+                for line in text.split("\n"):  # not splitlines: JSON may contain U+2028 and the like
+                    tool = _object(line)
+                    exact_json.drop_null_keys(tool)
                     function = (tool or {}).get("function") or tool
                     if isinstance(function, dict) and isinstance(function.get("name"), str):
                         functions[function["name"]] = function.get("parameters")

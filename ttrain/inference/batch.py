@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from codecs import BOM_UTF8
 from collections import Counter
@@ -244,7 +245,9 @@ def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
     if all(value.get(key) is None for key in ("prompt", *CHAT_KEYS)):
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
     answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-    messages = messages_of({**value, **answers})
+    row = copy.deepcopy({**value, **answers})  # the record is written as it is
+    exact_json.drop_null_keys(row)
+    messages = messages_of(row)
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:
         raise Malformed("there is no question before the answer")
