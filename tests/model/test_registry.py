@@ -18,7 +18,7 @@ from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
-from ttrain.config import Lora, Model
+from ttrain.config import Lora, Model, Moe
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
@@ -365,6 +365,14 @@ def test_a_config_that_contradicts_itself_or_its_weights_is_one_line(
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ArtifactError, match=re.escape(str(tmp_path))):
         factory.load(tmp_path)
+
+
+@pytest.mark.parametrize("options", [*ARCHITECTURES[::2], {"kind": "qwen3", "moe": Moe(experts=4)}], ids=str)
+def test_a_config_and_weights_of_an_architecture_fit_each_other(options: dict[str, Any]) -> None:
+    model = model_of(options)
+    config = json.loads(factory.files(model)["config.json"])
+    shapes = {name: [*tensor.shape] for name, tensor in model.state_dict().items()}
+    assert shape_check.problem_of_existing("sft.start_from is ./m", config, shapes) == ""
 
 
 def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(

@@ -60,12 +60,12 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
 
 def construct_existing(config: Mapping[str, Any]) -> PreTrainedModel:
     """The architecture of a `config.json`, with its own initialisation. Raises UsageError where it contradicts itself."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if config["model_type"] in registry.OWN_KINDS:
         registry.register_own()
     try:
-        hf = AutoConfig.for_model(**config)
+        hf = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, trust_remote_code=False)
     except BUILD_ERRORS as error:
         raise UsageError(_reason(error)) from None
