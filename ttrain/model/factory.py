@@ -87,6 +87,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
     if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
         shard_names(index)  # which transformers opens wherever they lead
+    if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
+        raise ArtifactError(f"{directory} holds a model and an adapter; move the adapter_config.json to another directory")
     try:
         if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
             registry.register_own()
