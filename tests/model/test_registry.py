@@ -23,6 +23,8 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
+from ttrain.pipeline.plan import Planner
+from ttrain.stages import LORA
 from ttrain.store.model_files import MODEL, tensor_shapes
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -387,6 +389,9 @@ def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
     with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer"):
         house.plan("lora.targets=no_such_layer")
     house.plan("lora.targets=q_proj,attention")
+    earlier = house.build(house.settings())
+    night = Planner(house.settings("lora.targets=c_attn"), house.store)  # whose champion may be of another kind
+    assert night(LORA, base=earlier["sft"], shards=earlier["shards-lora"]).state == "run"
 
 
 @pytest.mark.soak
