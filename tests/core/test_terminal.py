@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ttrain.core.terminal import _EscapingText, table
+from ttrain.core.terminal import _EscapingText, print_plain, table
 from ttrain.pipeline.progress_display import Display
 
 PATH = "/home/me/artifacts/store/pretrain/5b0a8a1be01f*/run/log.txt"
@@ -100,11 +100,13 @@ def test_the_lines_of_a_run_show_keys_values_and_names_as_they_are(is_terminal: 
     display = Display(Console(file=file, width=200, force_terminal=is_terminal, color_system=None))
     display.close()
     file.truncate(file.seek(0))
+    print_plain(display.console, HOSTILE)
     display.say(HOSTILE)
     display.started(HOSTILE, HOSTILE)
     display.ended("sft", "cached", 1.0, HOSTILE)
     display.failed("sft", f"{HOSTILE}\nsecond line")
     assert file.getvalue().splitlines() == [
+        ESCAPED,
         ESCAPED,
         f"> {ESCAPED}: {ESCAPED}",
         f"= sft: cached - {ESCAPED}",

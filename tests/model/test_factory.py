@@ -31,6 +31,18 @@ def test_a_tied_embedding_is_saved_once(tmp_path: Path, tied: bool) -> None:
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
 
 
+def test_no_pickle_beside_a_model_is_loaded(tmp_path: Path) -> None:
+    directory = save_base(tiny_model(), tmp_path / "model")
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    (directory / "adapter_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(ArtifactError, match="holds a model and an adapter; move the adapter_config"):
+        factory.load(directory)
+    (directory / "adapter_config.json").unlink()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ArtifactError, match="cannot load a model from"):
+        factory.load(directory)
+
+
 def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     model = tiny_model()
     directory = save_base(model, tmp_path / "model")

@@ -18,11 +18,13 @@ from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
-from ttrain.config import Lora, Model
+from ttrain.config import Lora, Model, Moe
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
+from ttrain.pipeline.plan import Planner
+from ttrain.stages import LORA
 from ttrain.store.model_files import MODEL, tensor_shapes
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -367,6 +369,14 @@ def test_a_config_that_contradicts_itself_or_its_weights_is_one_line(
         factory.load(tmp_path)
 
 
+@pytest.mark.parametrize("options", [*ARCHITECTURES[::2], {"kind": "qwen3", "moe": Moe(experts=4)}], ids=str)
+def test_a_config_and_weights_of_an_architecture_fit_each_other(options: dict[str, Any]) -> None:
+    model = model_of(options)
+    config = json.loads(factory.files(model)["config.json"])
+    shapes = {name: [*tensor.shape] for name, tensor in model.state_dict().items()}
+    assert shape_check.problem_of_existing("sft.start_from is ./m", config, shapes) == ""
+
+
 def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +389,9 @@ def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
     with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer"):
         house.plan("lora.targets=no_such_layer")
     house.plan("lora.targets=q_proj,attention")
+    earlier = house.build(house.settings())
+    night = Planner(house.settings("lora.targets=c_attn"), house.store)  # whose champion may be of another kind
+    assert night(LORA, base=earlier["sft"], shards=earlier["shards-lora"]).state == "run"
 
 
 @pytest.mark.soak

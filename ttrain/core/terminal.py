@@ -100,8 +100,10 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_plain(screen: Console, text: str) -> None:
-    """Print a line as it is: nothing in it counts as markup, and what does not print is escaped."""
-    screen.print(escaped(text), highlight=False, soft_wrap=True, markup=False)
+    """Print a line as it is: nothing in it counts as markup or emoji, and what does not print is escaped."""
+    from rich.text import Text
+
+    screen.print(Text(escaped(text)), soft_wrap=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:

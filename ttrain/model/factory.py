@@ -60,12 +60,12 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
 
 def construct_existing(config: Mapping[str, Any]) -> PreTrainedModel:
     """The architecture of a `config.json`, with its own initialisation. Raises UsageError where it contradicts itself."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if config["model_type"] in registry.OWN_KINDS:
         registry.register_own()
     try:
-        hf = AutoConfig.for_model(**config)
+        hf = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, trust_remote_code=False)
     except BUILD_ERRORS as error:
         raise UsageError(_reason(error)) from None
@@ -87,6 +87,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
     if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
         shard_names(index)  # which transformers opens wherever they lead
+    if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
+        raise ArtifactError(f"{directory} holds a model and an adapter; move the adapter_config.json to another directory")
     try:
         if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
             registry.register_own()

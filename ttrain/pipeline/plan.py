@@ -18,7 +18,7 @@ from ttrain.pipeline.input_files import check_suite, data_files, existing_model,
 from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
-from ttrain.stages import CHOSEN_BASE, OF_NIGHTS, STAGES, Stage
+from ttrain.stages import OF_NIGHTS, STAGES, Stage
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
@@ -45,9 +45,11 @@ class Planner:
     store: ArtifactStore
     rerun: Rerun = NOTHING_AGAIN
     stages: dict[str, Planned] = field(default_factory=dict)  # so far
+    continues: bool = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
 
     def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
         present = {name: planned for name, planned in inputs.items() if planned is not None}
+        self.continues = self.continues or isinstance(present.get("base"), Artifact)
         planned_inputs = [planned for planned in present.values() if isinstance(planned, Planned)]
         forced = stage.name in self.rerun.force or any(planned.forced for planned in planned_inputs)
         pending = tuple(dict.fromkeys(planned.stage.name for planned in planned_inputs if planned.artifact is None))
@@ -71,7 +73,7 @@ class Planner:
         if stage.reads_model:
             checks.existing_model(*existing_model(self.settings))
         adapter = adapter_of(stage.name, self.settings)
-        if adapter is None or CHOSEN_BASE.name in self.stages:  # a night's models are as the champion
+        if adapter is None or self.continues:
             return
         is_new = self.settings.existing_model is None
         checks.adapter(stage.name, adapter, self.settings.model if is_new else existing_model(self.settings)[1])
