@@ -83,9 +83,10 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
     sections = {name.rpartition("/")[0] for (name,) in finished.rows("mlflow", "select distinct key from latest_metrics")}
     assert sections == {"", "Curves", "eval", "lora", "pretrain", "sft", "system", "tok", "total"}
     assert measured["tok/unk_rate"] == 0 and measured["tok/bytes_per_token"] > 1
-    curve = f"select step from metrics where run_uuid = '{pretrain}' and key = 'grad_norm'"
-    steps = [step for (step,) in finished.rows("mlflow", curve)]
-    assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40]
+    for name in ("loss", "logits_loss", "aux_loss", "lr", "epoch_time", "grad_norm"):
+        curve = f"select step from metrics where run_uuid = '{pretrain}' and key = '{name}'"
+        steps = [step for (step,) in finished.rows("mlflow", curve)]
+        assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40], name
     by_tokens = f"select step from metrics where run_uuid = '{parent}' and key = 'Curves/pretrain loss'"
     assert sorted(step for (step,) in finished.rows("mlflow", by_tokens)) == [512 * step for step in sorted(steps)]
     params = dict(finished.rows("mlflow", f"select key, value from params where run_uuid = '{parent}'"))

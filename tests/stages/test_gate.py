@@ -123,6 +123,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     trains_here(monkeypatch)
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
+    monkeypatch.setenv("TTRAIN__SFT__EPOCHS", "3")  # of pipelines, which does not count here
     monkeypatch.chdir(tmp_path)
     return partial(in_process(capsys), "gate")
 

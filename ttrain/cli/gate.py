@@ -165,7 +165,7 @@ def train(
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
     from ttrain.config import Gate, GateConfig
-    from ttrain.config.loading import merge, with_types
+    from ttrain.config.loading import merge, with_types, without_pipeline_settings
     from ttrain.data import locations
     from ttrain.inference import gate_files
     from ttrain.pipeline.names import resolve_all
@@ -174,7 +174,7 @@ def train(
     runtime, gate_overrides = train_task.split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
-    settings, _ = merge(Gate, with_types(Gate, gate_overrides))
+    settings, _ = merge(Gate, with_types(Gate, without_pipeline_settings(gate_overrides, Gate)))
     out = out.absolute()
     train_task.check_output(out)
     references = resolve_all(expert_names(experts))

@@ -148,7 +148,7 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
             callback = point.load()()
         except Exception as error:
             raise UsageError(
-                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; mend or "
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
                 f"uninstall its package"
             ) from error
         if not isinstance(callback, Callback):
