@@ -77,6 +77,7 @@ def train(
     task_overrides = task_settings(overrides, config)
     with closing(Display(console(stderr=as_json))) as display:
         if restart:
+            task.find_task(name)  # before anything is renamed
             for line in restart_output(output_of(name, out), restart.from_step):
                 display.say(line)
         summary = train_task(name, task_overrides, out, allow or (), display)

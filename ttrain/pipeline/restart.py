@@ -113,5 +113,4 @@ def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
             remove_tree(work)
             return []
         aside = set_aside(work)
-    short = f"{aside.name[: resume.SHOWN_KEY]}...{aside.suffix}"
-    return [f"the unfinished work of {stage} at step {step} is set aside as {short}; --continue {aside.name} resumes it"]
+    return [f"the unfinished work of {stage} at step {step} is set aside; --continue {aside.name} resumes it"]
