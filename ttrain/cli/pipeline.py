@@ -68,7 +68,7 @@ def pipeline_run(
         nightly.refuse([*stages.flags(), *restart.flags()])
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(pipeline, loaded, restart, engine=options.engine, labels=labels, **stages.to_plan())
+    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, restart=restart, **stages.to_plan())
 
 
 @command(
@@ -98,7 +98,8 @@ def pipeline_rerun(
     outlast_output()
     labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
     force = frozenset({stage})
-    plan_and_run("full", loaded, restart, engine=options.engine, extend=extend, force=force, labels=labels)
+    engine = options.engine
+    plan_and_run("full", loaded, engine=engine, labels=labels, restart=restart, extend=extend, force=force)
 
 
 @command(
@@ -210,7 +211,7 @@ def pipeline_logs(
 
 
 def plan_and_run(
-    pipeline: str, loaded: LoadedSettings, restart: RestartOptions, *, engine: str, labels: Labels, **to_plan: Any
+    pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, restart: RestartOptions, **to_plan: Any
 ) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
     from ttrain.flows import api
