@@ -146,6 +146,12 @@ def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(built: House
     assert said.startswith(f"settings of {run}, apart from the defaults: data.lora=[") and said.endswith(" sft.seed=3\n")
 
 
+def test_rerun_may_begin_at_an_older_checkpoint(built: House, asked: list[dict[str, Any]]) -> None:
+    record(built.store.root, built.settings("sft.seed=3"))
+    rerun("sft", "--from-step", "20")
+    assert asked[0]["restart"].from_step == 20 and not asked[0]["restart"].fresh
+
+
 def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, asked: list[dict[str, Any]]) -> None:
     first = record(built.store.root, built.settings("sft.seed=3"), pipeline="first")
     record(built.store.root, built.settings("sft.seed=4"), pipeline="second")

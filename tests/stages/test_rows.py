@@ -262,9 +262,11 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"order": "length-grouped"}, "packing is best-fit.*set packing=none"),
         ({"mask_intervals": [["<a>", "<a>"]]}, "must not open and close alike"),
         ({"stride": 0}, "greater than or equal to 1"),
+        ({"early_stopping": {"patience": 1}}, "validate_every_steps is 0; set it, .*, or validate_every_epochs"),
     ):
         with pytest.raises(ValidationError, match=message):
             settings(**changes)
+    assert settings(early_stopping={"patience": 1}, validate_every_epochs=1).early_stopping
 
 
 def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:

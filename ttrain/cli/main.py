@@ -34,6 +34,7 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
 from ttrain.cli.options import (
     AsJson,
     Extend,
+    RestartOptions,
     SettingsOptions,
     app,
     argument,
@@ -113,6 +114,7 @@ def stage_run(
         ),
     ],
     settings_options: SettingsOptions,
+    restart: RestartOptions,
     extend: Extend = False,
     force: Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")] = False,
     as_json: AsJson = False,
@@ -126,6 +128,10 @@ def stage_run(
     loaded = settings_options.load()
     planned = api.plan("full", loaded.settings, extend=extend)
     rerun = replace(planned.rerun, force=frozenset({stage} if force else ()))
+    if restart:
+        chosen = [p for p in planned.stages if p.stage.name == stage and (force or p.state == "run")]
+        restart.apply(planned.store, chosen)
+        planned = api.plan("full", loaded.settings, extend=extend)
     screen = console(stderr=as_json)
     artifact, state = run_one_stage(stage, loaded.settings, planned.store, planned.stages, screen, rerun)
     if as_json:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
+    from ttrain.pipeline.recipe import Planned
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -284,6 +285,35 @@ class SelectionOptions:
         flags = {"--extend": self.extend, "--force": self.force, "--only": self.only, "--from": self.since,
                  "--until": self.until, "--continue": self.resume_key}  # fmt: skip
         return [flag for flag, value in flags.items() if value]
+
+
+@dataclass(frozen=True)
+class RestartOptions:
+    """The options that begin a training again although it has unfinished work."""
+
+    fresh: Annotated[bool, option("train from the start; unfinished work is set aside", "--fresh")] = False
+    from_step: Annotated[
+        int | None,
+        option("continue at this older checkpoint, with its optimizer; newer work is set aside", "--from-step", min=1),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.fresh and self.from_step is not None:
+            raise UsageError(f"--fresh cannot be combined with --from-step {self.from_step}; remove one of them")
+
+    def __bool__(self) -> bool:
+        return self.fresh or self.from_step is not None
+
+    def flags(self) -> list[str]:
+        """The flags that are given."""
+        return [flag for flag, value in {"--fresh": self.fresh, "--from-step": self.from_step}.items() if value]
+
+    def apply(self, store: ArtifactStore, stages: Sequence[Planned]) -> None:
+        """Prepare the work of these stages, and print what was set aside."""
+        from ttrain.pipeline.restart import restart
+
+        for line in restart(store, stages, self.from_step):
+            print_escaped(line, stderr=True)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ttrain.cli import model, nightly
 from ttrain.cli.options import (
     AsJson,
     Extend,
+    RestartOptions,
     RunOptions,
     SelectionOptions,
     SettingsOptions,
@@ -65,21 +66,23 @@ def pipeline_run(
     pipeline: Pipeline,
     settings_options: SettingsOptions,
     stages: SelectionOptions,
+    restart: RestartOptions,
     options: RunOptions,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
     labels, loaded = options.labels(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse(stages.flags())
+        nightly.refuse([*stages.flags(), *restart.flags()])
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, **stages.to_plan())
+    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, restart=restart, **stages.to_plan())
 
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4",
+    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4\n\n"
+    "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
     stage: Annotated[
@@ -87,6 +90,7 @@ def pipeline_rerun(
     ],
     settings_options: SettingsOptions,
     options: RunOptions,
+    restart: RestartOptions,
     run: Annotated[
         str,
         option("use the settings of this run (its name, or a part of it)", metavar="RUN", autocompletion=run_words),
@@ -101,7 +105,9 @@ def pipeline_rerun(
 
     outlast_output()
     labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
-    plan_and_run("full", loaded, engine=options.engine, extend=extend, force=frozenset({stage}), labels=labels)
+    force = frozenset({stage})
+    engine = options.engine
+    plan_and_run("full", loaded, engine=engine, labels=labels, restart=restart, extend=extend, force=force)
 
 
 @command(
@@ -212,11 +218,16 @@ def pipeline_logs(
             print(escape_control_characters(line), flush=follow)
 
 
-def plan_and_run(pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, **to_plan: Any) -> None:
+def plan_and_run(
+    pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, restart: RestartOptions, **to_plan: Any
+) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
     from ttrain.flows import api
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
+    if restart:
+        restart.apply(planned.store, [stage for stage in planned.stages if stage.state == "run"])
+        planned = api.plan(pipeline, loaded.settings, **to_plan)
     if run := api.record_cached(planned, labels):
         _print_cached(planned, run)
         return

@@ -18,6 +18,7 @@ from ttrain.cli.options import (
     Allow,
     AsJson,
     Files,
+    RestartOptions,
     SettingsOptions,
     app,
     argument,
@@ -26,7 +27,7 @@ from ttrain.cli.options import (
     option,
     task_settings,
 )
-from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, remove_tree, write_json
 from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -51,10 +52,11 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
     app,
     "Examples:  ttrain train regression hidden=128 --out regression\n\n"
     "ttrain train mytask:MyTask optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine",
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine --from-step 200",
     "Train",
 )
 def train(
+    restart: RestartOptions,
     name: Annotated[str | None, argument(TASK_HELP, metavar="TASK")] = None,
     overrides: Annotated[
         list[str] | None,
@@ -74,6 +76,10 @@ def train(
         raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
     task_overrides = task_settings(overrides, config)
     with closing(Display(console(stderr=as_json))) as display:
+        if restart:
+            task.find_task(name)  # before anything is renamed
+            for line in restart_output(output_of(name, out), restart.from_step):
+                display.say(line)
         summary = train_task(name, task_overrides, out, allow or (), display)
     if as_json:
         print_json(summary)
@@ -112,10 +118,40 @@ def train_task(
 
     point = task.find_task(name)
     runtime, task_overrides = split_runtime(overrides)
-    out = (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+    out = output_of(name, output)
     config = {"task": name, "given": task_overrides, "allow": list(allow)}
     figures = run_alone(TASK, name, config, runtime, out, f"{point.value} in {out}", display)
     return {"task": name, "out": str(out), **figures}
+
+
+def output_of(name: str, output: Path | None) -> Path:
+    """Where a task trains: `output`, else a directory of its own in the home."""
+    return (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+
+
+def restart_output(out: Path, from_step: int | None) -> list[str]:
+    """Rename an earlier training in `out` aside, and with `from_step` begin with its checkpoints up to that step; a line on
+    where it is, or none if there was none. Raises UsageError where another process uses it, or it lacks the checkpoint."""
+    from ttrain.pipeline import restart
+
+    if from_step is None and not (out / WORK).is_dir():
+        return []
+
+    def taken() -> None:
+        raise UsageError(f"another process trains in {out}; stop it before you begin again there")
+
+    check_output(out)
+    prepared = out.with_name(f"{out.name}.restarted")
+    remove_tree(prepared)
+    if from_step is not None:
+        restart.copy_until(out, prepared, from_step, str(out))
+        (prepared / WORK).mkdir()
+    with exclusive(out / LOCK, taken):
+        pass
+    aside = restart.set_aside(out)
+    if from_step is not None:
+        prepared.rename(out)
+    return [f"the earlier training is set aside as {aside}"]
 
 
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:

@@ -19,6 +19,7 @@ from ttrain.pipeline.input_files import data_files, file_digests
 from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
+from ttrain.pipeline.restart import RESTARTED
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
 from ttrain.stages import Stage
 from ttrain.store import integrity, runs
@@ -74,7 +75,7 @@ def build(
             return StageOutcome(stored, "cached", time.monotonic() - began)
         with store.lock(stage.name, f"{key}.process", waiting=lambda: observer.waiting(stage, "a process of an ended run")):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
-        if forced and stored:
+        if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
         for name, input_artifact in inputs.items():
             store.complete(input_artifact, stage.inputs.get(name, ()), report=lambda line: observer.fetching(stage, line))

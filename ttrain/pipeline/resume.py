@@ -101,6 +101,8 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
     for work in partial_runs(store, stage.name):
         if not forbidden_changes(work, ingredients):
             key, lines = work.key[:SHOWN_KEY], changes(work, ingredients)
+            if not lines:  # the same key: it was set aside
+                return [f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"]
             differs = first_of(lines, SHOWN_CHANGES, "; ")
             return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
     return []

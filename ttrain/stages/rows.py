@@ -120,10 +120,10 @@ def _order(config: Training, rows: Rows) -> Order:
             )
         counts, weights = zip(*draws_of_groups, strict=True)
         draws = DRAWS_PER_CYCLE
+        if not isinstance(rows, MixedRows) or len(weights) > len(rows.groups):  # rows of data have weights
+            draws = max(draws, _draws_for(min(weights) / sum(weights)))
         if is_exact:
             draws = max(min(rows.epoch, total, MOST_DRAWS), math.ceil(1 / min(weights)))
-        elif not isinstance(rows, MixedRows) or len(weights) > len(rows.groups):
-            draws = max(DRAWS_PER_CYCLE, _draws_for(min(weights) / sum(weights)))
         return WeightedOrder(counts, weights, size, total, config.seed, draws=draws)
     if config.order == "length-grouped":
         return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
