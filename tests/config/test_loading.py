@@ -218,14 +218,15 @@ def read_back(assignment: str) -> Any:
         ("evaluate.chats=Hello, you", ("Hello, you",)),
         ("runtime.gpus=1", (1,)),
         ("pretrain.mask_intervals=[[yes, no], [1, 2]]", (("yes", "no"), (1, 2))),
-        ("model.fields.depth=[1, 2e-3, yes, a]", [1, 2e-3, True, "a"]),
+        ("model.fields.depth=[1, 0.002, yes, a]", [1, 0.002, True, "a"]),
     ],
 )
 def test_the_type_of_a_setting_says_what_its_text_means(assignment: str, value: Any) -> None:
     assert read_back(assignment) == value
 
 
-def test_what_follows_a_list_is_not_dropped() -> None:
+def test_what_follows_a_list_or_a_value_of_any_type_is_not_dropped() -> None:
+    assert "model.fields.depth is 'a #2' (from command line), which is not valid YAML" in refused("model.fields.depth=a #2")
     message = refused("data.pretrain=[a, b] #2")
     assert "data.pretrain is '[a, b] #2' (from command line)" in message
     assert "nothing may follow its end, but '#2' does; write a list as [a, b]" in message

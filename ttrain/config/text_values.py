@@ -40,23 +40,32 @@ def type_of(root: Any, key: str) -> Any:
 def read(text: str, kind: Any) -> Any:
     """The value of a text for a setting of this type. Raises InvalidYaml for a wrong list or mapping.
 
-    What does not fit the type stays a text, which the validation then refuses by its rule.
+    What does not fit the type stays a text, which the validation then refuses by its rule. Where any type fits, as in
+    `model.fields`, it is what YAML reads, if that is all of the text.
     """
     if QUOTED.fullmatch(text):
         return yaml_text.parse(text)
     forms = [*_forms(kind)]
-    has_parts = any(form is Any or get_origin(form) in (*LISTS, dict) or _is_section(form) for form in forms)
+    has_parts = any(get_origin(form) in (*LISTS, dict) or _is_section(form) for form in forms)
+    if Any in forms:
+        _composed(text)
+        return yaml_text.parse(text)
     if text.startswith(("[", "{")) and (has_parts or not _takes_text(forms)):
-        node = yaml_text.compose(text)
-        if node.end_mark.index < len(text.rstrip()):
-            rest = text[node.end_mark.index :].strip()
-            raise InvalidYaml(f"nothing may follow its end, but {yaml_text.shown(rest)} does")
-        return _value(node, kind)
+        return _value(_composed(text), kind)
     value = _scalar(text, forms)
     is_listed = value is not None and any(_is_plain_list(form) for form in forms)
     if is_listed and not _reads_itself(kind):
         return [_scalar(text, [*_forms(_element_type(kind, 0))])]
     return value
+
+
+def _composed(text: str) -> Any:
+    """The nodes of a text. Raises InvalidYaml where something follows them, such as a comment."""
+    node = yaml_text.compose(text)
+    end = 0 if node is None else node.end_mark.index
+    if rest := text[end:].strip():
+        raise InvalidYaml(f"nothing may follow its end, but {yaml_text.shown(rest)} does")
+    return node
 
 
 def _value(node: Any, kind: Any) -> Any:
