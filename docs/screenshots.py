@@ -40,6 +40,19 @@ QUIET = {
 }
 HIDE_CHAT = "document.head.append(Object.assign(document.createElement('style'), {textContent: '%s {display: none}'}))"
 CHAT = "[data-assistant-ui], [aria-label*=Assistant]"
+# Of a report: the cards, the first two curves, and the answers to the last two prompts.
+CROP = """
+const hide = part => part.style.display = 'none';
+document.querySelectorAll('nav, .controls').forEach(hide);
+for (const section of document.querySelectorAll('section')) {
+  const heading = section.querySelector('h2').textContent;
+  const parts = [...section.children].slice(1);
+  if (heading == 'Curves') parts.slice(3).forEach(hide);
+  else if (heading == 'Samples') parts.slice(0, -4).forEach(hide);
+  else hide(section);
+  [...section.querySelectorAll('figure')].slice(2).forEach(hide);
+}
+"""
 
 
 def main() -> None:
@@ -101,18 +114,21 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
 
 
 def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
-    """The report of a run, in the dark, and a comparison."""
+    """The report of a run, cropped, by day and in the dark, and a comparison."""
     report, compared = folder / "report.html", folder / "compare.html"
     cli("report", runs[0], "--out", str(report), settings=False)
     cli("compare", *runs, "--html", str(compared), settings=False)
     shots = (
-        (report, "report-dark.png", 1200, 900, True),
-        (compared, "compare.png", 1200, 1000, False),
+        (report, "report-dark.png", 1080, "dark"),
+        (report, "report-light.png", 1080, "light"),
+        (compared, "compare.png", 1000, "light"),
     )
-    for page, name, width, height, dark in shots:
-        with Browser(width=width, height=height) as browser:
-            browser.prefer("dark" if dark else "light")
+    for page, name, height, scheme in shots:
+        with Browser(width=1200, height=height) as browser:
+            browser.prefer(scheme)
             browser.open(page.as_uri())
+            if page == report:
+                browser.evaluate(CROP)
             browser.settle()
             (IMAGES / name).write_bytes(browser.picture())
 
