@@ -223,6 +223,11 @@ class SettingsOptions:
 
         return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
 
+    def words(self) -> list[str]:
+        """The files and profiles as words of a command."""
+        files = [word for path in self.config or () for word in ("-c", str(path))]
+        return [*files, *(word for name in self.profile or () for word in ("--profile", name))]
+
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
@@ -280,6 +285,12 @@ class SelectionOptions:
             "resume_key": self.resume_key.strip(),
         }
 
+    def words(self) -> list[str]:
+        """The options that choose stages, as words of a command."""
+        only = [word for names in self.only or () for word in ("--only", names)]
+        given = [("--from", self.since), ("--until", self.until)]
+        return [*only, *(word for flag, stage in given if stage for word in (flag, stage))]
+
     def flags(self) -> list[str]:
         """The flags that are given."""
         flags = {"--extend": self.extend, "--force": self.force, "--only": self.only, "--from": self.since,
@@ -329,12 +340,21 @@ class RunOptions:
         list[str] | None,
         option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
     ] = None
+    run_name: Annotated[
+        str | None,
+        option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
+    ] = None
+    yes: Annotated[bool, option("also without asking what takes over a day or forty passes", "--yes", "-y")] = False
+
+    def words(self) -> list[str]:
+        """The engine as words of a command, if it is not the usual one."""
+        return [] if self.engine == "prefect" else ["--engine", self.engine]
 
     def labels(self) -> Labels:
         """The labels. Raises UsageError where they are invalid."""
-        from ttrain.pipeline.labels import labels_of
+        from ttrain.pipeline.labels import labels_of, new_run_name
 
-        return labels_of(self.note, self.tag)
+        return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
 
 
 def resolved_models(

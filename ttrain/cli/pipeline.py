@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+from typer import Exit, confirm
+
 from ttrain.cli import model, nightly
+from ttrain.cli.next_steps import RanCommand, next_steps
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -76,7 +80,9 @@ def pipeline_run(
         nightly.refuse([*stages.flags(), *restart.flags()])
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, restart=restart, **stages.to_plan())
+    words = ["pipeline", "run", pipeline, *settings_options.words(), *stages.words(), *options.words()]
+    command = RanCommand(words, settings_options.overrides or ())
+    plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, command=command, **stages.to_plan())
 
 
 @command(
@@ -106,8 +112,7 @@ def pipeline_rerun(
     outlast_output()
     labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
     force = frozenset({stage})
-    engine = options.engine
-    plan_and_run("full", loaded, engine=engine, labels=labels, restart=restart, extend=extend, force=force)
+    plan_and_run("full", loaded, options=options, labels=labels, restart=restart, extend=extend, force=force)
 
 
 @command(
@@ -120,9 +125,13 @@ def pipeline_plan(
     settings_options: SettingsOptions,
     options: SelectionOptions,
     memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
+    show_rules: Annotated[bool, option("also what follows from other settings, by which rule", "--rules")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
+    """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
+
+    The reasons compare with the newest finished run of the same `name`.
+    """
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_SET
     from ttrain.core.machine import processor
@@ -153,14 +162,13 @@ def pipeline_plan(
         auto = {key: asdict(rule) for key, rule in automatic.items()}
         print_json({**planned.to_json(), **needs, "auto": auto, "tuned": tuned})
         return
-    table(("stage", "state", "key", "why"), planned.rows())
-    for key, rule in automatic.items():
+    _print_plan(planned)
+    for key, rule in automatic.items() if show_rules else ():
         print_escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}")
-    for tuning in tuned:
+    for tuning in tuned if show_rules else ():
         print_escaped(f"tuned on this machine: {tuning}")
     for name, size in needs.get("memory_bytes", {}).items():
         print(f"{name}: {format_size(size)}, plus activations")
-    _print_left_out(planned)
     waiting = sum(stage.state == "run" for stage in planned)
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
@@ -219,9 +227,19 @@ def pipeline_logs(
 
 
 def plan_and_run(
-    pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, restart: RestartOptions, **to_plan: Any
+    pipeline: str,
+    loaded: LoadedSettings,
+    *,
+    options: RunOptions,
+    labels: Labels,
+    restart: RestartOptions,
+    command: RanCommand | None = None,
+    **to_plan: Any,
 ) -> None:
-    """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
+    """Plan the pipeline, print the plan, and run it unless every stage is cached; then print what to do next.
+
+    `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
+    """
     from ttrain.flows import api
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
@@ -231,14 +249,44 @@ def plan_and_run(
     if run := api.record_cached(planned, labels):
         _print_cached(planned, run)
         return
-    table(("stage", "state", "key", "why"), planned.rows())
-    _print_left_out(planned)
+    _print_plan(planned)
     usable_home()
+    asks = planned.estimate.remarks() and not options.yes and is_on_terminal()
+    if asks and not confirm("run it?", default=False):
+        print("nothing was run; --yes runs it without asking")
+        raise Exit(1)
     from ttrain.flows.run import run_pipeline
 
-    run_pipeline(
-        pipeline, loaded.settings, planned.store, planned.stages, console(), planned.rerun, engine=engine, labels=labels
+    execution = run_pipeline(
+        pipeline,
+        loaded.settings,
+        planned.store,
+        planned.stages,
+        console(),
+        planned.rerun,
+        engine=options.engine,
+        labels=labels,
     )
+    if command is None:
+        changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
+        command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
+    for line in next_steps(command, loaded.settings, execution.artifacts):
+        print_escaped(line)
+
+
+def is_on_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _print_plan(planned: Plan) -> None:
+    """The table of a plan, what its reasons compare with, and about how long it takes."""
+    table(("stage", "state", "key", "why"), planned.rows())
+    _print_left_out(planned)
+    if planned.compared_with and not planned.is_cached:
+        print_escaped(f"compared with the run {planned.compared_with}")
+    for line in (*planned.estimate.lines(), *planned.estimate.remarks()):
+        print_escaped(line)
 
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:

@@ -127,8 +127,8 @@ def run_of(
 def _rank(run: runs.RecordedRun) -> int | None:
     """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
     is_finished = run["outcome"] in FINISHED
-    if run["pipeline"] == NIGHTLY or "sweep" in run:
-        return (2 if run["pipeline"] == NIGHTLY else 3) if is_finished else None
+    if run["pipeline"] == runs.NIGHTLY or "sweep" in run:
+        return (2 if run["pipeline"] == runs.NIGHTLY else 3) if is_finished else None
     return 0 if is_finished else 1
 
 
@@ -322,9 +322,6 @@ def _stored_digest(artifact: Artifact) -> str | None:
         return None
 
 
-NIGHTLY = "nightly"
-
-
 def newest_with(home: Path, stage: str) -> JsonDict:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
@@ -335,7 +332,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
     references.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
-        if run["pipeline"] != NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
+        if run["pipeline"] != runs.NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 
