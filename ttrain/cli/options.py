@@ -357,6 +357,13 @@ class RunOptions:
         return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
 
 
+def default_model(run: str | None) -> str | None:
+    """What `names.default_model` takes where a command names no model."""
+    from ttrain.pipeline import names
+
+    return names.default_model(run_name=run)
+
+
 def resolved_models(
     texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
 ) -> list[Reference]:

@@ -25,7 +25,7 @@ from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.reports.facts import changed_settings
-from ttrain.stages import OF_NIGHTS, STAGES
+from ttrain.stages import OF_NIGHTS, SFT, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
@@ -77,6 +77,18 @@ def resolve_all(
     """Find the models that a command names; all stages among them are taken from one run."""
     searched_run = run_of(texts, home, run_name=run, base=base)
     return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
+
+
+def default_model(home: Path | None = None, run_name: str | None = None) -> str | None:
+    """The model of `chat`, `generate` and `serve` where none is named: SFT's, of the newest finished run that has one.
+
+    Where no run has one, or not the run `run_name`: None, which is the last model of the run. The adapter, the last
+    model of most runs, only knows its domain.
+    """
+    root = layout.home() if home is None else home
+    run = run_of([SFT.name], root, run_name=run_name)
+    has_one = run is not None and _has_all(ArtifactStore(root), run, {SFT.name}, with_model=False)
+    return SFT.name if has_one else None
 
 
 def run_of(
