@@ -274,8 +274,9 @@ def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_one
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"), ("x" * 41, "at most 39"),
-        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("full-20261121-160222-1a2b4", "a letter"), ("mine", "mine-3"),
+        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"),
+        ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
+        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("mine", "mine-3"),
     ],
 )  # fmt: skip
 def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:

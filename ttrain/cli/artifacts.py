@@ -186,7 +186,7 @@ def artifacts_verify(
 @command(
     artifacts_app,
     "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
-    "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
+    "ttrain artifacts adopt sft 09ab sft.optim.lr=4e-3",
 )
 def artifacts_adopt(
     stage: StageName,
