@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, confirm
@@ -32,6 +34,7 @@ from ttrain.core.terminal import (
     outlast_output,
     print_escaped,
     print_json,
+    print_json_text,
     print_plain,
     table,
 )
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from ttrain.pipeline.labels import Labels
 
 LISTED_RUNS = 10
+WATCH_SECONDS = 2.0
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -173,23 +177,55 @@ def pipeline_plan(
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
-@command(pipeline_app, "Example:  ttrain pipeline status --json")
+@command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch")
 def pipeline_status(
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
+    watch: Annotated[
+        bool, option("again every two seconds until no run is in progress; with --json a line each time", "--watch", "-w")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List runs and their stages: outcome, time, key figures, logs."""
+    """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain.flows import api
+
+    while True:
+        runs = api.runs(limit=limit)
+        if as_json and watch:
+            print_json_text(json.dumps([_with_progress(run).to_json() for run in runs]), flush=True)
+        elif as_json:
+            print_json([_with_progress(run).to_json() for run in runs])
+        else:
+            if watch and sys.stdout.isatty():
+                console().clear()
+            _print_runs([_with_progress(run).record for run in runs[: limit or LISTED_RUNS]])
+        if not watch or not any(run.outcome == "running" for run in runs):
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+def _with_progress(run: Run) -> Run:
+    """The run with the progress of its running stages, also in place of their figures."""
+    from ttrain.pipeline.run_progress import progress_of
+
+    found = {each.stage: each for each in progress_of(run.store.root, run.record)}
+    if not found:
+        return run
+    stages = [
+        {**stage, "progress": asdict(found[stage["name"]]), "metric": str(found[stage["name"]])}
+        if stage["name"] in found
+        else stage
+        for stage in run.record["stages"]
+    ]
+    return replace(run, record={**run.record, "stages": stages})
+
+
+def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     from ttrain.reports import summary
 
-    runs = api.runs(limit=limit)
-    if as_json:
-        print_json([run.to_json() for run in runs])
-        return
     screen = console()
-    if not runs:
+    if not records:
         print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in (listed_run.record for listed_run in runs[: limit or LISTED_RUNS]):
+    for run in records:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         began, night = format_time(run["started_unix"]), f"  {run['night']}" if run.get("night") else ""
