@@ -17,6 +17,7 @@ from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
+from ttrain.nightly import notify
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
@@ -25,7 +26,7 @@ from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planne
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import NOTHING_NEW
+from ttrain.store.runs import NIGHTLY, NOTHING_NEW
 
 
 def run_pipeline(
@@ -85,6 +86,8 @@ def run_pipeline(
                             run_plain(execution, chosen)
         finally:
             _print_summary(execution, execution.outcome, console)
+            if pipeline != NIGHTLY:  # a night sends its own
+                notify.send_end_of_run(settings.notify, settings.name, execution.record.snapshot())
         if execution.model_set:
             with contextlib.suppress(TTrainError):
                 tracking.list_sets(store.root)  # so that the first `ttrain models list` need not load MLflow
@@ -200,7 +203,7 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
-    next_step = "" if execution.pipeline == "nightly" else ", and the same command continues there"  # a night says its own
+    next_step = "" if execution.pipeline == NIGHTLY else ", and the same command continues there"  # a night says its own
     say(
         f"{outcome} after {took}; finished stages are kept{next_step} "
         f"(`ttrain pipeline status` shows the stages and their logs)"
