@@ -1,6 +1,6 @@
 """The Python interface: what `import ttrain` offers, and what the commands `pipeline plan`, `run` and `status` use.
 
-    settings = ttrain.load_settings("my.yaml", overrides={"sft.optim.lr": 4e-3}, profile="small")
+    settings = ttrain.load_settings("my.yaml", overrides={"sft.epochs": 3}, profile="small")
     plan = ttrain.plan("full", settings)
     run = ttrain.run("full", settings)
     model, tokenizer = ttrain.load("quickstart-sft@champion")
@@ -62,7 +62,7 @@ def load_settings(
     *files: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), profile: str | Sequence[str] = ()
 ) -> Settings:
     """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
-    `overrides`, {"sft.optim.lr": 4e-3} or ["sft.optim.lr=4e-3"], over all. Raises UsageError, which names the setting."""
+    `overrides`, {"sft.epochs": 3} or ["sft.epochs=3"], over all. Raises UsageError, which names the setting."""
     from ttrain.config.loading import load
 
     profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)

@@ -31,17 +31,17 @@ def test_the_command_that_ran_stays_in_the_example_that_changes_one_thing() -> N
     changed = hints("data.sft=chats.jsonl", words=words)["change one thing, rerun what it touches"]
     assert shlex.split(changed) == [
         *RUN, "-c", "my data.yaml", "--profile", "small", "--until", "sft", "--engine", "none", "data.sft=chats.jsonl",
-        "sft.optim.lr=4e-3",
+        "sft.epochs=3",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("overrides", "made", "end"),
     [
-        ((), MADE, "full sft.optim.lr=4e-3"),
-        (("sft.optim.lr=4e-3",), MADE, "full sft.optim.lr=4e-3 sft.epochs=2"),
+        ((), MADE, "full sft.epochs=3"),
         (("sft.epochs=2", "sft.optim.lr=1e-5"), MADE, "full sft.optim.lr=1e-5 sft.epochs=4"),
-        (("sft.epochs=null", "sft.tokens=9000", "sft.optim.lr=1e-5"), MADE, "sft.seed=2"),
+        (("sft.epochs=20",), MADE, "full sft.epochs=20 sft.seed=2"),
+        (("sft.epochs=null", "sft.tokens=9000"), MADE, "sft.seed=2"),
         ((), ("tokenizer", "pretrain"), "full pretrain.seed=2"),
     ],
 )

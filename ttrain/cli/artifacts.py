@@ -196,7 +196,7 @@ def artifacts_verify(
 @command(
     artifacts_app,
     "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
-    "ttrain artifacts adopt sft 09ab sft.optim.lr=4e-3",
+    "ttrain artifacts adopt sft 09ab sft.epochs=3",
 )
 def artifacts_adopt(
     stage: StageName,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ttrain.config import Settings
 
 OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
-USUAL_LR, BETTER_LR = 1e-3, "4e-3"  # of sft: at the quickstart's size the larger one is better on held-out chats
+# The quickstart's SFT model is better after three passes over the chats than after one (README has the verdict), and
+# not at another learning rate: 2e-4 made it 20 % worse, 4e-3 made no difference that 220 chats show.
+BETTER_EPOCHS, MOST_EPOCHS = 3, 10
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,9 @@ def next_steps(command: RanCommand, settings: Settings, made: Collection[str]) -
 
 def _one_thing(settings: Settings, stage: str) -> tuple[str, str]:
     """A setting of a stage, and a value that is worth a try."""
-    if stage == "sft" and settings.sft.optim.lr == USUAL_LR:
-        return "sft.optim.lr", BETTER_LR
     section = getattr(settings, stage)
-    if stage != "pretrain" and section.epochs:
-        return f"{stage}.epochs", f"{2 * section.epochs:g}"
+    if stage != "pretrain" and (section.epochs or MOST_EPOCHS) < MOST_EPOCHS:
+        return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * section.epochs):g}"
     return f"{stage}.seed", str(section.seed + 1)
 
 

@@ -64,7 +64,7 @@ app = Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
-    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=4e-3",
+    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.epochs=3",
 )
 
 
@@ -85,7 +85,7 @@ def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
     return Argument(help=help_text, metavar=metavar, **rules)
 
 
-SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=4e-3"
+SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
 
 
 def stage_words(incomplete: str) -> list[str]:

@@ -65,9 +65,9 @@ Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocomple
     pipeline_app,
     "Examples:  ttrain pipeline run full\n\n"
     "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
-    "ttrain pipeline run full sft.optim.lr=4e-3\n\n"
+    "ttrain pipeline run full sft.epochs=3\n\n"
     "ttrain pipeline run full --until pretrain\n\n"
-    "ttrain pipeline run full sft.optim.lr=4e-3 --note 'four times the rate' --tag purpose=baseline\n\n"
+    "ttrain pipeline run full sft.epochs=3 --note 'three passes over the chats' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
 )
 def pipeline_run(
@@ -91,7 +91,7 @@ def pipeline_run(
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=4e-3\n\n"
+    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
@@ -121,7 +121,7 @@ def pipeline_rerun(
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline plan full sft.optim.lr=4e-3 --json\n\nttrain pipeline plan full --from sft\n\n"
+    "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
 )
 def pipeline_plan(

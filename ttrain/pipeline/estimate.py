@@ -1,7 +1,7 @@
 """About how long a plan takes on this machine, and how often it passes over its data. Imports nothing heavy.
 
 The rate of a training is that of the newest artifact of its stage that this processor made, else of another training, else
-the quickstart's. It is scaled by FLOPs: those of a token grow with the parameters. What is not known is left out.
+the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not known is left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ LONG_SECONDS, MANY_PASSES = 86_400, 40
 # The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
 # seconds of its other stages, whose data has so many bytes.
 CPU_FLOPS = {True: 1.4e11, False: 0.4e11}
+QUICKSTART_FLOPS = 8e6  # of a token
+# A larger model uses more of a CPU: 0.7, 1.0 and 1.8e11 FLOP/s of a core were measured at 1, 10 and 25 M parameters.
+EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
 MOST_CORES = 8  # to which the speed of so small models grows
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
 OTHER_SECONDS = {"source": 2.0, "tokenizer": 3.0, **dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)}
-EVALUATE, EVALUATE_FLOPS = "evaluate", 3e12
+EVALUATE, EVALUATED_TOKENS = "evaluate", 375_000  # of a training: what it takes the time of
 QUICKSTART_BYTES = {"pretrain": 2_132_016, "sft": 615_705, "lora": 136_234}
 
 # UTF-8 bytes of a token with 2048 tokens, and with more: 3.13 of English documents, and a fraction of it where the template
@@ -146,8 +149,9 @@ class _Estimator:
         passes = section.epochs or (data and tokens and tokens / data)
         step = resume.saved_step(self.store.work(name, planned.key)) if planned.key else 0
         rest = tokens and max(0, tokens - step * section.tokens_per_step)
-        flops, rate = self._flops_per_token(section.row_length), self._flops_per_second(name)
-        seconds = START_SECONDS + rest * flops / rate if rest is not None and flops and rate else None
+        flops = self._flops_per_token(section.row_length)
+        rate = self._tokens_per_second(name, flops) if flops else None
+        seconds = START_SECONDS + rest / rate if rest is not None and rate else None
         return StageEstimate(name, seconds, tokens or None, passes or None)
 
     def _evaluation(self, earlier: Artifact | None) -> float | None:
@@ -156,28 +160,29 @@ class _Estimator:
             before = _flops_per_token(earlier.provenance["settings"], self.settings.evaluate.row_length)
             scale = max(1.0, flops / before) if flops and before else 1.0
             return float(earlier.manifest["seconds"]) * scale
-        rate = self._quickstart_rate()
-        return START_SECONDS + EVALUATE_FLOPS * flops / (8e6 * rate) if flops and rate else None
+        rate = self._quickstart_rate(flops) if flops else None
+        return START_SECONDS + EVALUATED_TOKENS / rate if rate else None
 
-    def _flops_per_second(self, stage: str) -> float | None:
-        """Of the newest training of this stage that this machine ran, else of another stage, else the quickstart's."""
+    def _tokens_per_second(self, stage: str, flops: float) -> float | None:
+        """By the newest training of this stage that this machine ran, else of another stage, else the quickstart's."""
         for name in (stage, *TRAININGS):
             for artifact in self._made_here(name):
                 result, settings = artifact.result, artifact.provenance["settings"]
-                flops = _flops_per_token(settings, settings[name]["row_length"]) if name in settings else None
-                if flops and result.get("tokens_per_second"):
+                before = _flops_per_token(settings, settings[name]["row_length"]) if name in settings else None
+                if before and result.get("tokens_per_second"):
                     self.rate = f"the rate of the run {artifact.provenance['run']}"
-                    return float(result["tokens_per_second"]) * flops
-        return self._quickstart_rate()
+                    return float(result["tokens_per_second"]) * (before / flops) ** (1 - EFFICIENCY)
+        return self._quickstart_rate(flops)
 
-    def _quickstart_rate(self) -> float | None:
-        """FLOP/s of the quickstart on a CPU of this kind; None where a GPU may be used, of which it says nothing."""
+    def _quickstart_rate(self, flops: float) -> float | None:
+        """By the quickstart on a CPU of this kind; None where a GPU may be used, of which it says nothing."""
         runtime = self.settings.runtime
         may_use_gpu = sys.platform == "darwin" or any(Path(file).exists() for file in GPU_FILES)
         if runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and may_use_gpu):
             return None
         has_bf16 = not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
-        return CPU_FLOPS[has_bf16] * min(usable_cores(), MOST_CORES) / 2
+        tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
+        return tokens_per_second * (QUICKSTART_FLOPS / flops) ** (1 - EFFICIENCY)
 
     def _made_here(self, stage: str) -> Iterable[Artifact]:
         """Its artifacts that this machine made with the same devices, newest first."""
