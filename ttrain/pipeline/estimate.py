@@ -6,6 +6,7 @@ the quickstart's. It is scaled by the FLOPs of a token, which grow with the para
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
-LONG_SECONDS, MANY_PASSES = 86_400, 40
+LONG_SECONDS, MANY_PASSES = 86_400, 40  # repeated tokens are worth little after forty passes (arXiv:2305.16264)
 
 # The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
 # seconds of its other stages, whose data has so many bytes.
@@ -87,8 +88,8 @@ class Estimate:
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""
         remarks = [
-            f"{each.stage} passes about {each.passes:.0f} times over its data: models learn little after some "
-            f"{MANY_PASSES} passes; a smaller {each.stage}.{'tokens' if each.tokens else 'epochs'} or more data is better"
+            f"{each.stage} passes about {each.passes:,.0f} times over its data: after some {MANY_PASSES} "
+            f"passes more of them teach little; use more data or a smaller {each.stage} budget"
             for each in self.stages
             if (each.passes or 0) > MANY_PASSES
         ]
@@ -171,7 +172,7 @@ class _Estimator:
                 before = _flops_per_token(settings, settings[name]["row_length"]) if name in settings else None
                 if before and result.get("tokens_per_second"):
                     self.rate = f"the rate of the run {artifact.provenance['run']}"
-                    return float(result["tokens_per_second"]) * (before / flops) ** (1 - EFFICIENCY)
+                    return float(result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
         return self._quickstart_rate(flops)
 
     def _quickstart_rate(self, flops: float) -> float | None:
@@ -182,7 +183,7 @@ class _Estimator:
             return None
         has_bf16 = not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
         tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
-        return tokens_per_second * (QUICKSTART_FLOPS / flops) ** (1 - EFFICIENCY)
+        return tokens_per_second * math.pow(QUICKSTART_FLOPS / flops, 1 - EFFICIENCY)
 
     def _made_here(self, stage: str) -> Iterable[Artifact]:
         """Its artifacts that this machine made with the same devices, newest first."""
@@ -209,7 +210,7 @@ class _Estimator:
         size, tokenizer = self._bytes(dataset), self.planned.get("tokenizer")
         if not size:
             return None
-        per_token = BYTES_PER_TOKEN * (self.settings.tokenizer.vocab_size / 2048) ** GROWTH
+        per_token = BYTES_PER_TOKEN * math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
         if tokenizer and tokenizer.artifact:
             per_token = float(tokenizer.artifact.result.get("bytes_per_token") or per_token)
         is_documents = any(row.dataset == dataset and row.rows == "documents" for row in TRAINING_STAGES.values())
@@ -235,7 +236,7 @@ def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:
     """Forward and backward (arXiv:2204.02311, appendix B), of a dense model; None where settings do not describe it."""
     try:
         model = settings["model"]
-        weights = rules.layer_parameters(model) + int(settings["tokenizer"]["vocab_size"]) * model["hidden_size"]
+        weights = rules.layer_parameters(model) + int(settings["tokenizer"]["vocab_size"]) * int(model["hidden_size"])
         return 6.0 * weights + 12.0 * int(model["layers"]) * int(model["hidden_size"]) * row_length
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
