@@ -281,10 +281,21 @@ def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_one
 )  # fmt: skip
 def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
     for taken in ("mine", "mine-2"):
-        RunRecord(runs_home.store.root, "full", [], {}, labels={"run_name": taken})
+        RunRecord(runs_home.store.root, "full", [], {}, labels={"run_name": taken}).finish("completed", {})
     with pytest.raises(UsageError, match=fix):
         new_run_name(runs_home.store.root, name)
     assert new_run_name(runs_home.store.root, "mine-3") == "mine-3" and new_run_name(runs_home.store.root, None) == ""
+
+
+def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(runs_home: Home) -> None:
+    root = runs_home.store.root
+    for outcome in ("interrupted", "failed"):
+        RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
+        assert new_run_name(root, "mine") == "mine"
+    last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
+    assert store_references.need_run(root, "mine")["run"] == last.run, "the newest"
+    with pytest.raises(UsageError, match="try --run-name mine-2"):
+        new_run_name(root, "mine")
 
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:

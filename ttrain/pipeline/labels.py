@@ -48,7 +48,10 @@ NO_LABELS = Labels()
 
 
 def new_run_name(home: Path, text: str | None) -> str:
-    """The short name of a new run; "" for None. Raises UsageError where it is no name, or names something else already."""
+    """The short name of a new run; "" for None. Raises UsageError where it is no name, or names something else already.
+
+    A run that was cut short gives its name to the next one, since the same command continues it.
+    """
     if text is None:
         return ""
     if not RUN_NAME.fullmatch(text) or runs.NAME_TIME.search(text):
@@ -56,12 +59,12 @@ def new_run_name(home: Path, text: str | None) -> str:
             f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, digits, _ or -; "
             f"try --run-name baseline"
         )
-    if text in {references.LATEST, "full", "nightly", *STAGES}:
+    if text in {references.LATEST, *STAGES} or runs.is_generated(text):
         raise UsageError(f"--run-name is {text}, which has another meaning; try --run-name my-{text}")
     names = runs.names(home)
     taken = {runs.short_name(name) for name in names}
-    if text in taken:
-        run = next(name for name in names if runs.short_name(name) == text)
+    run = next((name for name in names if runs.short_name(name) == text), None)
+    if run and not runs.is_cut_short(runs.read(home, run) or {"outcome": "unknown"}):
         free = next(f"{text}-{number}" for number in itertools.count(2) if f"{text}-{number}" not in taken)
         raise UsageError(f"--run-name is {text}, which the run {run} has; try --run-name {free}")
     return text

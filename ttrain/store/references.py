@@ -75,8 +75,8 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     if text in names:
         return text
     called = [name for name in matches if runs.short_name(name) == text]
-    if len(called) == 1:
-        return called[0]
+    if called and not runs.is_generated(text):
+        return called[0]  # the newest: one before it was cut short, and its command was given again
     if len(matches) > 1:
         raise UsageError(
             f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"

@@ -223,6 +223,11 @@ def short_name(name: str) -> str:
     return NAME_TIME.sub("", name)
 
 
+def is_generated(short: str) -> bool:
+    """Whether runs that nobody named have this short name: that of a pipeline, or of a stage that ran alone."""
+    return short in ("full", NIGHTLY) or short.startswith("stage-")
+
+
 def time_in_name(name: str) -> tuple[str, ...]:
     """("20261121", "160222", "1a2b4") of the run "full-20261121-160222-1a2b4"."""
     return tuple(name.rsplit("-", 3)[1:])
