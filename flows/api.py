@@ -1,6 +1,6 @@
 """The Python interface: what `import ttrain` offers, and what the commands `pipeline plan`, `run` and `status` use.
 
-    settings = ttrain.load_settings("my.yaml", overrides={"sft.optim.lr": 2e-4}, profile="small")
+    settings = ttrain.load_settings("my.yaml", overrides={"sft.epochs": 3}, profile="small")
     plan = ttrain.plan("full", settings)
     run = ttrain.run("full", settings)
     model, tokenizer = ttrain.load("quickstart-sft@champion")
@@ -32,6 +32,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
 
 if TYPE_CHECKING:
+    from ttrain.pipeline.estimate import Estimate
     from ttrain.pipeline.labels import Labels
 
 logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
@@ -61,7 +62,7 @@ def load_settings(
     *files: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), profile: str | Sequence[str] = ()
 ) -> Settings:
     """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
-    `overrides`, {"sft.optim.lr": 2e-4} or ["sft.optim.lr=2e-4"], over all. Raises UsageError, which names the setting."""
+    `overrides`, {"sft.epochs": 3} or ["sft.epochs=3"], over all. Raises UsageError, which names the setting."""
     from ttrain.config.loading import load
 
     profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)
@@ -93,6 +94,7 @@ class Plan(Sequence[PlannedStage]):
     stages: list[Planned]
     selection: Selection
     rerun: Rerun
+    compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -126,7 +128,15 @@ class Plan(Sequence[PlannedStage]):
         """What `ttrain pipeline plan --json` prints."""
         from ttrain.pipeline.plan import plan_json
 
-        return plan_json(self.pipeline, self.stages)
+        planned = plan_json(self.pipeline, self.stages)
+        return {**planned, "compared_with": self.compared_with or None, "estimate": self.estimate.to_json()}
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """About how long it takes on this machine, and how often it passes over its data."""
+        from ttrain.pipeline.estimate import estimate
+
+        return estimate(self.stages, self.settings, self.store)
 
 
 @_as_found()
@@ -157,8 +167,10 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection)
-    return Plan(pipeline, settings, store, stages, selection, rerun)
+    earlier = run_records.newest_finished(store.root, settings.name)
+    stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
+    name = str(earlier["run"]) if earlier else ""
+    return Plan(pipeline, settings, store, stages, selection, rerun, name)
 
 
 def _stage_names(names: Iterable[str]) -> frozenset[str]:

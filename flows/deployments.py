@@ -2,7 +2,7 @@
 
 Their parameters are the tree of settings, typed, so that the UI makes a form of it and the server refuses what does not
 fit, and changes to it as on the command line. A run that is started through the API with `settings` must give all of them;
-`{"changes": ["sft.optim.lr=2e-4"]}` keeps the others of the deployment. Settings that name code or a command are always the
+`{"changes": ["sft.epochs=3"]}` keeps the others of the deployment. Settings that name code or a command are always the
 deployment's (`settings_to_run`). Entry points:
 `ttrain.flows.deployments.full` and `ttrain.flows.deployments.nightly`. TTRAIN_HOME is the home of the store.
 """
@@ -58,7 +58,7 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
 
     Args:
         settings: of the whole pipeline; what is left out has its default
-        changes: settings of this run alone as key=value, such as sft.optim.lr=2e-4
+        changes: settings of this run alone as key=value, such as sft.epochs=3
     """
     from ttrain.flows import recipe
     from ttrain.flows.run import run_pipeline

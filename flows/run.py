@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from ttrain import tracking
-from ttrain.config import TRAINING_STAGES, Settings
+from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import recipe
+from ttrain.nightly import notify
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
@@ -25,7 +26,7 @@ from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planne
 from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import NOTHING_NEW
+from ttrain.store.runs import NIGHTLY, NOTHING_NEW
 
 
 def run_pipeline(
@@ -45,7 +46,7 @@ def run_pipeline(
     stop_at: float | None = None,
     display: StageDisplay | None = None,
 ) -> PipelineRun:
-    """Run the plan `stages`, then print the evaluation and the next steps; returns the execution.
+    """Run the plan `stages`, then print the evaluation; returns the execution.
 
     `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `on_begin` gets the run before its
     first stage. `extra_tags` go to its tracked run, and so do the user's `labels`. `in_flow`: the stages join the Prefect
@@ -85,6 +86,8 @@ def run_pipeline(
                             run_plain(execution, chosen)
         finally:
             _print_summary(execution, execution.outcome, console)
+            if pipeline != NIGHTLY:  # a night sends its own
+                notify.send_end_of_run(settings.notify, settings.name, execution.record.snapshot())
         if execution.model_set:
             with contextlib.suppress(TTrainError):
                 tracking.list_sets(store.root)  # so that the first `ttrain models list` need not load MLflow
@@ -188,7 +191,7 @@ def run_one_stage(
 
 
 def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
-    """Print the evaluation and the next steps, or how to continue."""
+    """Print the evaluation, or how to continue."""
     rows = execution.evaluation_table() if outcome == "completed" else []
     if rows:
         console.print()
@@ -196,32 +199,12 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         console.print()
     took, say = format_duration(execution.seconds), partial(print_plain, console)
     if outcome == "completed":
-        for line in _next_steps(execution):
-            say(line)
         say(f"done in {took}; run {execution.record.run}")
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
-    next_step = "" if execution.pipeline == "nightly" else ", and the same command continues there"  # a night says its own
+    next_step = "" if execution.pipeline == NIGHTLY else ", and the same command continues there"  # a night says its own
     say(
         f"{outcome} after {took}; finished stages are kept{next_step} "
         f"(`ttrain pipeline status` shows the stages and their logs)"
     )
-
-
-def _next_steps(execution: PipelineRun) -> list[str]:
-    if execution.pipeline == "nightly":  # the decision about its models comes after this
-        return ["next:", "  all champions and challengers: ttrain models list"]
-    lines = ["next:"]
-    chats = [row for row in TRAINING_STAGES.values() if row.role == "chat" and execution.artifacts.get(row.name)]
-    for row in chats[-1:]:
-        lines += [f"  talk to the {row.label} model: ttrain chat {row.name}"]
-        lines += [f"  its files, for transformers: ttrain artifacts path {row.name}"]
-    lines += [
-        "  curves, models and their figures, in MLflow and Prefect: ttrain up --open",
-        "  change one thing, rerun what it touches: ttrain pipeline run full sft.optim.lr=2e-4",
-    ]
-    if execution.artifacts.get("source"):  # the text that ttrain brings
-        own = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
-        lines.append(f"  your own text: ttrain pipeline run full {own}")
-    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import logging
@@ -15,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from support.planned_homes import House
 from support.waiting import stopwatch, wait_until
 
 from ttrain.config import Notify, Settings, flatten
 from ttrain.config.loading import load
-from ttrain.errors import UsageError
-from ttrain.nightly.notify import send
+from ttrain.errors import StageFailed, UsageError
+from ttrain.flows import run as flows_run
+from ttrain.flows.full import full
+from ttrain.nightly.notify import send, send_end_of_run
+from ttrain.pipeline.plan import plan
 from ttrain.store.runs import process_started
 
 SECRET = "T0KEN-of-the-hook"
@@ -180,3 +186,36 @@ def test_what_is_refused_does_not_show_the_address_either(words: list[str]) -> N
     with pytest.raises(UsageError, match="notify") as refused:
         load([f"notify.webhook={words[0]}", *words[1:]])
     assert SECRET not in str(refused.value)
+
+
+# --- runs of full
+
+
+@pytest.mark.parametrize(
+    ("error", "event", "reason"),
+    [(None, "completed", "took "), (StageFailed("the stage sft failed"), "failed", "the stage sft failed")],
+)
+def test_a_run_of_full_says_that_it_completed_or_why_it_failed(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, event: str, reason: str
+) -> None:
+    def run_plain(*_: object) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(flows_run, "run_plain", run_plain)
+    kept = tmp_path / "kept.json"
+    settings = house.settings("tracking.enabled=false", "name=mine")
+    settings = settings.replaced({"notify": {"command": writer(kept)}})
+    planned = plan(full, settings, house.store)
+    with contextlib.suppress(StageFailed):
+        flows_run.run_pipeline("full", settings, house.store, planned, Console(quiet=True), engine="none")
+    message = json.loads(kept.read_text())
+    assert (message["event"], message["pipeline"]) == (event, "mine") and message["run"].startswith("full-")
+    assert message["reason"].startswith(reason) and event in message["text"]
+
+
+def test_a_run_that_its_user_stopped_sends_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    run = {"run": "full-1", "outcome": "interrupted", "metrics": {}, "seconds": 1.0}
+    send_end_of_run(Notify(command=writer(kept)), "mine", run)
+    assert not kept.exists()

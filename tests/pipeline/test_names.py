@@ -20,8 +20,10 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline import names as references
+from ttrain.pipeline.labels import new_run_name
 from ttrain.pipeline.lineage import lineage_of
 from ttrain.pipeline.names import resolve
+from ttrain.store import references as store_references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
@@ -248,6 +250,52 @@ def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
     assert resolve(None, runs_home.store.root).text == f"{run}:sft"
     with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
         resolve(None, runs_home.store.root / "empty")
+
+
+def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
+    root = runs_home.store.root
+    finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
+    base = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"base"))
+    without = runs_home.record(runs_home.tokenizer, base, outcome="completed")
+    assert references.default_model(root) == "sft"
+    assert resolve("sft", root).run["run"] == finished
+    assert references.default_model(root, without) is None, "its last model, since that run has none of SFT"
+    assert references.default_model(root, finished) == "sft"
+    assert references.default_model(root / "empty") is None
+
+
+def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_ones(runs_home: Home) -> None:
+    root = runs_home.store.root
+    runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
+    for name, run in runs.items():
+        assert run.startswith(f"{name}-2") and store_references.need_run(root, name)["run"] == run
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"),
+        ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
+        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("mine", "mine-3"),
+    ],
+)  # fmt: skip
+def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
+    for taken in ("mine", "mine-2"):
+        RunRecord(runs_home.store.root, "full", [], {}, labels={"run_name": taken}).finish("completed", {})
+    with pytest.raises(UsageError, match=fix):
+        new_run_name(runs_home.store.root, name)
+    assert new_run_name(runs_home.store.root, "mine-3") == "mine-3" and new_run_name(runs_home.store.root, None) == ""
+
+
+def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(runs_home: Home) -> None:
+    root = runs_home.store.root
+    for outcome in ("interrupted", "failed"):
+        RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
+        assert new_run_name(root, "mine") == "mine"
+    last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
+    assert store_references.need_run(root, "mine")["run"] == last.run, "the newest"
+    with pytest.raises(UsageError, match="try --run-name mine-2"):
+        new_run_name(root, "mine")
 
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:

@@ -21,6 +21,8 @@ from ttrain.cli.main import main
 from ttrain.core.files import exclusive, read_json, temporary_path, write_json
 from ttrain.core.sqlite_files import create
 from ttrain.errors import TrackingError
+from ttrain.nightly.records import needed_keys
+from ttrain.pipeline.garbage_collection import clean_run
 from ttrain.store import runs
 
 # In a process of its own, since it forks: cleans copies of a home, each killed one call later.
@@ -322,3 +324,42 @@ def test_registered_keys_are_those_of_all_versions_and_inputs(user_home: Home, a
     assert tracking.registered_keys(user_home.store.root) == expected
     tracking.Champions(user_home.store.root).promote("mine", "1")  # whose files a night must not take for new ones
     assert tracking.registered_keys(user_home.store.root) == expected | {"shards-9"}
+
+
+# --- what only one run needs
+
+
+def record_of(home: Home, run: runs.RunRecord) -> dict[str, object]:
+    return next(each for each in runs.history(home.store.root) if each["run"].endswith(run.run[-4:]))
+
+
+def test_clean_run_removes_what_only_that_run_needs_however_young(user_home: Home) -> None:
+    shared, mine = user_home.publish("tokenizer", "shared", age=0), user_home.publish("sft", "mine", age=0)
+    registered = user_home.publish("lora", "registered", age=0)
+    under = user_home.publish("pretrain", "under", age=0)
+    other = user_home.publish("lora", "other", age=0, base=under)
+    user_home.run(shared, other)
+    record = record_of(user_home, user_home.run(shared, mine, registered, under))
+    work = user_home.work("sft", mine.key)
+    store, known = user_home.store, {registered.key}
+    seen = clean_run(store, known, record, needed_by_nights=needed_keys, dry_run=True)
+    assert {each.path for each in seen.removed} == {mine.path, work} and mine.path.is_dir()
+    assert seen.kept_counts == {"another run": 2, "a registered model": 1} and seen.bytes > 0
+    assert clean_run(store, known, record, needed_by_nights=needed_keys).removed == seen.removed
+    assert user_home.keys == keys(shared, registered, under, other) and not work.exists()
+    assert runs.read(store.root, str(record["run"])), "its record stays"
+
+
+def test_clean_run_removes_nothing_while_a_run_is_in_progress(user_home: Home) -> None:
+    made = user_home.publish("sft", "mine")
+    record = record_of(user_home, user_home.run(made))
+    user_home.run(outcome="running")
+    cleaned = clean_run(user_home.store, (), record, needed_by_nights=needed_keys)
+    assert cleaned.removed == [] and cleaned.running and user_home.keys == keys(made)
+
+
+def test_clean_run_takes_no_rule_about_other_runs(user_home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    user_home.run(user_home.publish("sft", "mine"))
+    with pytest.raises(SystemExit):
+        main(["artifacts", "clean", "--run", "latest", "--keep-runs", "3"])
+    assert "remove one of them" in capfd.readouterr().err

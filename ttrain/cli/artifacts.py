@@ -8,9 +8,19 @@ from typing import Annotated, Any
 
 from typer import Exit
 
-from ttrain.cli.options import AsJson, SettingsOptions, argument, command, command_group, option, stage_words
+from ttrain.cli.options import (
+    AsJson,
+    SettingsOptions,
+    argument,
+    command,
+    command_group,
+    option,
+    run_words,
+    stage_words,
+)
 from ttrain.core.terminal import bar, print_json, table
 from ttrain.core.text import format_size, format_time, short_digest
+from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
@@ -186,7 +196,7 @@ def artifacts_verify(
 @command(
     artifacts_app,
     "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
-    "ttrain artifacts adopt sft 09ab sft.optim.lr=2e-4",
+    "ttrain artifacts adopt sft 09ab sft.epochs=3",
 )
 def artifacts_adopt(
     stage: StageName,
@@ -222,12 +232,20 @@ def artifacts_adopt(
     print(f"{stage} {old_key} is kept as {short_digest(artifact.key)}, although {differences}")
 
 
-@command(artifacts_app, "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7")
+@command(
+    artifacts_app,
+    "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7\n\n"
+    "ttrain artifacts clean --run latest --dry-run",
+)
 def artifacts_clean(
     keep_runs: Annotated[int, option("the newest runs, counted once for equal artifacts", min=1)] = KEEP_RUNS,
     older_than: Annotated[
         float, option("keep artifacts that are younger, or that a younger run used", min=0, metavar="DAYS")
     ] = OLDER_THAN_DAYS,
+    run: Annotated[
+        str,
+        option("instead: what only this run needs, also if it is young", metavar="RUN", autocompletion=run_words),
+    ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -246,15 +264,23 @@ def artifacts_clean(
             print("there are no artifacts yet")
         return
     usable_home()
+    if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
+        raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
+    record = references.need_run(store.root, run) if run else None
     registered = tracking.registered_keys(store.root)
-    cleaned = garbage_collection.clean(
-        store,
-        registered,
-        keep_runs=keep_runs,
-        older_than_days=older_than,
-        needed_by_nights=records.needed_keys,
-        dry_run=dry_run,
-    )
+    if record:
+        cleaned = garbage_collection.clean_run(
+            store, registered, record, needed_by_nights=records.needed_keys, dry_run=dry_run
+        )
+    else:
+        cleaned = garbage_collection.clean(
+            store,
+            registered,
+            keep_runs=keep_runs,
+            older_than_days=older_than,
+            needed_by_nights=records.needed_keys,
+            dry_run=dry_run,
+        )
     if as_json:
         removed = [removal.to_json() for removal in cleaned.removed]
         summary = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}

@@ -22,6 +22,7 @@ from ttrain.cli.options import (
     argument,
     check_output_file,
     command,
+    default_model,
     model_words,
     option,
     resolved_models,
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
     from ttrain.inference.sampling import Sampling
 
-LAST_MODEL = f"{MODEL_HELP}; without one, the newest run's last model"
-FIRST_CHOICE = "sft"  # of `ttrain chat` without a model: the adapter of the newest run only knows its domain
+DEFAULT_MODEL = f"{MODEL_HELP}; without one, the newest finished run's SFT model, else its last model"
 SAMPLE_QUESTIONS = 3
 System = Annotated[str, option("a system prompt", callback=encodable)]
 Temperature = Annotated[float, option("0: always the most likely token")]
@@ -101,7 +101,7 @@ class GreedyOptions(SamplingOptions):
 def chat(
     model: Annotated[
         str | None,
-        argument(f"{MODEL_HELP}; without one, the newest SFT model", metavar="MODEL", autocompletion=model_words),
+        argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words),
     ] = None,
     versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
     adapter: Annotated[
@@ -117,14 +117,12 @@ def chat(
     loading_options: LoadingOptions,
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
-    from ttrain.pipeline import names as model_names
-
     settings = sampling.settings()
     loading_options.check_device()
     base, run = loading_options.base, loading_options.run
     was_named = model is not None
-    if model is None and gate is None and model_names.run_of([FIRST_CHOICE], run_name=run):
-        model = FIRST_CHOICE
+    if model is None and gate is None:
+        model = default_model(run)
     if gate is not None and (model is not None or versus is not None or run is not None or adapter):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus, --adapter nor --run with it")
     models, adapters = [model, *([versus] if versus else [])], adapter or []
@@ -191,7 +189,7 @@ def _sample_questions(reference: Reference) -> list[str]:
 )
 def generate(
     prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
-    model: Annotated[str | None, option(LAST_MODEL, "--model", "-m")] = None,
+    model: Annotated[str | None, option(DEFAULT_MODEL, "--model", "-m")] = None,
     out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
     raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
     system: System = "",
@@ -209,7 +207,8 @@ def generate(
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
     check_out = partial(_check_answers_file, out, prompts, force=force)
     check_out()
-    [reference] = resolved_models([model], [loading_options.base], loading_options.run)
+    run = loading_options.run
+    [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
 
     before_torch()
     from ttrain.inference import batch
@@ -265,7 +264,7 @@ def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None
 )
 def serve(
     context: Context,
-    model: Annotated[str | None, argument(LAST_MODEL, metavar="MODEL", autocompletion=model_words)] = None,
+    model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words)] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
     max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
     as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,
@@ -281,7 +280,8 @@ def serve(
     outlast_output()
     loading_options.check_device()
     serving.check()
-    [reference] = resolved_models([model], [loading_options.base], loading_options.run)
+    run = loading_options.run
+    [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
     key = _api_key()
     before_torch()  # the server gets the variable too
     with (

@@ -103,7 +103,7 @@ def main_options(
         os.environ["TTRAIN_DEBUG"] = "1"
 
 
-@command(stage_app, "Example:  ttrain stage run sft sft.optim.lr=2e-4")
+@command(stage_app, "Example:  ttrain stage run sft sft.epochs=3")
 def stage_run(
     stage: Annotated[
         str,

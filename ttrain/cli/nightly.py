@@ -39,6 +39,8 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
     usable_home()
     result = run_night(with_absolute_paths(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
     print_escaped(f"{result.night or 'no night'}: {result.outcome}")
+    if result.night:
+        print("next:\n  all champions and challengers: ttrain models list")
 
 
 def plan(loaded: LoadedSettings, *, as_json: bool) -> None:

@@ -64,7 +64,7 @@ app = Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
-    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.optim.lr=2e-4",
+    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.epochs=3",
 )
 
 
@@ -85,7 +85,7 @@ def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
     return Argument(help=help_text, metavar=metavar, **rules)
 
 
-SETTINGS_HELP = "settings as key=value, for example sft.optim.lr=2e-4"
+SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
 
 
 def stage_words(incomplete: str) -> list[str]:
@@ -223,6 +223,11 @@ class SettingsOptions:
 
         return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
 
+    def words(self) -> list[str]:
+        """The files and profiles as words of a command."""
+        files = [word for path in self.config or () for word in ("-c", str(path))]
+        return [*files, *(word for name in self.profile or () for word in ("--profile", name))]
+
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
@@ -280,6 +285,12 @@ class SelectionOptions:
             "resume_key": self.resume_key.strip(),
         }
 
+    def words(self) -> list[str]:
+        """The options that choose stages, as words of a command."""
+        only = [word for names in self.only or () for word in ("--only", names)]
+        given = [("--from", self.since), ("--until", self.until)]
+        return [*only, *(word for flag, stage in given if stage for word in (flag, stage))]
+
     def flags(self) -> list[str]:
         """The flags that are given."""
         flags = {"--extend": self.extend, "--force": self.force, "--only": self.only, "--from": self.since,
@@ -329,12 +340,28 @@ class RunOptions:
         list[str] | None,
         option("a label of this run to search for in MLflow; repeatable", metavar="KEY=VALUE"),
     ] = None
+    run_name: Annotated[
+        str | None,
+        option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
+    ] = None
+    yes: Annotated[bool, option("also without asking what takes over a day or forty passes", "--yes", "-y")] = False
+
+    def words(self) -> list[str]:
+        """The engine as words of a command, if it is not the usual one."""
+        return [] if self.engine == "prefect" else ["--engine", self.engine]
 
     def labels(self) -> Labels:
         """The labels. Raises UsageError where they are invalid."""
-        from ttrain.pipeline.labels import labels_of
+        from ttrain.pipeline.labels import labels_of, new_run_name
 
-        return labels_of(self.note, self.tag)
+        return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
+
+
+def default_model(run: str | None) -> str | None:
+    """What `names.default_model` takes where a command names no model."""
+    from ttrain.pipeline import names
+
+    return names.default_model(run_name=run)
 
 
 def resolved_models(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+from typer import Exit, confirm
+
 from ttrain.cli import model, nightly
+from ttrain.cli.next_steps import RanCommand, next_steps
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -28,6 +34,7 @@ from ttrain.core.terminal import (
     outlast_output,
     print_escaped,
     print_json,
+    print_json_text,
     print_plain,
     table,
 )
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from ttrain.pipeline.labels import Labels
 
 LISTED_RUNS = 10
+WATCH_SECONDS = 2.0
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -57,9 +65,9 @@ Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocomple
     pipeline_app,
     "Examples:  ttrain pipeline run full\n\n"
     "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
-    "ttrain pipeline run full sft.optim.lr=2e-4\n\n"
+    "ttrain pipeline run full sft.epochs=3\n\n"
     "ttrain pipeline run full --until pretrain\n\n"
-    "ttrain pipeline run full sft.optim.lr=2e-4 --note 'a smaller rate' --tag purpose=baseline\n\n"
+    "ttrain pipeline run full sft.epochs=3 --note 'three passes over the chats' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
 )
 def pipeline_run(
@@ -76,12 +84,14 @@ def pipeline_run(
         nightly.refuse([*stages.flags(), *restart.flags()])
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    plan_and_run(pipeline, loaded, engine=options.engine, labels=labels, restart=restart, **stages.to_plan())
+    words = ["pipeline", "run", pipeline, *settings_options.words(), *stages.words(), *options.words()]
+    command = RanCommand(words, settings_options.overrides or ())
+    plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, command=command, **stages.to_plan())
 
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.optim.lr=2e-4\n\n"
+    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
@@ -106,13 +116,12 @@ def pipeline_rerun(
     outlast_output()
     labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
     force = frozenset({stage})
-    engine = options.engine
-    plan_and_run("full", loaded, engine=engine, labels=labels, restart=restart, extend=extend, force=force)
+    plan_and_run("full", loaded, options=options, labels=labels, restart=restart, extend=extend, force=force)
 
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline plan full sft.optim.lr=2e-4 --json\n\nttrain pipeline plan full --from sft\n\n"
+    "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
 )
 def pipeline_plan(
@@ -120,9 +129,13 @@ def pipeline_plan(
     settings_options: SettingsOptions,
     options: SelectionOptions,
     memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
+    show_rules: Annotated[bool, option("also what follows from other settings, by which rule", "--rules")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print for every stage whether it is cached or will run, its key, and why. Runs nothing."""
+    """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
+
+    The reasons compare with the newest finished run of the same `name`.
+    """
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_SET
     from ttrain.core.machine import processor
@@ -153,35 +166,66 @@ def pipeline_plan(
         auto = {key: asdict(rule) for key, rule in automatic.items()}
         print_json({**planned.to_json(), **needs, "auto": auto, "tuned": tuned})
         return
-    table(("stage", "state", "key", "why"), planned.rows())
-    for key, rule in automatic.items():
+    _print_plan(planned)
+    for key, rule in automatic.items() if show_rules else ():
         print_escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}")
-    for tuning in tuned:
+    for tuning in tuned if show_rules else ():
         print_escaped(f"tuned on this machine: {tuning}")
     for name, size in needs.get("memory_bytes", {}).items():
         print(f"{name}: {format_size(size)}, plus activations")
-    _print_left_out(planned)
     waiting = sum(stage.state == "run" for stage in planned)
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
-@command(pipeline_app, "Example:  ttrain pipeline status --json")
+@command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch")
 def pipeline_status(
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
+    watch: Annotated[
+        bool, option("again every two seconds until no run is in progress; with --json a line each time", "--watch", "-w")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List runs and their stages: outcome, time, key figures, logs."""
+    """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain.flows import api
+
+    while True:
+        runs = api.runs(limit=limit)
+        if as_json and watch:
+            print_json_text(json.dumps([_with_progress(run).to_json() for run in runs]), flush=True)
+        elif as_json:
+            print_json([_with_progress(run).to_json() for run in runs])
+        else:
+            if watch and sys.stdout.isatty():
+                console().clear()
+            _print_runs([_with_progress(run).record for run in runs[: limit or LISTED_RUNS]])
+        if not watch or not any(run.outcome == "running" for run in runs):
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+def _with_progress(run: Run) -> Run:
+    """The run with the progress of its running stages, also in place of their figures."""
+    from ttrain.pipeline.run_progress import progress_of
+
+    found = {each.stage: each for each in progress_of(run.store.root, run.record)}
+    if not found:
+        return run
+    stages = [
+        {**stage, "progress": asdict(found[stage["name"]]), "metric": str(found[stage["name"]])}
+        if stage["name"] in found
+        else stage
+        for stage in run.record["stages"]
+    ]
+    return replace(run, record={**run.record, "stages": stages})
+
+
+def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     from ttrain.reports import summary
 
-    runs = api.runs(limit=limit)
-    if as_json:
-        print_json([run.to_json() for run in runs])
-        return
     screen = console()
-    if not runs:
+    if not records:
         print("no runs yet; begin with `ttrain pipeline run full`")
-    for run in (listed_run.record for listed_run in runs[: limit or LISTED_RUNS]):
+    for run in records:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])
         began, night = format_time(run["started_unix"]), f"  {run['night']}" if run.get("night") else ""
@@ -219,9 +263,19 @@ def pipeline_logs(
 
 
 def plan_and_run(
-    pipeline: str, loaded: LoadedSettings, *, engine: str, labels: Labels, restart: RestartOptions, **to_plan: Any
+    pipeline: str,
+    loaded: LoadedSettings,
+    *,
+    options: RunOptions,
+    labels: Labels,
+    restart: RestartOptions,
+    command: RanCommand | None = None,
+    **to_plan: Any,
 ) -> None:
-    """Plan the pipeline, print the plan, and run it unless every stage is cached. `to_plan`: as for `api.plan`."""
+    """Plan the pipeline, print the plan, and run it unless every stage is cached; then print what to do next.
+
+    `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
+    """
     from ttrain.flows import api
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
@@ -231,14 +285,44 @@ def plan_and_run(
     if run := api.record_cached(planned, labels):
         _print_cached(planned, run)
         return
-    table(("stage", "state", "key", "why"), planned.rows())
-    _print_left_out(planned)
+    _print_plan(planned)
     usable_home()
+    asks = planned.estimate.remarks() and not options.yes and is_on_terminal()
+    if asks and not confirm("run it?", default=False):
+        print("nothing was run; --yes runs it without asking")
+        raise Exit(1)
     from ttrain.flows.run import run_pipeline
 
-    run_pipeline(
-        pipeline, loaded.settings, planned.store, planned.stages, console(), planned.rerun, engine=engine, labels=labels
+    execution = run_pipeline(
+        pipeline,
+        loaded.settings,
+        planned.store,
+        planned.stages,
+        console(),
+        planned.rerun,
+        engine=options.engine,
+        labels=labels,
     )
+    if command is None:
+        changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
+        command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
+    for line in next_steps(command, loaded.settings, execution.artifacts):
+        print_escaped(line)
+
+
+def is_on_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _print_plan(planned: Plan) -> None:
+    """The table of a plan, what its reasons compare with, and about how long it takes."""
+    table(("stage", "state", "key", "why"), planned.rows())
+    _print_left_out(planned)
+    if planned.compared_with and not planned.is_cached:
+        print_escaped(f"compared with the run {planned.compared_with}")
+    for line in (*planned.estimate.lines(), *planned.estimate.remarks()):
+        print_escaped(line)
 
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:

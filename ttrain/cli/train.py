@@ -247,7 +247,7 @@ NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
 
 @command(
     app,
-    "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.optim.lr=2e-4 --json",
+    "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json",
     "Train",
 )
 def doctor(

@@ -204,7 +204,7 @@ def _layers(
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals:
-            raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.optim.lr=2e-4")
+            raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.epochs=3")
         yield COMMAND_LINE, {key.strip(): value}
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, field_serializer, field_validator
 from ttrain.config.base import Count, Section, Seed, TimeOfDay, TimeZone, setting
 from ttrain.config.training import BITS_PER_BYTE
 
-Event = Literal["failed", "promoted", "kept", "skipped", "unfinished"]
+Event = Literal["failed", "completed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
 
 
@@ -115,7 +115,10 @@ class Notify(Section):
     webhook_file: str | None = setting(
         None, "file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
     )
-    on: tuple[Event, ...] = setting(("failed", "promoted", "skipped"), "events that send a notification")
+    on: tuple[Event, ...] = setting(
+        ("failed", "completed", "promoted", "skipped"),
+        "events that send a notification; failed and completed also of runs of full",
+    )
     timeout_seconds: float = setting(10.0, "for the program, and for the URL", gt=0)
 
     @field_validator("webhook")

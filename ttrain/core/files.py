@@ -359,6 +359,7 @@ class ProgressWriter:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._next = 0.0
+        self._first: tuple[float, float] | None = None  # what was done, and when, at the first update
 
     def update(self, done: float, total: float, unit: str, *, start: bool = False, **figures: float) -> None:
         """`done` of `total` `unit`s, 0 where the total is not known; `figures` are shown beside the bar."""
@@ -366,6 +367,10 @@ class ProgressWriter:
         if self._path is None or (now < self._next and done != total and not start):
             return
         self._next = now + SECONDS_BETWEEN_WRITES
-        text = json.dumps({"done": done, "total": total, "unit": unit, "figures": figures})
+        if self._first is None or start or done < self._first[0]:
+            self._first = done, now
+        first, began = self._first
+        progress = {"done": done, "total": total, "unit": unit, "figures": figures}
+        text = json.dumps({**progress, "first": first, "seconds": now - began})
         with contextlib.suppress(OSError):  # a full disk costs the bar, not the stage
             write_bytes(self._path, text.encode(), durable=False)

@@ -19,8 +19,11 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from ttrain.config import Event, Notify
+from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import user_path
+from ttrain.core.text import format_duration
 from ttrain.errors import TTrainError
+from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
 ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept
@@ -46,6 +49,19 @@ def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
         _try_notify("the command of notify.command", lambda: _run(settings.command, body, settings.timeout_seconds))
     if settings.webhook or settings.webhook_file:
         _try_notify("the webhook", lambda: _post(_address(settings), body, settings.timeout_seconds))
+
+
+def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
+    """Send how a run of `full` ended: completed, with its metrics, or failed. One that its user stopped sends nothing."""
+    if run["outcome"] not in ("completed", "failed"):
+        return
+    event: Event = run["outcome"]
+    bits = run["metrics"].get(BITS_PER_BYTE.of_run)
+    figure = "" if bits is None else f", {bits:.4f} {BITS_PER_BYTE.label}"
+    reason = run.get("error") or f"took {format_duration(run['seconds'])}{figure}"
+    text = f"ttrain {name}, {run['run']}: {event}: {reason}"
+    payload = {"pipeline": name, "run": run["run"], "text": text, "reason": reason, "metrics": run["metrics"]}
+    send(settings, event, payload)
 
 
 def _try_notify(recipient: str, action: Callable[[], None]) -> None:

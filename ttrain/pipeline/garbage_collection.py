@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import runs
 from ttrain.store.artifacts import HOLDER, ArtifactStore
 from ttrain.store.layout import FORMAT, MANIFEST, Artifacts
+from ttrain.store.runs import RecordedRun
 
 DAY_SECONDS = 86400
 WRITE_SECONDS = 3600  # without a change, after which a write is over, also by a process of another machine
 TRASH = "trash"  # under the home: moved there at once, then removed
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
+OTHER_RUN = "another run"
 IN_PROGRESS, RECENT, REGISTERED, YOUNG = "a run in progress", "a recent run", "a registered model", "its age"
 NIGHT = "the next night"
 
@@ -111,14 +113,66 @@ def clean(
         artifacts = {artifact.key: artifact for artifact in store.artifacts()}
         needs = _needs(store, artifacts, registered, needed_by_nights(store.root), keep_runs, oldest)
         cleaned = _find_unneeded(store, artifacts, needs, registered, oldest)
-        if dry_run:
-            return cleaned
-        moved = [(removal, _move_to_trash(store, removal)) for removal in cleaned.removed]
-        if not needs.running:
-            _remove_locks(store)
+        return cleaned if dry_run else _removed(store, cleaned)
+
+
+def clean_run(
+    store: ArtifactStore,
+    registered: Collection[str],
+    run: RecordedRun,
+    *,
+    needed_by_nights: Callable[[Path], Collection[str]],
+    dry_run: bool = False,
+) -> CleanupResult:
+    """Remove the artifacts and the work that only this run made or read, whatever their age; its record stays.
+
+    What any other run, a registered model or the next night needs is kept, and everything while a run is in progress.
+    """
+    with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
+        artifacts = {artifact.key: artifact for artifact in store.artifacts()}
+        needs = NeededKeys()
+        for other in runs.history(store.root):
+            if other["outcome"] == "running":
+                needs.running[other["run"]] = other["process"].get("host", platform.node())
+            if other["run"] != run["run"]:
+                needs.add(filter(None, runs.keys_of(other).values()), OTHER_RUN, artifacts)
+        needs.add(registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
+        needs.add(needed_by_nights(store.root), NIGHT, artifacts, only=REQUIRED_INPUTS)
+        cleaned = _find_of_run(store, artifacts, needs, set(runs.keys_of(run).values()))
+        return cleaned if dry_run else _removed(store, cleaned)
+
+
+def _find_of_run(
+    store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, keys: Collection[str | None]
+) -> CleanupResult:
+    found: list[UnneededPath] = []
+    kept_counts: dict[str, int] = {}
+    for artifact in artifacts.values():
+        if artifact.key not in keys:
+            continue
+        if reason := needs.reason(artifact.key):
+            kept_counts[reason] = kept_counts.get(reason, 0) + 1
+        else:
+            found.append(UnneededPath("artifact", artifact.stage, artifact.key, artifact.path, 0, "only this run needs it"))
+    for stage, key, path in _work_directories(store):
+        if key in keys and not needs.reason(key) and not _is_locked(store, stage, key):
+            found.append(UnneededPath("work", stage, key, path, 0, "only this run left it"))
+    return CleanupResult(_with_sizes(found), kept_counts, needs.running)
+
+
+def _removed(store: ArtifactStore, cleaned: CleanupResult) -> CleanupResult:
+    """Remove what was found; returns what could be moved away. No run begins meanwhile, since the caller holds the lock."""
+    moved = [(removal, _move_to_trash(store, removal)) for removal in cleaned.removed]
+    if not cleaned.running:
+        _remove_locks(store)
     for path in filter(None, (path for _, path in moved)):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return replace(cleaned, removed=[removal for removal, path in moved if path])
+
+
+def _with_sizes(found: Sequence[UnneededPath]) -> list[UnneededPath]:
+    freed = _freed_bytes([each.path for each in found])
+    return [replace(each, bytes=freed[each.path]) for each in found]
 
 
 # --- what is needed -----------------------------------------------------------------------------------------------------
@@ -233,9 +287,7 @@ def _find_unneeded(
         is_over = runs.is_interrupted_write(path) and _last_change(path) < time.time() - WRITE_SECONDS
         if is_over and not any(path.is_relative_to(candidate.path) for candidate in candidates):
             add("leftover", "", path, "a process was killed while it wrote this")
-    freed = _freed_bytes([candidate.path for candidate in candidates])
-    removed = [replace(candidate, bytes=freed[candidate.path]) for candidate in candidates]
-    return CleanupResult(removed, kept_counts, needs.running)
+    return CleanupResult(_with_sizes(candidates), kept_counts, needs.running)
 
 
 def _is_lost(manifest: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,14 @@ from types import MappingProxyType
 
 from ttrain.core import redact
 from ttrain.errors import UsageError
+from ttrain.stages import STAGES
+from ttrain.store import references, runs
 from ttrain.store.runs import read_rows
 
 TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
 NIGHT = "night"  # the tag of a run that trained in night mode
+RUN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 20, 250, 2000
 
 
@@ -28,21 +32,46 @@ def trained_at_night(curve: Path) -> bool:
 
 @dataclass(frozen=True)
 class Labels:
-    """The note and the tags of a run, checked, without secrets."""
+    """The note, the tags and the short name of a run, checked, without secrets."""
 
     note: str = ""
     tags: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    run_name: str = ""
 
     def to_json(self) -> dict[str, object]:
         """The labels as stored in the run's record."""
-        return {name: value for name, value in (("note", self.note), ("tags", dict(self.tags))) if value}
+        values = {"note": self.note, "tags": dict(self.tags), runs.SHORT_NAME: self.run_name}
+        return {name: value for name, value in values.items() if value}
 
 
 NO_LABELS = Labels()
 
 
-def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:
-    """Parse and check `--note` and `--tag`. Raises UsageError for an invalid text or key."""
+def new_run_name(home: Path, text: str | None) -> str:
+    """The short name of a new run; "" for None. Raises UsageError where it is no name, or names something else already.
+
+    A run that was cut short gives its name to the next one, since the same command continues it.
+    """
+    if text is None:
+        return ""
+    if not RUN_NAME.fullmatch(text) or runs.NAME_TIME.search(text):
+        raise UsageError(
+            f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, digits, _ or -; "
+            f"try --run-name baseline"
+        )
+    if text in {references.LATEST, *STAGES} or runs.is_generated(text):
+        raise UsageError(f"--run-name is {text}, which has another meaning; try --run-name my-{text}")
+    names = runs.names(home)
+    taken = {runs.short_name(name) for name in names}
+    run = next((name for name in names if runs.short_name(name) == text), None)
+    if run and not runs.is_cut_short(runs.read(home, run) or {"outcome": "unknown"}):
+        free = next(f"{text}-{number}" for number in itertools.count(2) if f"{text}-{number}" not in taken)
+        raise UsageError(f"--run-name is {text}, which the run {run} has; try --run-name {free}")
+    return text
+
+
+def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> Labels:
+    """Parse and check `--note` and `--tag`; `run_name` is checked. Raises UsageError for an invalid text or key."""
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, value = _pair(tag)
@@ -56,7 +85,7 @@ def labels_of(note: str | None, tags: Sequence[str] | None) -> Labels:
         raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
     if not all(line.isprintable() for line in re.split(r"[\n\t]", text)):
         raise UsageError("--note has control characters, which a page or a terminal might obey; leave them out")
-    return Labels(redact.text(text), {key: str(value) for key, value in redact.masked(pairs).items()})
+    return Labels(redact.text(text), {key: str(value) for key, value in redact.masked(pairs).items()}, run_name)
 
 
 def _pair(text: str) -> tuple[str, str]:

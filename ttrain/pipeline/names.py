@@ -25,7 +25,7 @@ from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.reports.facts import changed_settings
-from ttrain.stages import OF_NIGHTS, STAGES
+from ttrain.stages import OF_NIGHTS, SFT, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
@@ -79,6 +79,18 @@ def resolve_all(
     return [resolve(text, home, base=base, from_hub=from_hub, searched_run=searched_run) for text in texts]
 
 
+def default_model(home: Path | None = None, run_name: str | None = None) -> str | None:
+    """The model of `chat`, `generate` and `serve` where none is named: SFT's, of the newest finished run that has one.
+
+    Where no run has one, or not the run `run_name`: None, which is the last model of the run. The adapter, the last
+    model of most runs, only knows its domain.
+    """
+    root = layout.home() if home is None else home
+    run = run_of([SFT.name], root, run_name=run_name)
+    has_one = run is not None and _has_all(ArtifactStore(root), run, {SFT.name}, with_model=False)
+    return SFT.name if has_one else None
+
+
 def run_of(
     texts: Sequence[str | None], home: Path | None = None, *, run_name: str | None = None, base: str | None = None
 ) -> runs.RecordedRun | None:
@@ -127,8 +139,8 @@ def run_of(
 def _rank(run: runs.RecordedRun) -> int | None:
     """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
     is_finished = run["outcome"] in FINISHED
-    if run["pipeline"] == NIGHTLY or "sweep" in run:
-        return (2 if run["pipeline"] == NIGHTLY else 3) if is_finished else None
+    if run["pipeline"] == runs.NIGHTLY or "sweep" in run:
+        return (2 if run["pipeline"] == runs.NIGHTLY else 3) if is_finished else None
     return 0 if is_finished else 1
 
 
@@ -322,9 +334,6 @@ def _stored_digest(artifact: Artifact) -> str | None:
         return None
 
 
-NIGHTLY = "nightly"
-
-
 def newest_with(home: Path, stage: str) -> JsonDict:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
@@ -335,7 +344,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
     references.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
-        if run["pipeline"] != NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
+        if run["pipeline"] != runs.NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 

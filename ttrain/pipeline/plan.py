@@ -19,9 +19,10 @@ from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rer
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
 from ttrain.stages import OF_NIGHTS, STAGES, Stage
-from ttrain.store import references
+from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.runs import RecordedRun
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -44,6 +45,7 @@ class Planner:
     settings: Settings
     store: ArtifactStore
     rerun: Rerun = NOTHING_AGAIN
+    compared_with: RecordedRun | None = None
     stages: dict[str, Planned] = field(default_factory=dict)  # so far
     continues: bool = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
 
@@ -59,7 +61,15 @@ class Planner:
         else:
             known = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
             artifacts = {name: artifact for name, artifact in known.items() if artifact}
-            planned = plan_stage(stage, self.settings, self.store, artifacts, self.rerun, forced=forced)
+            planned = plan_stage(
+                stage,
+                self.settings,
+                self.store,
+                artifacts,
+                self.rerun,
+                forced=forced,
+                compared_with=self.compared_with,
+            )
         if planned.state == "run":
             self._check_model(stage)
         self.stages[stage.name] = planned
@@ -86,8 +96,11 @@ def plan(
     rerun: Rerun = NOTHING_AGAIN,
     *,
     selection: Selection = EVERYTHING,
+    compared_with: RecordedRun | None = None,
 ) -> list[Planned]:
     """Plan every stage of the recipe, in its order, except those that the selection leaves out.
+
+    `compared_with`: the run whose artifacts the stages that will run are compared with, else with the most similar ones.
 
     Raises UsageError if a stage that must be in the store is missing, a logger is not installed, or
     `runtime.eval_suite` cannot be used.
@@ -105,7 +118,7 @@ def plan(
     for option, name in required_by.items():
         if name not in parts.built:
             raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
-    planner = Planner(settings, store, rerun)
+    planner = Planner(settings, store, rerun, compared_with)
 
     def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
         if stage.name in parts.left_out:
@@ -150,6 +163,7 @@ def plan_stage(
     rerun: Rerun = NOTHING_AGAIN,
     *,
     forced: bool = False,
+    compared_with: RecordedRun | None = None,
 ) -> Planned:
     """Plan one stage whose inputs exist: its key and state."""
     ingredients = ingredients_of(stage, settings, store, inputs)
@@ -157,7 +171,7 @@ def plan_stage(
     artifact = store.find(stage.name, key)
     if artifact and not forced:
         return Planned(stage, "cached", _why_cached(artifact), key, artifact, ingredients, inputs=inputs)
-    why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store))
+    why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store, compared_with))
     start_from = work = None
     begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
     if rerun.resume_key and begins and (work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)):
@@ -218,8 +232,17 @@ def section_of(stage: Stage, settings: Settings) -> Section:
     return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
-def explain(stage: Stage, key: str, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
-    """Explain why this key is not in the store: damage, or the differences from the most similar artifact."""
+def explain(
+    stage: Stage,
+    key: str,
+    ingredients: Ingredients,
+    store: ArtifactStore,
+    compared_with: RecordedRun | None = None,
+) -> list[str]:
+    """Explain why this key is not in the store: damage, or the differences from an earlier artifact.
+
+    It is the one of the run `compared_with`, else the most similar one.
+    """
     if problem := store.damage_at(stage.name, key):
         is_unreadable = (
             store.at(store.path(stage.name, key)) is None
@@ -233,8 +256,20 @@ def explain(stage: Stage, key: str, ingredients: Ingredients, store: ArtifactSto
         continues = resume.offer(stage, ingredients, store)
     if not artifacts:
         return continues if step else [*continues, "never run before"]
-    compared = [differences(artifact.manifest["ingredients"], ingredients) for artifact in artifacts]
+    earlier_key = runs.keys_of(compared_with).get(stage.name) if compared_with else None
+    compared = [_changes(artifact, ingredients) for artifact in artifacts if artifact.key == earlier_key]
+    if not compared:
+        compared = [_changes(artifact, ingredients) for artifact in artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+
+
+def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
+    """What changed since an artifact was made; of an input the stage that made it, where it is the same one."""
+    before, now = artifact.manifest["ingredients"].get("inputs", {}), ingredients.get("inputs", {})
+    makers = {name: entry["stage"] for name, entry in artifact.manifest["inputs"].items()}
+    changed = [name for name in sorted(before.keys() & now.keys() & makers.keys()) if before[name] != now[name]]
+    alike = {**ingredients, "inputs": {**now, **{name: before[name] for name in changed}}}
+    return [*differences(artifact.manifest["ingredients"], alike), *(f"{makers[name]} changed" for name in changed)]
 
 
 def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:

@@ -1,6 +1,7 @@
 """The grammar of names on the command line, and the one message about a name of nothing. Loads no tracker.
 
 full-20261121-160222-1a2b4       a run; also the beginning or the end of its name, if no other run has it, or `latest`
+baseline                         the run that its user called so, by --run-name
 RUN:sft, sft                     a stage of that run; a stage
 NAME@ALIAS, NAME/VERSION         a registered model or set of models; also as models:/NAME@ALIAS
 ./directory                      a directory
@@ -73,6 +74,9 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     matches = [name for name in names if text and (name.startswith(text) or (ends and name.endswith(text)))]
     if text in names:
         return text
+    called = [name for name in matches if runs.short_name(name) == text]
+    if called and not runs.is_generated(text):
+        return called[0]  # the newest: one before it was cut short, and its command was given again
     if len(matches) > 1:
         raise UsageError(
             f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"

@@ -57,10 +57,13 @@ TYPES: JsonObject = {
 
 BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
+NIGHTLY = "nightly"  # the pipeline of nights
 NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found nothing to learn
 
 NAME_TIME = re.compile(r"-(\d{8}-\d{6})-([0-9a-f]{3})[0-9a-f]{2}$")  # second and thousandths in the name of a run
 LATER = timedelta(milliseconds=1)  # by which a name is later than the one before it, whatever the clock says
+
+SHORT_NAME = "run_name"  # in the record of a run that its user named: what its name begins with, instead of the pipeline
 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
@@ -140,7 +143,7 @@ def _create(home: Path, data: JsonDict) -> JsonDict:
     """Write a new record, under a name that no other run has."""
     directory = private_directory(home / "runs")
     while True:
-        data["run"] = new_name(str(data["pipeline"]), names(home))
+        data["run"] = new_name(str(data.get(SHORT_NAME) or data["pipeline"]), names(home))
         with contextlib.suppress(FileExistsError):
             path = directory / f"{data['run']}.json"
             path.touch(PRIVATE_FILE, exist_ok=False)
@@ -215,6 +218,16 @@ def check_readable(home: Path, name: str | None = None) -> None:
             (home / "runs" / f"{name}.json").open("rb").close()
 
 
+def short_name(name: str) -> str:
+    """What comes before the time in the name of a run: the pipeline, or what its user called it."""
+    return NAME_TIME.sub("", name)
+
+
+def is_generated(short: str) -> bool:
+    """Whether runs that nobody named have this short name: that of a pipeline, or of a stage that ran alone."""
+    return short in ("full", NIGHTLY) or short.startswith("stage-")
+
+
 def time_in_name(name: str) -> tuple[str, ...]:
     """("20261121", "160222", "1a2b4") of the run "full-20261121-160222-1a2b4"."""
     return tuple(name.rsplit("-", 3)[1:])
@@ -258,6 +271,16 @@ def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]
     """The runs of exactly these artifacts, newest first."""
     phrases = [f'"{key}"' for key in keys.values() if key][-1:]  # quoted: the paths of other stages end in it, too
     return (run for run in newest_first(home, phrases) if keys_of(run) == keys)
+
+
+def newest_finished(home: Path, name: str) -> JsonDict | None:
+    """The newest finished run whose setting `name` is this: with it a user compares. No night and no trial, whose settings
+    nobody typed."""
+    for run in newest_first(home, [f'"{name}"']):
+        is_own = run["pipeline"] != NIGHTLY and "sweep" not in run
+        if is_own and run["outcome"] in ("completed", "cached") and run.get("settings", {}).get("name") == name:
+            return run
+    return None
 
 
 def is_cut_short(run: RecordedRun) -> bool:

@@ -1,0 +1,70 @@
+"""The hint at the end of a run: commands that work as they are printed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from ttrain.cli.main import app
+from ttrain.cli.next_steps import RanCommand, next_steps
+from ttrain.cli.options import RunOptions, SelectionOptions, SettingsOptions
+from ttrain.config.loading import load
+
+MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
+RUN = ("pipeline", "run", "full")
+
+
+def hints(*overrides: str, words: tuple[str, ...] = RUN, made: tuple[str, ...] = MADE) -> dict[str, str]:
+    """The command of each line, by its reason."""
+    settings = load(overrides, environment={}).settings
+    lines = next_steps(RanCommand(words, overrides), settings, made)
+    assert lines[0] == "next:"
+    return dict(line.strip().split(": ttrain ", 1) for line in lines[1:])
+
+
+def test_the_command_that_ran_stays_in_the_example_that_changes_one_thing() -> None:
+    options = SettingsOptions(None, [Path("my data.yaml")], ["small"])
+    words = (*RUN, *options.words(), *SelectionOptions(until="sft").words(), *RunOptions(engine="none").words())
+    changed = hints("data.sft=chats.jsonl", words=words)["change one thing, rerun what it touches"]
+    assert shlex.split(changed) == [
+        *RUN, "-c", "my data.yaml", "--profile", "small", "--until", "sft", "--engine", "none", "data.sft=chats.jsonl",
+        "sft.epochs=3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "made", "end"),
+    [
+        ((), MADE, "full sft.epochs=3"),
+        (("sft.epochs=2", "sft.optim.lr=1e-5"), MADE, "full sft.optim.lr=1e-5 sft.epochs=4"),
+        (("sft.epochs=20",), MADE, "full sft.epochs=20 sft.seed=2"),
+        (("sft.epochs=null", "sft.tokens=9000"), MADE, "sft.seed=2"),
+        ((), ("tokenizer", "pretrain"), "full pretrain.seed=2"),
+    ],
+)
+def test_the_changed_setting_is_one_that_the_run_does_not_have(
+    overrides: tuple[str, ...], made: tuple[str, ...], end: str
+) -> None:
+    changed = hints(*overrides, made=made)["change one thing, rerun what it touches"]
+    assert changed.endswith(end)
+    settings = changed.removeprefix("pipeline run full ").split()
+    assert load(settings, environment={}).settings != load(overrides, environment={}).settings
+
+
+def test_every_command_is_one_and_export_writes_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = hints()
+    assert shown["its files, for transformers"] == "export sft --to out/sft"
+    assert "up latest --open" in shown.values() and "chat sft" in shown.values()
+    (tmp_path / "out" / "sft").mkdir(parents=True)
+    assert hints()["its files, for transformers"] == "export sft --to out/sft-2"
+    for command in shown.values():
+        words = shlex.split(command)
+        root = typer.main.get_command(app)
+        while hasattr(root, "commands") and words[0] in root.commands:
+            root = root.commands[words.pop(0)]
+        root.make_context("ttrain", words)  # raises where it takes no such words
+    assert not any(command.startswith("up ") for command in hints("tracking.enabled=false").values())
