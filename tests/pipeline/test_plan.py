@@ -162,7 +162,11 @@ def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, mon
 
 def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
     stages = built.plan("sft.optim.lr=2e-4", "sft.epochs=null", "sft.tokens=9000")
-    assert stages["sft"].why == ("sft.epochs: 1.0 → null", "sft.optim.lr: 0.001 → 0.0002", "sft.tokens: null → 9000")
+    assert stages["sft"].why == (
+        'sft.epochs: "auto" → null',
+        "sft.optim.lr: 0.001 → 0.0002",
+        "sft.tokens: null → 9000",
+    )
     assert stages["lora"].why == ("waits for sft",)
     assert stages["evaluate"].why == ("waits for sft, lora",)
 

@@ -127,6 +127,7 @@ def pipeline_plan(
     from ttrain.config.loading import IS_SET
     from ttrain.core.machine import processor
     from ttrain.flows import api
+    from ttrain.pipeline import launch
     from ttrain.store import tunings
 
     to_plan, loaded = options.to_plan(), settings_options.load()
@@ -148,6 +149,7 @@ def pipeline_plan(
         for key, origin in loaded.sources.items()
         if origin.endswith(IS_SET) and (section := key.removesuffix(".start_from")) != key
     }
+    automatic |= launch.rules_of_rows(loaded.settings, planned.stages)
     tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}

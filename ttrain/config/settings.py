@@ -14,7 +14,7 @@ from ttrain.config.loop import Precision
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Auto, Lora, Pretrain, Sft
 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
@@ -220,7 +220,7 @@ class Budget(PartOfSection):
     """How much a training reads, and the seed of what is drawn."""
 
     tokens: int | None
-    epochs: float | None
+    epochs: float | Auto | None
     seed: int
 
 
