@@ -351,7 +351,7 @@ class TrainingStage:
     metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # what it does, and needs
-    optional: bool = False  # whether it exists only where its data set has files
+    optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
     module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
 
     @property
