@@ -107,11 +107,11 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
 def settings_with_changes(settings: Settings, changes: Sequence[str]) -> Settings:
     """The settings with changes, validated as a whole. Raises UsageError."""
     from ttrain.config.loading import load
-    from ttrain.pipeline.names import settings_of
+    from ttrain.pipeline.names import base_of
 
     if not changes:
         return settings
-    return load(changes, environment={}, base=settings_of({"run": "deployment", "settings": settings.model_dump()})).settings
+    return load(changes, environment={}, base=base_of({"run": "deployment", "settings": settings.model_dump()})).settings
 
 
 def _final_state(run: Callable[[Path], State[Any] | None]) -> State[Any] | None:

@@ -203,7 +203,11 @@ def _print_summary(execution: PipelineRun, outcome: str, console: Console) -> No
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
-    next_step = "" if execution.pipeline == NIGHTLY else ", and the same command continues there"  # a night says its own
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
     say(
         f"{outcome} after {took}; finished stages are kept{next_step} "
         f"(`ttrain pipeline status` shows the stages and their logs)"

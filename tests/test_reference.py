@@ -22,7 +22,7 @@ def test_it_has_every_section_and_commands_of_groups_that_are_made_when_they_are
     lines = reference.page().splitlines()
     for name in Settings.model_fields:
         assert f"### {name}" in lines
-    for beginning in ("epochs=2.0", "optim.muon_lr=0.02", "early_stopping.patience=3", "night.start=22:00", "moe.top_k=2"):
+    for beginning in ("epochs=auto", "optim.muon_lr=0.02", "early_stopping.patience=3", "night.start=22:00", "moe.top_k=2"):
         assert any(line.startswith(beginning) for line in lines), beginning
     for command in (
         "chat [MODEL]",

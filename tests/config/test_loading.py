@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
 from ttrain.config import TRAINING_CONFIGS, Settings, TaskConfig, flatten, loading, rules
+from ttrain.config.data import LEARNT
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.pipeline.names import settings_of
@@ -132,7 +133,7 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         (["SFT.EPOCHS=2"], ["did you mean 'sft.epochs'?"]),
         (["data.pretrain=[python-docs, a.jsonl]"], ["data.pretrain mixes python-docs with files"]),
         (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
-        (["data.lora=null"], ["data.lora is [] (from command line) but must be a list of 1 or more"]),
+        ([f"data.{name}=none" for name in LEARNT], ["data.lora are none, but", "set one, such as data.pretrain=FILE"]),
         (["nightly.rate=fast"], ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"]),
         (["nightly.rate=0"], ["must be 'auto' or greater than 0"]),
         (["pretrain.optim.betas=[a, 0.9]"], ["pretrain.optim.betas.0 is 'a'"]),  # a place in a list is no form
@@ -369,3 +370,41 @@ def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stag
     settings = {name: getattr(Settings(), name) for name in TRAINING_CONFIGS[stage].model_fields}
     config = TRAINING_CONFIGS[stage](**settings)
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def chosen(*overrides: str) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
+    """The data sets that are not none, and the stages that train."""
+    settings = load(overrides, environment={}).settings
+    return {name: found for name in LEARNT if (found := settings.data.paths(name))}, settings.trainings
+
+
+@pytest.mark.parametrize("own", [("pretrain",), ("pretrain", "sft"), ("pretrain", "lora"), ("pretrain", "sft", "dpo")])
+def test_what_is_not_named_is_not_trained(own: tuple[str, ...]) -> None:
+    data, trainings = chosen(*(f"data.{name}={name}.jsonl" for name in own))
+    assert data == {name: (f"{name}.jsonl",) for name in own}
+    assert trainings == own
+
+
+def test_the_quickstart_is_trained_on_its_own_text_unless_a_set_is_none() -> None:
+    assert chosen()[1] == chosen("data.pretrain=python-docs")[1] == ("pretrain", "sft", "lora")
+    assert chosen("data.dpo=python-docs")[1] == ("pretrain", "sft", "dpo", "lora")
+    assert chosen("data.lora=none")[1] == chosen("data.lora=null")[1] == ("pretrain", "sft")
+    assert chosen("data.sft=[none]")[1] == ("pretrain", "lora")
+    assert chosen("data.sft=none", "data.lora=none")[1] == ("pretrain",)
+    assert chosen("data.pretrain=a.jsonl", "data.lora=python-docs")[1] == ("pretrain", "lora")
+    assert chosen("data.tokenizer=a.jsonl")[1] == ("pretrain", "sft", "lora")
+
+
+def test_a_stage_starts_from_the_nearest_one_that_has_data() -> None:
+    starts = load(["data.pretrain=a", "data.dpo=b", "data.lora=c"], environment={}).settings.starts
+    assert (starts["dpo"], starts["lora"]) == ("pretrain", "dpo")
+    assert load(["data.pretrain=a", "data.lora=c"], environment={}).settings.starts["lora"] == "pretrain"
+    message = refused("data.pretrain=a", "data.lora=c", "lora.start_from=sft")
+    assert "lora.start_from is sft but data.sft names no files" in message
+    assert "lora.start_from=pretrain" in message
+
+
+def test_an_existing_model_needs_no_documents() -> None:
+    data, trainings = chosen("data.sft=a.jsonl", "sft.start_from=owner/name")
+    assert (data, trainings) == ({"sft": ("a.jsonl",)}, ("sft",))
+    assert chosen("data.lora=a.jsonl", "lora.start_from=owner/name")[1] == ("lora",)

@@ -128,7 +128,7 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
     for given in (["sft.epochs=2"], ["sft.epochs=null", "sft.tokens=409600"]):
         planned = built.plan(SEED, *given, resume_key=work.key)["sft"]
         assert planned.partial_run == work
-        assert any("sft.epochs: 1.0 → " in line for line in planned.why)
+        assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
 def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House, changed: Callable[[], None]) -> None:

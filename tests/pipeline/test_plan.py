@@ -19,7 +19,7 @@ from ttrain.errors import UsageError
 from ttrain.flows import api
 from ttrain.flows.full import full
 from ttrain.model import registry
-from ttrain.pipeline.plan import plan, plan_json, plan_stage
+from ttrain.pipeline.plan import plan, plan_json, plan_stage, trained_on, without_data
 from ttrain.pipeline.recipe import Planned, Rerun
 from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 from ttrain.store.layout import Artifact
@@ -162,7 +162,11 @@ def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, mon
 
 def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
     stages = built.plan("sft.optim.lr=2e-4", "sft.epochs=null", "sft.tokens=9000")
-    assert stages["sft"].why == ("sft.epochs: 1.0 → null", "sft.optim.lr: 0.001 → 0.0002", "sft.tokens: null → 9000")
+    assert stages["sft"].why == (
+        'sft.epochs: "auto" → null',
+        "sft.optim.lr: 0.001 → 0.0002",
+        "sft.tokens: null → 9000",
+    )
     assert stages["lora"].why == ("waits for sft",)
     assert stages["evaluate"].why == ("waits for sft, lora",)
 
@@ -344,3 +348,30 @@ def test_extending_does_not_continue_code_or_inputs_that_changed(
     assert pretrain_planned(built, *tokens(200), extend=True).start_from
     append(copy / "train" / "optim.py", "\nSOMETHING = 1\n")
     assert pretrain_planned(built, *tokens(200), extend=True).start_from is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("data.sft=FILE", "sft starts from .*data.pretrain=python-docs .*or sft.start_from=MODEL"),
+        ("data.lora=FILE", "lora starts from .*or lora.start_from=MODEL"),
+        ("data.sft=FILE sft.start_from=none", "no text for a tokenizer; set data.tokenizer=FILE"),
+    ],
+)
+def test_chats_without_documents_are_refused_with_the_fix(house: House, given: str, words: str) -> None:
+    overrides = given.replace("FILE", str(house.data / "chats.jsonl")).split()
+    settings = load(overrides, environment={}).settings
+    with pytest.raises(UsageError, match=f"data.pretrain is none, .*{words}"):
+        plan(full, settings, house.store)
+
+
+def test_the_plan_says_what_each_training_is_trained_on(built: House) -> None:
+    settings = built.settings("data.lora=none")
+    stages = plan(full, settings, built.store)
+    assert [one.stage.name for one in stages if one.state == "run"] == ["evaluate"], "the others are the same"
+    lines = trained_on(settings, stages)
+    assert lines == {"pretrain": str(built.data / "documents.jsonl"), "sft": str(built.data / "chats.jsonl")}
+    assert without_data(settings) == "no lora: data.lora is none"
+    own_text = load(["data.sft=none", "data.lora=none"], environment={}).settings
+    assert trained_on(own_text, plan(full, own_text, built.store)) == {"pretrain": "python-docs, which ships with ttrain"}
+    assert without_data(own_text) == "no sft, lora: data.sft, data.lora are none"

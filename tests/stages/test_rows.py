@@ -16,7 +16,7 @@ from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import PretrainConfig, Sft, Training
+from ttrain.config import Lora, PretrainConfig, Sft, Training
 from ttrain.core.files import ProgressWriter, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -30,6 +30,7 @@ from ttrain.pipeline import launch
 from ttrain.stages import pretrain
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.train.schedules import steps_of
 from ttrain.train.trainer import QUICK
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
@@ -220,6 +221,43 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
     with pytest.raises(DataError, match=message):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "passes"),
+    [
+        (10_000, 4096, 1), (320, 4096, 1), (319, 15 * 256, 1), (100, 5 * 256, 1), (39, 256, 1), (20, 256, 1), (19, 256, 2),
+        (5, 256, 4), (1, 256, 10),
+    ],
+)  # fmt: skip
+def test_batch_and_passes_of_few_rows_give_about_twenty_steps(rows: int, batch: int, passes: float) -> None:
+    found = Sft().resolved(rows)
+    assert (found.tokens_per_step, found.epochs) == (batch, passes)
+    assert Sft.model_validate(found.model_dump()) == found, "they are allowed"
+    assert rows < 20 or steps_of(found, rows)[0] >= 20
+
+
+def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
+    assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
+    assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
+    assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=8)
+    assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
+    assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
+
+
+@pytest.mark.parametrize("chats_of_set", [1, 7, 25, 200])
+def test_the_plan_knows_what_the_rows_decide(tmp_path: Path, encoder: Encoder, chats_of_set: int) -> None:
+    config = Sft(row_length=64)
+    shards = chats(tmp_path / "train", encoder, chats_of_set)
+    found = launch.resolved(config, tmp_path, encoder.directory)
+    assert found == config.resolved(len(open_rows(shards, encoder, config)))
+
+
+def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
+    many = {"kind": "chats", "live_tokens": 50 * 4096, "tokens": 60 * 4096, "rows": 9}
+    (tmp_path / "train").mkdir()
+    write_json(tmp_path / "train" / "index.json", many)
+    assert launch.resolved(Sft(), tmp_path, tmp_path / "no tokenizer") == Sft(tokens_per_step=4096, epochs=1)
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])

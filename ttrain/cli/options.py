@@ -231,9 +231,9 @@ class SettingsOptions:
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
-        from ttrain.pipeline.names import settings_of, with_secrets
+        from ttrain.pipeline.names import base_of, with_secrets
 
-        return self.load(environment=_environment_of("runtime"), base=settings_of(with_secrets(run)))
+        return self.load(environment=_environment_of("runtime"), base=base_of(with_secrets(run)))
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,11 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain.config import flatten, rules
-    from ttrain.config.loading import IS_SET
+    from ttrain.config.loading import IS_NONE, IS_SET
     from ttrain.core.machine import processor
     from ttrain.flows import api
+    from ttrain.pipeline import launch
+    from ttrain.pipeline.plan import trained_on
     from ttrain.store import tunings
 
     to_plan, loaded = options.to_plan(), settings_options.load()
@@ -159,12 +161,21 @@ def pipeline_plan(
     automatic |= {
         key: rules.Rule(getattr(loaded.settings, section).start_from, origin)
         for key, origin in loaded.sources.items()
-        if origin.endswith(IS_SET) and (section := key.removesuffix(".start_from")) != key
+        if origin.endswith((IS_SET, IS_NONE)) and (section := key.removesuffix(".start_from")) != key
     }
+    automatic |= launch.rules_of_rows(loaded.settings, planned.stages)
     tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}
-        print_json({**planned.to_json(), **needs, "auto": auto, "tuned": tuned})
+        print_json(
+            {
+                **planned.to_json(),
+                **needs,
+                "trained_on": trained_on(loaded.settings, planned.stages),
+                "auto": auto,
+                "tuned": tuned,
+            }
+        )
         return
     _print_plan(planned)
     for key, rule in automatic.items() if show_rules else ():
@@ -318,11 +329,22 @@ def is_on_terminal() -> bool:
 def _print_plan(planned: Plan) -> None:
     """The table of a plan, what its reasons compare with, and about how long it takes."""
     table(("stage", "state", "key", "why"), planned.rows())
+    _print_data(planned)
     _print_left_out(planned)
     if planned.compared_with and not planned.is_cached:
         print_escaped(f"compared with the run {planned.compared_with}")
     for line in (*planned.estimate.lines(), *planned.estimate.remarks()):
         print_escaped(line)
+
+
+def _print_data(planned: Plan) -> None:
+    """Print what each training is trained on, a line each, and which have no data."""
+    from ttrain.pipeline.plan import trained_on, without_data
+
+    for name, sources in trained_on(planned.settings, planned.stages).items():
+        print_escaped(f"training data of {name}: {sources}")
+    if line := without_data(planned.settings):
+        print(line)
 
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:

@@ -134,7 +134,12 @@ class Weighted(BaseModel):  # not a Section: of a union with text, pydantic woul
     weight: float = Field(1.0, gt=0)
 
 
+NONE = "none"  # no source; a file of that name is ./none
+
+
 def _as_sources(value: object) -> object:
+    if value in (NONE, [NONE], (NONE,)):
+        return ()
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 

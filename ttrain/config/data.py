@@ -25,16 +25,18 @@ def dataset_read(name: str, tokenizer: object) -> str:
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
+    Where one of pretrain, sft, dpo and lora names files, those that are not set are none.
+
     Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl, weight: 3}, b.jsonl].
     """
 
-    pretrain: Paths = setting((PYTHON_DOCS,), "documents, JSONL with a text field", min_length=1)
+    pretrain: Paths = setting((PYTHON_DOCS,), "documents, JSONL with a text field; none: no stage `pretrain`")
     pretrain_heldout: Paths = setting((), "held-out documents; empty: taken from `pretrain` by content hash")
-    sft: Paths = setting((PYTHON_DOCS,), "chats, JSONL with `messages` or `conversations`", min_length=1)
+    sft: Paths = setting((PYTHON_DOCS,), "chats, JSONL with `messages` or `conversations`; none: no stage `sft`")
     sft_heldout: Paths = setting((), "held-out chats; empty: taken from `sft` by content hash")
-    dpo: Paths = setting((), "pairs of answers, JSONL with `chosen` and `rejected`; empty: no stage `dpo`")
+    dpo: Paths = setting((), "pairs of answers, JSONL with `chosen` and `rejected`; none: no stage `dpo`")
     dpo_heldout: Paths = setting((), "held-out pairs; empty: taken from `dpo` by content hash of the prompt")
-    lora: Paths = setting((PYTHON_DOCS,), "chats of the domain that the adapter learns", min_length=1)
+    lora: Paths = setting((PYTHON_DOCS,), "chats of the domain that the adapter learns; none: no stage `lora`")
     lora_heldout: Paths = setting((), "held-out chats of that domain; empty: taken from `lora`")
     tokenizer: Paths = setting((), "documents the tokenizer learns from; empty: the training part of `pretrain`")
 

@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, rules, text_values, tinyseek, yaml_text
-from ttrain.config.base import PLAIN, WEIGHTED, is_retired
+from ttrain.config.base import NONE, PLAIN, WEIGHTED, is_retired
+from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
-from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
@@ -33,6 +34,7 @@ SHOWN_NEIGHBOURS = 8
 SHOWN_ERRORS = 20
 KEY_CHARACTERS, KEY_PARTS = 200, 16
 S = TypeVar("S", bound=Section)
+IS_NONE = " is none"
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
 SENTENCES = {"missing": "needs the key '{key}'", "extra_forbidden": "there is no such setting"}
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
@@ -73,7 +75,8 @@ def load(
 
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
-    base = [*base, *_starts_from_optional_stages([*base, *overrides])]
+    base = [*_data_that_is_not_named([*base, *overrides]), *base]
+    base = [*base, *_starts_from_present_stages([*base, *overrides])]
     model, start = _existing_model([*base, *overrides])
     follows: list[Override] = []
     if model is not None:
@@ -270,16 +273,40 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     return [item for item in (*overrides[:first], *sizes, *overrides[first:]) if item.key != PRESET]
 
 
-def _starts_from_optional_stages(overrides: Sequence[Override]) -> list[Override]:
-    """`start_from` of the stages for which nothing sets it and before which an optional stage has data."""
+def _data_that_is_not_named(overrides: Sequence[Override]) -> list[Override]:
+    """`none` for the data sets that nobody names, where another one is the user's: what is not named is not trained on."""
     values = {item.key: item.value for item in overrides}
-    present = [name for name in OPTIONAL if values.get(f"data.{TRAINING_STAGES[name].dataset}")]
+    named = [name for name in LEARNT if f"data.{name}" in values]
+    own = next((name for name in named if _sources(values, name) not in ((), (PYTHON_DOCS,))), None)
+    if own is None:
+        return []
+    not_named = [name for name in LEARNT if name not in named and _sources({}, name)]
+    return [Override(f"data.{own}{IS_SET}", f"data.{name}", ()) for name in not_named]
+
+
+def _sources(values: JsonObject, dataset: str) -> tuple[Any, ...]:
+    """The sources of a data set, as far as the values that are set are valid."""
+    value = values.get(f"data.{dataset}", Data.model_fields[dataset].default)
+    if not value or value in (NONE, [NONE], (NONE,)):
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]:
+    """`start_from` of the stages for which nothing sets it: the nearest stage before them that has data."""
+    values = {item.key: item.value for item in overrides}
+    present = [name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)]
     starts = []
     for name, row in TRAINING_STAGES.items():
         usual = row.settings.model_fields["start_from"].default
-        nearest = next((start for start in row.starts if start in present or start == usual), usual)
-        if name not in OPTIONAL and nearest != usual and f"{name}.start_from" not in values:
-            starts.append(Override(f"data.{TRAINING_STAGES[nearest].dataset}{IS_SET}", f"{name}.start_from", nearest))
+        if f"{name}.start_from" in values or name not in present or (name in OPTIONAL and usual in present):
+            continue
+        nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
+        if nearest != usual:
+            reason = f"data.{TRAINING_STAGES[nearest].dataset}{IS_SET}"
+            if usual not in present:
+                reason = f"data.{TRAINING_STAGES[usual].dataset}{IS_NONE}"
+            starts.append(Override(reason, f"{name}.start_from", nearest))
     return starts
 
 
@@ -321,7 +348,9 @@ def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
     starts = {f"{name}.start_from": row.settings.model_fields["start_from"].default for name, row in TRAINING_STAGES.items()}
     starts |= {key: str(value) for _, key, value in overrides if key in starts}
     by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
-    return existing_model_of(by_stage), f"{root_of(TRAININGS[-1], by_stage)[0]}.start_from"
+    values = {item.key: item.value for item in overrides}
+    last = last_of([name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)])
+    return existing_model_of(by_stage, last), f"{root_of(last, by_stage)[0]}.start_from"
 
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:

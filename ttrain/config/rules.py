@@ -1,4 +1,5 @@
-"""Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default.
+"""Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default;
+batch and passes of fine-tuning, which follow from its rows.
 
 The measurements are in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676: its power of
 0.47), the rates of embedding and head the width. No rate follows the batch, so that a run of a given batch can be extended.
@@ -9,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ttrain.config.base import as_count
 
-AUTO = "auto"
+AUTO: Final = "auto"
 
 BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
 SMALLEST_BATCH = 1024
@@ -23,6 +24,8 @@ OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # of AdamW beside Muon, and alone
 LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is tied to the embedding
+
+FEWEST_STEPS, MOST_PASSES = 20, 10  # of fine-tuning on few rows
 
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
@@ -92,6 +95,36 @@ def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
     """The rules whose value the settings have; {} where pretraining makes no new model."""
     return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if values[START] == NEW else {}
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Batch and passes of a fine-tuning that has rows enough, in tokens and in passes."""
+
+    tokens_per_step: int = 4096
+    epochs: float = 1.0
+
+    def batch(self, rows: int, row_length: int) -> int:
+        """Tokens of a step: at most `tokens_per_step`, and fewer where `epochs` passes have less than FEWEST_STEPS steps.
+
+        It follows from the rows alone, so that a training of other passes continues one of these.
+        """
+        most_rows = max(1, self.tokens_per_step // row_length)
+        fitting_rows = int(rows * self.epochs) // FEWEST_STEPS
+        return min(most_rows, max(1, fitting_rows)) * row_length
+
+    def passes(self, rows: int, rows_per_step: int) -> float:
+        """Passes over the rows: `epochs`, or as many whole ones as FEWEST_STEPS steps take, up to MOST_PASSES."""
+        needed = math.ceil(FEWEST_STEPS * rows_per_step / max(1, rows))
+        return self.epochs if needed <= self.epochs else float(min(MOST_PASSES, needed))
+
+    def reasons(self, row_length: int) -> dict[str, str]:
+        """The rules in words, by setting."""
+        most = max(1, self.tokens_per_step // row_length) * row_length
+        return {
+            "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at least a row",
+            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {FEWEST_STEPS} steps",
+        }
 
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from ttrain.config.base import Section, setting, with_fields
-from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.loop import Precision
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Auto, Lora, Pretrain, Sft
 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
@@ -26,13 +26,18 @@ def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
     return name, starts[name]
 
 
-def existing_model_of(starts: Mapping[str, str]) -> str | None:
-    """The directory or Hub name that the first stage that trains starts from; None for a new model."""
-    _, root = root_of(TRAININGS[-1], starts)
+def last_of(present: Collection[str]) -> str:
+    """The last stage of those that have data."""
+    return next((name for name in reversed(TRAININGS) if name in present), TRAININGS[-1])
+
+
+def existing_model_of(starts: Mapping[str, str], last: str) -> str | None:
+    """The directory or Hub name that the first stage on the way to the last one starts from; None for a new model."""
+    _, root = root_of(last, starts)
     return None if root in (NONE, *TRAININGS) else root
 
 
-# Stages that exist only where their data set has files.
+# Stages without data of their own by default, which are trained wherever they have some.
 OPTIONAL = tuple(name for name, row in TRAINING_STAGES.items() if row.optional)
 
 # Sections that shape no result, and so are part of no key.
@@ -85,22 +90,27 @@ class Settings(_UntilTrainings):
 
     @property
     def trainings(self) -> tuple[str, ...]:
-        """The stages that train, in their order: LoRA, the optional ones that have data, and what these start from."""
+        """The stages that train, in order: the last and the optional ones that have data, and what these start from."""
         needed, starts = set[str](), self.starts
-        for name in (TRAININGS[-1], *filter(self.exists, OPTIONAL)):
+        for name in (self._last, *filter(self.exists, OPTIONAL)):
             while name in TRAININGS and name not in needed:
                 needed.add(name)
                 name = starts[name]
         return tuple(name for name in TRAININGS if name in needed)
 
     def exists(self, name: str) -> bool:
-        """Whether a stage that trains can be in the pipeline: an optional one has data."""
-        return name not in OPTIONAL or bool(getattr(self.data, TRAINING_STAGES[name].dataset))
+        """Whether a stage that trains can be in the pipeline: it has data."""
+        return bool(getattr(self.data, TRAINING_STAGES[name].dataset))
+
+    @property
+    def _last(self) -> str:
+        """The last stage that trains."""
+        return last_of([*filter(self.exists, TRAININGS)])
 
     @property
     def existing_model(self) -> str | None:
         """The existing model that the first stage that trains starts from; None for a new model."""
-        return existing_model_of(self.starts)
+        return existing_model_of(self.starts, self._last)
 
     def reads(self, dataset: str) -> bool:
         """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
@@ -114,19 +124,24 @@ class Settings(_UntilTrainings):
 
     def virtual_tokens(self, stage: str) -> int:
         """Positions that an adapter takes before every record of the stage's rows."""
-        stages = TRAININGS if stage == "evaluate" else (stage,) if stage in TRAININGS else ()
+        stages = self.trainings if stage == "evaluate" else (stage,) if stage in TRAININGS else ()
         return max((getattr(self, name).positions_before for name in stages), default=0)
 
     def _check(self) -> None:
-        self._optional_stages_have_data()
+        self._stages_have_data()
         self._one_root()
         self._one_existing_model()
         self._rows_fit_the_model()
 
-    def _optional_stages_have_data(self) -> None:
+    def _stages_have_data(self) -> None:
+        if not any(map(self.exists, TRAININGS)):
+            names = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in TRAININGS)
+            raise ValueError(
+                f"{names} are none, but a pipeline trains on one of them; set one, such as data.{LEARNT[0]}=FILE"
+            )
         for name in self.trainings:
-            if not self.exists(name):
-                later = next(later for later, start in self.starts.items() if start == name)
+            if not self.exists(name) and TRAINING_STAGES[name].starts:  # of the first one the plan says it
+                later = next(later for later in self.trainings if self.starts[later] == name)
                 raise ValueError(
                     f"{later}.start_from is {name} but data.{TRAINING_STAGES[name].dataset} names no files, without which "
                     f"there is no stage {name}; set data.{TRAINING_STAGES[name].dataset}, or {later}.start_from="
@@ -134,13 +149,13 @@ class Settings(_UntilTrainings):
                 )
 
     def _one_root(self) -> None:
-        first, root = root_of(TRAININGS[-1], self.starts)
+        first, root = root_of(self._last, self.starts)
         for name in filter(self.exists, OPTIONAL):
             other, start = root_of(name, self.starts)
             if (first, root) != (other, start):
                 raise ValueError(
                     f"{first}.start_from is {root} and {other}.start_from is {start}: a pipeline starts from one model, as "
-                    f"all its stages share one tokenizer; set {name}.start_from to a stage that {TRAININGS[-1]} goes on from"
+                    f"all its stages share one tokenizer; set {name}.start_from to a stage that {self._last} goes on from"
                 )
 
     def _one_existing_model(self) -> None:
@@ -220,7 +235,7 @@ class Budget(PartOfSection):
     """How much a training reads, and the seed of what is drawn."""
 
     tokens: int | None
-    epochs: float | None
+    epochs: float | Auto | None
     seed: int
 
 

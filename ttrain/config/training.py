@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from ttrain.config import rules
 from ttrain.config.base import Count, Location, Section, as_tuple, setting
 from ttrain.config.loop import Loop, Optim, Precision
 
+Passes = Annotated[float, Field(gt=0)]
+Batch = Annotated[Count, Field(ge=1)]
+Auto = Literal["auto"]
+AUTO_BATCH = "tokens of one optimizer step, over all ranks; auto: by the number of rows"
+AUTO_EPOCHS = "budget in passes over the rows; auto: more than usual where there are few"
+
 
 class Training(Loop):
     """What one training stage does to the weights."""
 
+    by_rows: ClassVar[rules.FineTuning] = rules.FineTuning()  # what `auto` makes of the rows
+
     tokens: Count | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`", ge=1)
-    epochs: float | None = setting(None, "budget in passes over the rows", gt=0)
-    tokens_per_step: Count = setting(4096, "tokens of one optimizer step, over all ranks", ge=1)
+    epochs: Passes | Auto | None = setting(None, "budget in passes over the rows")
+    tokens_per_step: Batch | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
     row_length: int = setting(256, "tokens of one packed row", ge=8)
     packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
@@ -46,8 +54,27 @@ class Training(Loop):
 
     def longest_row(self, limit: int) -> int | None:
         """The longest `row_length` within the limit that the other settings allow; None where there is none."""
-        lengths = (length for length in range(limit, 0, -1) if self.tokens_per_step % length == 0)
+        lengths = (length for length in range(limit, 0, -1) if self._divides(length))
         return next((length for length in lengths if self.accepts(row_length=length)), None)
+
+    def _divides(self, row_length: int) -> bool:
+        """Whether a step has whole rows of this length."""
+        return isinstance(self.tokens_per_step, str) or self.tokens_per_step % row_length == 0
+
+    def resolved(self, rows: int) -> Self:
+        """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
+        changes: dict[str, int | float] = {}
+        if self.tokens_per_step == rules.AUTO:
+            changes["tokens_per_step"] = self.by_rows.batch(rows, self.row_length)
+        if self.epochs == rules.AUTO:
+            rows_per_step = self.replaced(changes).rows_per_step
+            changes["epochs"] = self.by_rows.passes(rows, rows_per_step)
+        return self.replaced(changes)
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The settings that the rows decide."""
+        return tuple(name for name in ("tokens_per_step", "epochs") if getattr(self, name) == rules.AUTO)
 
     def _check(self) -> None:
         super()._check()
@@ -60,8 +87,8 @@ class Training(Loop):
                 f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
                 f"set the other to null"
             )
-        if self.tokens_per_step % self.row_length:
-            good = max(1, round(self.tokens_per_step / self.row_length)) * self.row_length
+        if not self._divides(self.row_length):
+            good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
             raise ValueError(
                 f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
                 f"try {good}"
@@ -104,7 +131,19 @@ class Training(Loop):
     @property
     def rows_per_step(self) -> int:
         """Packed rows of one optimizer step, over all ranks."""
-        return self.tokens_per_step // self.row_length
+        return self.step_tokens // self.row_length
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        assert isinstance(self.tokens_per_step, int), "the rows have decided it"
+        return self.tokens_per_step
+
+    @property
+    def passes(self) -> float | None:
+        """The budget in passes over the rows; None where it is in tokens."""
+        assert not isinstance(self.epochs, str), "the rows have decided it"
+        return self.epochs
 
 
 class TaskConfig(Loop):
@@ -115,7 +154,7 @@ class TaskConfig(Loop):
     precision: Precision = setting("fp32", "as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so")
 
     @property
-    def tokens_per_step(self) -> int:
+    def step_tokens(self) -> int:
         """A row counts as one token, in the loop and in the curves."""
         return self.rows_per_step
 
@@ -129,8 +168,9 @@ class Pretrain(Training):
 
     start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
     tokens: Count | None = setting(1_800_000, "budget in tokens; one of `tokens` and `epochs`", ge=1)
-    tokens_per_step: Count = setting(
-        rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model", ge=1
+    epochs: Passes | None = setting(None, "budget in passes over the rows")
+    tokens_per_step: Batch = setting(
+        rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
 
@@ -141,7 +181,8 @@ class Sft(Training):
     start_from: Location = setting(
         "pretrain", "pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
-    epochs: float | None = setting(1.0, "budget in passes over the rows", gt=0)
+    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
+    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
@@ -167,7 +208,8 @@ class Dpo(Training):
     desirable_weight: float = setting(1.0, "of kto: weight of the good answers", ge=0)
     undesirable_weight: float = setting(1.0, "of kto: weight of the bad answers", ge=0)
     sft_weight: float = setting(0.0, "weight of the chosen answers' own loss a token; orpo has it always", ge=0)
-    epochs: float | None = setting(1.0, "budget in passes over the rows", gt=0)
+    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
+    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     optim: Optim = Optim(lr=2e-4, weight_decay=0.0)
     adapter: Literal["none", "lora", "dora"] = setting(
         "none", "none: train all weights; else an adapter, which is merged into the model at the end"
@@ -201,8 +243,9 @@ class Lora(Training):
         "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
     kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
-    epochs: float | None = setting(2.0, "budget in passes over the rows", gt=0)
-    tokens_per_step: Count = setting(2048, "tokens of one optimizer step, over all ranks", ge=1)
+    by_rows: ClassVar[rules.FineTuning] = rules.FineTuning(tokens_per_step=2048, epochs=2.0)
+    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
+    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
     rank: int = setting(16, "of lora and dora", ge=1)
     alpha: float = setting(32.0, "of lora and dora; the adapter's output is scaled by alpha / rank", gt=0)
@@ -308,7 +351,7 @@ class TrainingStage:
     metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # what it does, and needs
-    optional: bool = False  # whether it exists only where its data set has files
+    optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
     module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
 
     @property

@@ -44,7 +44,7 @@ from ttrain.stages import (
     training,
 )
 from ttrain.stages.job import StageContext
-from ttrain.stages.rows import check_left_out, open_rows
+from ttrain.stages.rows import check_left_out, open_rows, resolved
 from ttrain.stages.shards import heldout_records
 from ttrain.store import tunings
 from ttrain.store.layout import Artifact
@@ -96,6 +96,7 @@ class Doctor:
                 check_left_out(self.config, rows)
                 if not len(rows):
                     raise DataError("the training data is empty: it gave no row to learn from")
+                self.config = resolved(self.config, rows)
             except UsageError:
                 raise
             except TTrainError as error:

@@ -76,8 +76,8 @@ class Decision:
 
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
-    always = (TRAININGS[0], TRAININGS[-1])  # there is a base and a last model, whichever stages train
-    models = [row.model for name, row in TRAINING_STAGES.items() if name in (*always, *settings.trainings)]
+    evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
+    models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
     bits = [BITS_PER_BYTE.of(name) for name in models]
     losses = [
         row.metric.of(name)

@@ -26,6 +26,7 @@ from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
+PLENTY_OF_ROWS = 1_000_000  # stands for a number that is not known
 LONG_SECONDS, MANY_PASSES = 86_400, 40  # repeated tokens are worth little after forty passes (arXiv:2305.16264)
 
 # The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
@@ -146,10 +147,11 @@ class _Estimator:
         name = planned.stage.name
         section: Training = getattr(self.settings, name)
         data = self._tokens(TRAINING_STAGES[name].dataset)
-        tokens = section.tokens or (data and round(data * (section.epochs or 0)))
-        passes = section.epochs or (data and tokens and tokens / data)
+        section = section.resolved(max(1, data // section.row_length) if data else PLENTY_OF_ROWS)
+        tokens = section.tokens or (data and round(data * (section.passes or 0)))
+        passes = section.passes or (data and tokens and tokens / data)
         step = resume.saved_step(self.store.work(name, planned.key)) if planned.key else 0
-        rest = tokens and max(0, tokens - step * section.tokens_per_step)
+        rest = tokens and max(0, tokens - step * section.step_tokens)
         flops = self._flops_per_token(section.row_length)
         rate = self._tokens_per_second(name, flops) if flops else None
         seconds = START_SECONDS + rest / rate if rest is not None and rate else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain.config import Settings
-from ttrain.config.data import dataset_read
+from ttrain.config.data import PYTHON_DOCS, dataset_read
 from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
@@ -56,10 +56,28 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     dataset = dataset_read(stage.dataset, data.tokenizer)
+    if not data.paths(dataset):
+        raise _no_documents(settings)
     roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
     if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
         roles[HELDOUT] = _expand(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
     return roles
+
+
+def _no_documents(settings: Settings) -> UsageError:
+    """The error where a stage needs documents, but none are named."""
+    if "pretrain" not in settings.trainings:
+        return UsageError(
+            "data.pretrain is none, so that there is no text for a tokenizer; set data.tokenizer=FILE, or "
+            "tokenizer.existing to a tokenizer that exists"
+        )
+    later = next((name for name, start in settings.starts.items() if start == "pretrain" and name in settings.trainings), "")
+    existing_model = f", or {later}.start_from=MODEL, which exists: a directory, or owner/name on the Hub" if later else ""
+    return UsageError(
+        f"data.pretrain is none, as what is not set is not trained on, but {later or 'the pipeline'} starts from the model "
+        f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
+        f"ttrain{existing_model}"
+    )
 
 
 def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
@@ -95,7 +113,7 @@ def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
     files_by_role: dict[str, list[InputFile]] = {}
     heldout_parts = [row.part for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
-    absent = {row.model for name, row in TRAINING_STAGES.items() if row.optional and name not in settings.trainings}
+    absent = {row.model for name, row in TRAINING_STAGES.items() if row.role != "base" and not settings.exists(name)}
     for model in type(settings.evaluate.suites).model_fields:
         if model in absent:
             continue

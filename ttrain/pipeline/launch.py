@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Settings, Training
+from ttrain.config import TRAINING_STAGES, Settings, Training, rules
 from ttrain.core import redact
 from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, write_json
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
@@ -21,12 +21,14 @@ from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.restart import RESTARTED
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
-from ttrain.stages import Stage
+from ttrain.stages import SHARDS, TOKENIZER, Stage
 from ttrain.store import integrity, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
+
+MANY_ROWS = 1 << 40  # of which `auto` makes what it makes of all sets that are large enough
 
 PARTS = ("run/blocks",)  # where a stage that reuses parts records them
 
@@ -275,12 +277,58 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
 
     Rows are packed only where the index leaves it open: the shards of most trainings hold thousands of steps.
     """
+    config = resolved(config, shards, tokenizer)
+    index = read_object(shards / "train" / "index.json")
+    if index and not config.mask_intervals and _rows_at_least(index, config) >= config.rows_per_step:
+        return
+    from ttrain.stages import rows
+
+    rows.order_of(config, _open_rows(config, shards, tokenizer))
+
+
+def resolved(config: Training, shards: Path, tokenizer: Path) -> Training:
+    """The settings with numbers for what is `auto`, as the stage resolves them on these shards.
+
+    Raises DataError or UsageError for data that it cannot train on.
+    """
+    if not config.automatic:
+        return config
     index = read_object(shards / "train" / "index.json")
     if index and not config.mask_intervals:
-        learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
-        if learnable >= config.tokens_per_step:  # at most what the rows hold
-            return
+        usual = config.resolved(MANY_ROWS)
+        if config.resolved(_rows_at_least(index, config)) == usual:  # as of all larger numbers
+            return usual
+    from ttrain.stages import rows
+
+    return rows.resolved(config, _open_rows(config, shards, tokenizer))
+
+
+def rules_of_rows(settings: Settings, stages: Iterable[Planned]) -> dict[str, rules.Rule]:
+    """The rules of the trainings whose batch or passes their rows decide; the value is `auto` where there are no shards."""
+    found: dict[str, rules.Rule] = {}
+    artifacts = {planned.stage.name: planned.artifact for planned in stages}
+    for name in settings.trainings:
+        config: Training = getattr(settings, name)
+        values = config
+        shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
+        tokenizer = artifacts.get(TOKENIZER.name)
+        if shards and tokenizer and not (shards.absent or tokenizer.absent):
+            with contextlib.suppress(TTrainError):  # the training says it
+                values = resolved(config, shards.path, tokenizer.path)
+        reasons = config.by_rows.reasons(config.row_length)
+        for key in config.automatic:
+            found[f"{name}.{key}"] = rules.Rule(getattr(values, key), reasons[key])
+    return found
+
+
+def _rows_at_least(index: JsonDict, config: Training) -> int:
+    """Rows that shards with this index give at least: each holds up to `row_length` tokens."""
+    learnable = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
+    return int(learnable // config.row_length)
+
+
+def _open_rows(config: Training, shards: Path, tokenizer: Path) -> Any:
     from ttrain.data.encoder import Encoder
     from ttrain.stages import rows
 
-    rows.order_of(config, rows.open_rows(shards / "train", Encoder(tokenizer, fast=False), config))
+    return rows.open_rows(shards / "train", Encoder(tokenizer, fast=False), config)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ttrain import tracking
 from ttrain.config import flatten
+from ttrain.config.data import LEARNT
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
@@ -360,3 +361,10 @@ def settings_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings that differ from today's defaults."""
     changed = changed_settings(dict(flatten(run["settings"])))
     return [Override(f"run {run['run']}", key, value) for key, (value, _) in changed.items()]
+
+
+def base_of(run: runs.RecordedRun) -> list[Override]:
+    """The same, to load other settings over them: with all data of the run, so that none counts as not named."""
+    data = run["settings"].get("data", {})
+    named = [Override(f"run {run['run']}", f"data.{name}", data[name]) for name in LEARNT if name in data]
+    return [*named, *settings_of(run)]

@@ -8,9 +8,12 @@ from typing import Any
 
 from ttrain import loggers
 from ttrain.config import Section, Settings, flatten
+from ttrain.config.data import PYTHON_DOCS
+from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
-from ttrain.core import machine
+from ttrain.core import machine, redact
 from ttrain.core.hashing import SECOND_HEAD, Ingredients, code_digests, differences, digest_of
+from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
@@ -18,7 +21,7 @@ from ttrain.pipeline.input_files import check_suite, data_files, existing_model,
 from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
-from ttrain.stages import OF_NIGHTS, STAGES, Stage
+from ttrain.stages import OF_NIGHTS, SHARDS, STAGES, Stage
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
@@ -32,6 +35,7 @@ COUNTED_BY_BYTES = (
 )
 
 EVERYTHING = Selection()
+SHOWN_SOURCES = 4
 
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
 
@@ -276,6 +280,31 @@ def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
     """(stage, state, key, why) for a table; cached stages note which libraries have changed since."""
     versions = machine.versions()
     return [(p.stage.name, p.state, (p.key or "")[:12], shortened([*p.why, *_notes(p, versions)])) for p in stages]
+
+
+def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
+    """What each training in the plan is trained on: its files, and its records where they are in the store."""
+    planned = {one.stage.name: one for one in stages}
+    found: dict[str, str] = {}
+    for name in (name for name in settings.trainings if name in planned):
+        row = TRAINING_STAGES[name]
+        paths = settings.data.paths(row.dataset)
+        sources = counted(len(paths), "source") if len(paths) > SHOWN_SOURCES else ", ".join(map(redact.url, paths))
+        if settings.data.uses_python_docs(row.dataset):
+            sources = f"{PYTHON_DOCS}, which ships with ttrain"
+        shards = planned.get(SHARDS[row.dataset].name)
+        records = shards.artifact.result.get("train", {}).get("rows") if shards and shards.artifact else None
+        found[name] = sources if records is None else f"{sources}: {records:,} {row.rows}"
+    return found
+
+
+def without_data(settings: Settings) -> str:
+    """A line that names the trainings that have no data, or nothing."""
+    names = [name for name in TRAINING_STAGES if not settings.exists(name) and name not in OPTIONAL]
+    if not names:
+        return ""
+    data = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in names)
+    return f"no {', '.join(names)}: {data} {'is' if len(names) == 1 else 'are'} none"
 
 
 def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Settings, Training
-from ttrain.core.files import JsonDict, fsync, misfit, read_json, remove_tree, write_json
+from ttrain.config import TRAINING_STAGES, Settings, Training
+from ttrain.config.rules import AUTO
+from ttrain.core.files import JsonDict, fsync, misfit, read_json, read_object, remove_tree, write_json
 from ttrain.core.hashing import Ingredients, differences
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
@@ -81,19 +82,33 @@ def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: froze
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     """The problem of a budget that may end before the step of the work. Epochs of uncounted rows may not become fewer."""
+    usual = TRAINING_STAGES[work.stage].settings.by_rows
     tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
     if tokens is not None:
         earlier_tokens = work.ingredients["settings"][f"{work.stage}.tokens"] or math.inf
-        most_tokens = work.step * settings[f"{work.stage}.tokens_per_step"]  # rows that are not packed have fewer
+        step_tokens = _trained_with(work, "tokens_per_step", usual.tokens_per_step)
+        most_tokens = work.step * step_tokens  # rows that are not packed have fewer
         is_long_enough = tokens >= min(most_tokens, earlier_tokens)
     else:
-        earlier_epochs = work.ingredients["settings"][f"{work.stage}.epochs"]
+        earlier_epochs = _trained_with(work, "epochs", usual.epochs)
+        if epochs == AUTO:  # the same number where it was `auto`, else this or more
+            was_auto = work.ingredients["settings"][f"{work.stage}.epochs"] == AUTO
+            epochs = earlier_epochs if was_auto else usual.epochs
         is_long_enough = earlier_epochs is not None and epochs >= earlier_epochs
     return (
         []
         if is_long_enough
         else [f"its budget, {tokens or epochs} {'tokens' if tokens else 'epochs'}, may end before that step"]
     )
+
+
+def _trained_with(work: PartialRun, name: str, usual: float) -> Any:
+    """A setting of the work, with the number that its rows gave for `auto`; `usual` where no checkpoint says it."""
+    value = work.ingredients["settings"][f"{work.stage}.{name}"]
+    if value != AUTO:
+        return value
+    state = read_object(work.path / "output" / "checkpoints" / f"step-{work.step:08d}" / "state.json")
+    return state.get("identity", {}).get(name, usual)
 
 
 def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
@@ -195,7 +210,8 @@ def extension_of(
             continue
         rows = artifact.result["rows"]
         fill = rows["fill"] if config.packing == "none" else 1.0
-        new_steps = steps_of(config, rows.get("epoch", rows["rows"]), fill)[0]
+        epoch_rows = rows.get("epoch", rows["rows"])
+        new_steps = steps_of(config.resolved(epoch_rows), epoch_rows, fill)[0]
         may_be_cut = old_settings[f"{stage.name}.epochs"] is not None  # the last step
         whole_steps = artifact.result["steps"] - may_be_cut
         limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, artifact.result["steps"])))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
-from ttrain.config import Runtime, Section
+from ttrain.config import Runtime, Section, Training
 from ttrain.config.training import Dpo, adapter_of, settings_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
@@ -27,7 +28,9 @@ def run(config: Section, job: StageContext) -> Figures:
     ranks, settings = training.start(job.runtime), settings_of(config, Dpo)
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
     trained = prepare(config, job.inputs, encoder)
-    task = task_of(settings, trained.model, job.runtime)
+
+    def task(config: Training) -> PreferenceTuning:
+        return task_of(cast("Dpo", config), trained.model, job.runtime)
 
     def batches(part: str, rows: Rows) -> BatchSource:
         return ReferencedRows(rows, job.inputs["reference"], part) if settings.has_reference else rows

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import ReplayConfig, ReplaySftConfig
+from ttrain.config import ReplayConfig, ReplaySftConfig, Sft
+from ttrain.config.rules import AUTO
 from ttrain.config.settings import Budget
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
@@ -47,7 +48,8 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
     tokenizer, share = new.index["tokenizer"], config.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
-    read = training.tokens or math.ceil((training.epochs or 0) * new.tokens / (1 - share))
+    passes = Sft.by_rows.epochs if training.epochs == AUTO else training.epochs  # more passes read the same sample again
+    read = training.tokens or math.ceil((passes or 0) * new.tokens / (1 - share))
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}

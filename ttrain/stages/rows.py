@@ -91,6 +91,11 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
     return Intervals(tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals))
 
 
+def resolved(config: Training, rows: Rows) -> Training:
+    """The settings with numbers for what is `auto`."""
+    return config.resolved(rows.epoch)
+
+
 def order_of(config: Training, rows: Rows) -> Order:
     """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on.
 

@@ -20,7 +20,7 @@ from ttrain.stages import plateau
 from ttrain.stages.callbacks import METRICS, is_without_effect, language_model_callbacks
 from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.stages.new_model import tokenizer_files
-from ttrain.stages.rows import open_rows, order_of, validation_batches, with_replay
+from ttrain.stages.rows import open_rows, order_of, resolved, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
 from ttrain.stages.tuning import TUNED, tuned
 from ttrain.train import checkpoint, leakage_check, precision
@@ -81,16 +81,21 @@ def fit(
     ranks: Ranks,
     encoder: Encoder,
     *,
-    task: CausalTask | None = None,
+    task: Callable[[Training], CausalTask] | None = None,
     batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
 ) -> Figures:
     """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
 
-    `task`: next-token prediction unless given. `batches`: the batches of the rows of a part, `train` or `heldout`.
+    `task`: makes the task of settings without `auto`; next-token prediction unless given.
+    `batches`: the batches of the rows of a part, `train` or `heldout`.
     """
     rows, heldout = _rows_of(config, job, encoder)
+    automatic, config = config.automatic, resolved(config, rows)
+    by_rule = {name: getattr(config, name) for name in automatic}
+    if by_rule:
+        log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = task or task_of(config, trained.model, job.runtime)
+    learner = task(config) if task else task_of(config, trained.model, job.runtime)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
@@ -125,6 +130,7 @@ def fit(
     return {
         **figures,
         **chosen,
+        **({"by_rule": by_rule} if by_rule else {}),
         "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
         "extended_from_step": extended.step if extended else None,
         "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},

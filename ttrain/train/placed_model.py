@@ -47,7 +47,7 @@ class PlacedModel:
         self.loss_scale = precision.loss_scale()
         self.can_defer = is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
-        self._scale = 1.0 / task.config.tokens_per_step
+        self._scale = 1.0 / task.config.step_tokens
 
     @property
     def compiled(self) -> bool:

@@ -25,10 +25,10 @@ def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
     `fill`: the tokens of a mean row, as a share of `row_length`, where rows count by their length; then it is an estimate.
     """
     if config.tokens is not None:
-        steps = math.ceil(config.tokens / (config.tokens_per_step * fill))
+        steps = math.ceil(config.tokens / (config.step_tokens * fill))
         return steps, steps * config.rows_per_step
-    assert config.epochs is not None, "the settings name one of tokens and epochs"
-    total = max(1, math.ceil(config.epochs * rows))
+    assert config.passes is not None, "the settings name one of tokens and epochs"
+    total = max(1, math.ceil(config.passes * rows))
     return -(-total // config.rows_per_step), total
 
 
