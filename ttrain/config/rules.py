@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ttrain.config.base import as_count
 
-AUTO = "auto"
+AUTO: Final = "auto"
 
 BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
 SMALLEST_BATCH = 1024
