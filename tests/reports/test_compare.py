@@ -17,7 +17,8 @@ from ttrain.cli.main import app
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.reports import facts
-from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels
+from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels, sections
+from ttrain.reports.sections import Answers
 from ttrain.tracking import read_runs
 from ttrain.tracking.datasets import DataInput
 
@@ -296,6 +297,16 @@ def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_
     answers = {one.prompt: one.answers for one in found.samples}
     assert answers == {"Hello": ("world", "moon"), "Only A": ("yes", "–")}
     assert found.remarks == ("not all runs are complete: B failed",)
+
+
+def test_what_follows_a_prompt_in_the_data_stands_beside_the_answers(tmp_path: Path) -> None:
+    for name, answer in ((A, "moon"), (B, "world")):
+        sample = {"prompt": "Hello", "answer": answer, "reference": "there"}
+        make_run(tmp_path, name, [Made("evaluate", result={"samples": {"base": [sample]}, "metrics": {}})])
+    found = compared(tmp_path, A, B)
+    assert [(sample.answers, sample.reference) for sample in found.samples] == [(("moon", "world"), "there")]
+    (of_samples,) = [section for section in sections(found, ["A", "B"]) if section.title == "Samples"]
+    assert of_samples.blocks[-1] == Answers([("A", "moon"), ("B", "world"), ("in the data", "there")])
 
 
 def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:

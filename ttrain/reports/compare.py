@@ -88,6 +88,7 @@ class ComparedSample:
     model: str
     prompt: str
     answers: tuple[str, ...]
+    reference: str = ""  # what follows the prompt in the held-out row that it is from
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,9 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
         samples.append(Heading(f"{model} model"))
         for sample in comparison.samples:
             if sample.model == model:
-                samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
+                reference = [(facts.REFERENCE, sample.reference)] if sample.reference else []
+                answers = [*zip(names, sample.answers, strict=True), *reference]
+                samples += [Text(sample.prompt, "prompt"), Answers(answers)]
     aside = comparison.settings_aside
     return [
         differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
@@ -403,8 +406,10 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterat
     """The answers of each run's models to the same prompts of the evaluation."""
     answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
+    references = dict(chain.from_iterable(facts.references_of(stages.get(EVALUATION, {})).items() for stages in manifests))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers))
+        of_runs = tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers)
+        yield ComparedSample(model, prompt, of_runs, references.get(prompt, ""))
 
 
 def scores_of(view: RunView) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import re
@@ -102,6 +103,16 @@ def samples_of(evaluation: Manifest) -> dict[tuple[str, str], str]:
     answers = evaluation.get("result", {}).get("samples") or {}
     models = sorted(answers, key=model_order)
     return {(model, sample["prompt"]): sample["answer"] for model in models for sample in answers[model]}
+
+
+REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
+
+
+def references_of(evaluation: Manifest) -> dict[str, str]:
+    """{prompt: what follows it in the held-out row that it is from}."""
+    of_models = (evaluation.get("result", {}).get("samples") or {}).values()
+    samples = itertools.chain.from_iterable(of_models)
+    return {sample["prompt"]: sample["reference"] for sample in samples if sample.get("reference")}
 
 
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
