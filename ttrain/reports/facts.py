@@ -165,6 +165,21 @@ def spread(items: Sequence[T], most: int) -> list[T]:
     return [items[number] for number in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
 
 
+QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
+
+
+def quick_offset(quick: Sequence[float | None], whole: float | None) -> float | None:
+    """What moves a curve on a few held-out rows to where the validation on all of them ends.
+
+    The few are easier or harder than all by about as much at each step, so that the moved curve
+    shows what all rows would have. None where one of the two is not there, or not finite.
+    """
+    last = quick[-1] if quick else None
+    if last is None or whole is None or not math.isfinite(whole - last):
+        return None
+    return whole - last
+
+
 def short(value: float) -> str:
     """A large count in short form: "950", "12.8k", "1.5M"."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
