@@ -100,7 +100,7 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show_also_on_a_
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12} (the newest pretrain here)\n")
     places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
     assert f"words: 2 rows left out: {places}" in text
-    assert "pretrain (1) - pretrain (2)" in text and "no significant difference (minimum detectable: 0.7500)" in text
+    assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text
 
 
 def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(

@@ -27,6 +27,7 @@ from ttrain.data.records import (
     content_hash,
     document_fields,
     document_parser,
+    heldout_share,
     parse_conversation,
     parsed,
     position,
@@ -573,3 +574,54 @@ def test_a_place_depends_on_the_content_alone() -> None:
     assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
     assert len(content_hash(HELLO)) == 16
     assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
+
+
+# --- how many rows `auto` holds out
+
+
+def documents(count: int) -> list[TextDocument]:
+    return [TextDocument(f"document {number}") for number in range(count)]
+
+
+def heldout_of(rows: list[TextDocument]) -> set[str]:
+    share = heldout_share(rows)
+    return {row.text for row in rows if position(row) < share}
+
+
+@pytest.mark.parametrize(
+    ("count", "share"), [(0, 0.2), (1, 0.2), (40, 0.2), (250, 0.2), (500, 0.1), (2000, 0.025), (2500, 0.02), (9000, 0.02)]
+)
+def test_a_fifth_is_held_out_of_few_rows_fifty_of_more_and_two_percent_of_many(count: int, share: float) -> None:
+    assert heldout_share(documents(count)) == pytest.approx(share)
+
+
+def test_of_a_hundred_rows_on_at_least_as_many_are_held_out_as_a_verdict_needs() -> None:
+    shares = []
+    for seed in range(40):
+        rows = [TextDocument(f"{seed}: {number}") for number in range(100)]
+        held_out = heldout_of(rows)
+        shares.append(heldout_share(rows))
+        assert 20 <= len(held_out) <= 40
+        assert {record.text for held, record in split(iter(rows), shares[-1]) if held} == held_out
+    assert max(shares) > 0.2, "else the rows below 20 % were enough in each of them"
+
+
+def test_no_row_that_was_trained_on_is_held_out_of_a_set_that_has_grown() -> None:
+    rows, trained_on = documents(3000), set[str]()
+    for count in (100, 110, 180, 300, 700, 2499, 2500, 3000):
+        held_out = heldout_of(rows[:count])
+        assert not trained_on & held_out
+        trained_on |= {row.text for row in rows[:count]} - held_out
+
+
+def test_rows_that_repeat_others_and_rows_beyond_the_limit_do_not_count() -> None:
+    rows = documents(40)
+    assert heldout_share(rows * 100) == heldout_share(rows) == 0.2
+    assert heldout_share(documents(2000), limit=250) == 0.2
+    assert heldout_share(documents(200), limit=9000) == heldout_share(documents(200))
+
+
+def test_of_many_rows_no_more_are_read_than_decide() -> None:
+    rows = iter(documents(9000))
+    assert heldout_share(rows) == 0.02
+    assert len(list(rows)) == 9000 - 2500

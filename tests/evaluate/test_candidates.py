@@ -207,3 +207,27 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path)
     judged = candidates.judge(*sides, Promotion(), {})
     assert {figure.name for figure in judged.texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
     assert judged.decision.lost == ("source r?d",)
+
+
+@pytest.mark.parametrize(
+    ("count", "rules", "word", "reason"),
+    [
+        (9, {}, "kept", "9 of 20 held-out records"),
+        (19, {"metric": "domain_loss_lora"}, "kept", "19 of 20 held-out records"),
+        (20, {}, "promoted", "better by 0.50000; the lower end of the interval"),
+        (9, {"min_samples": 5}, "promoted", "the lower end of the interval"),
+        (9, {"min_samples": 30}, "kept", "9 of 30 held-out records"),
+        (9, {"resamples": 0}, "promoted", "resamples is 0"),  # the user lets the figures alone decide
+    ],
+)
+def test_a_night_of_too_few_held_out_records_keeps_the_champion(
+    compared: Any, count: int, rules: dict[str, Any], word: str, reason: str
+) -> None:
+    better = {"sft": 1.0, "lora": 0.5, "count": count}
+    decision = compared(better, {"count": count}, **{"metric": "chat_loss_sft", **rules}).decision
+    assert decision.word == word and reason in decision.reason, decision.reason
+
+
+def test_the_first_champion_needs_no_number_of_records_and_a_metric_without_records_none(tmp_path: Path) -> None:
+    alone = evaluated(tmp_path, count=3)
+    assert candidates.judge(alone, None, Promotion(metric="chat_loss_sft"), {}).decision.promote

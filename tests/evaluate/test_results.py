@@ -72,9 +72,9 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert by_bytes.verdict(Rule()) == "b is better"
 
 
-def test_below_five_items_the_verdict_is_that_they_are_too_few() -> None:
-    """Two models that differ on every item of four, and would on five."""
-    for count, said in ((4, "too few items: 4; a comparison needs at least 5"), (5, "no significant difference")):
+def test_below_twenty_items_no_model_is_better() -> None:
+    """Two models that differ on every item, which six items would show by themselves."""
+    for count, said in ((4, "not judged (4 of 20 items)"), (19, "not judged (19 of 20 items)"), (20, "b is better")):
         some = [
             TaskResult(
                 "poems", "choices", name, ITEMS[:count],
@@ -194,3 +194,17 @@ def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
     old = json.loads(json.dumps(other).replace("accuracy", "accuracy_exact"))
     remarks = [row[2] for row in summary.rows({}, {"evaluate": {"suites": other}, "evaluate-champion": {"suites": old}})]
     assert remarks.count("the challenger's is accuracy") == 1, "an earlier one may have called its figure otherwise"
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_the_table_of_a_run_has_no_verdict_on_too_few_records(count: int) -> None:
+    metrics = {
+        "eval/bits_per_byte": 1.5, "eval/bits_per_byte_xz": 2.0, "eval/documents": count, "eval/document_bytes": 900,
+        "eval/chat_loss_base": 3.0, "eval/chat_loss_sft": 2.0, "eval/chats": count, "champion/bits_per_byte": 1.6,
+    }  # fmt: skip
+    evaluated = {"metrics": {}, "intervals": {}, "paired": {"chat_loss_sft": {"p": 0.01}}}
+    remarks = {what: remark for what, _, remark in summary.rows(metrics, {"evaluate": evaluated})}
+    few = f"not judged ({count} of 20 held-out records)" if count < 20 else ""
+    assert remarks["bits per byte, base model"] == f"{count} documents, 900 bytes; {few or 'beats xz'}"
+    assert remarks["chats loss, sft"] == (few or "-1.000, p = 0.01")
+    assert remarks["bits per byte, base model, champion"] == (few or "the challenger: -0.100")

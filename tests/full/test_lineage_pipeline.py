@@ -118,7 +118,7 @@ def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> 
         for table in json.loads(listed)
     }
     assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
-    assert tables["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora"]
+    assert tables["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora", "in the data"]
 
 
 def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished: Cli, tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_m
     assert history.lost_text(replace(kept, lost=(), texts=kept.texts[1:2])) == "nothing"
 
 
+def test_of_texts_of_too_few_records_no_change_is_told(nights: Nights) -> None:
+    night = of_home(nights)[2]
+    few = [replace(found, records=3, lost=False) for found in night.texts]
+    told = replace(night, lost=(), texts=tuple(few))
+    assert told.worst is None and history.lost_text(told) == "not judged (3 of 20 held-out records)"
+    some = replace(told, texts=(*few[:2], replace(few[2], records=20)))
+    assert history.lost_text(some) == "nothing; worst: source <i> +1.0%"
+    page = history.render("mine", [told])
+    assert "not judged (3 of 20 held-out records)" in page and "+10.0%" not in page
+
+
 def test_the_number_of_nights_and_the_pipeline_can_be_chosen(nights: Nights, tmp_path: Path) -> None:
     assert [night.night for night in history.history(tmp_path, "mine", 2)[1]] == ["night-000004", "night-000003"]
     Nights(tmp_path, "other").directory.mkdir()

@@ -115,6 +115,19 @@ def test_shards_and_replay_are_told_what_earlier_nights_hold_out(store: Artifact
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
 
 
+def test_a_night_that_does_not_look_for_known_documents_holds_out_the_least_share(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    """`auto` is more of few new rows: rows that the champion was trained on could be among them."""
+    shares = {
+        near: inputs(store, settings_of(tmp_path, reading={"near_duplicates": near})).settings.reading.heldout_fraction
+        for near in (None, 0.8, 0.0)
+    }
+    assert shares == {None: "auto", 0.8: "auto", 0.0: 0.02}
+    set_share = settings_of(tmp_path, reading={"near_duplicates": 0.0, "heldout_fraction": 0.3})
+    assert inputs(store, set_share).settings.reading.heldout_fraction == 0.3
+
+
 def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
     for nightly, budget in (({}, (1_800_000, None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))):
         pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain

@@ -219,7 +219,7 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name), "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
-    assert "reading.heldout_fraction was 0.02 and is 0.01: nothing is measured" in chosen(less).note
+    assert "reading.heldout_fraction was auto and is 0.01: nothing is measured" in chosen(less).note
     (tmp_path / "x.jsonl").write_text("x", encoding="utf-8")
     named = settings.data.model_copy(update={"pretrain_heldout": (str(tmp_path / "x.jsonl"),)})
     own = settings.model_copy(update={"data": named})

@@ -17,12 +17,13 @@ from ttrain.cli.main import app
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.reports import facts
-from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels
+from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels, sections
+from ttrain.reports.sections import Answers
 from ttrain.tracking import read_runs
 from ttrain.tracking.datasets import DataInput
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
-METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 5.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
+METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 50.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
 
 
 def tokenizer(content: str = "t1") -> Made:
@@ -91,13 +92,14 @@ def test_a_setting_that_is_retired_counts_only_where_two_records_differ_in_it(tm
 
 def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_percent(tmp_path: Path) -> None:
     names = ("eval/bits_per_byte", "pretrain/tokens_per_second", "eval/documents", "tok/bytes_per_token")
-    for run, values in ((A, (2.0, 100.0, 5.0, 3.0)), (B, (1.5, 150.0, 6.0, 3.0))):
+    for run, values in ((A, (2.0, 100.0, 50.0, 3.0)), (B, (1.5, 150.0, 60.0, 3.0))):
         make_run(tmp_path, run, [], metrics=dict(zip(names, values, strict=True)))
     found = {one.name: one for one in compared(tmp_path, A, B).metrics}
     assert (found["eval/bits_per_byte"].best, found["eval/bits_per_byte"].percent) == (1, (0.0, -25.0))
     later = ComparedMetric("champion/bits_per_byte", (None, 2.0, 3.0), -1, 1, (None, 0.0, 50.0))
     assert [later.cell(run).small for run in range(3)] == ["", "", "+50 %"], "nothing to compare the first one with"
-    assert (found["pretrain/tokens_per_second"].best, found["pretrain/tokens_per_second"].percent) == (1, (0.0, 50.0))
+    speed = found["pretrain/tokens_per_second"]
+    assert (speed.best, speed.percent) == (None, (0.0, 50.0)), "a faster run is not a better model"
     assert found["eval/documents"].best is None and found["eval/documents"].better == 0
     assert compared(tmp_path, A, B).same_metrics == ("tok/bytes_per_token",)
     assert next(iter(found)) == "eval/bits_per_byte"  # what decides stands first
@@ -206,7 +208,6 @@ def test_other_tokenizers_and_other_held_out_data_are_warned_of(tmp_path: Path) 
             "over 40 held-out records, the 95% interval .* 0.98.* to 0.99.*$",
         ),
         ([24.0 if number % 2 else 7.0 for number in range(40)], "so this may be chance$"),
-        ([8.0] * 5, "5 held-out records are too few to say that this is more than chance$"),
     ],
 )
 def test_the_verdict_says_how_sure_it_is(tmp_path: Path, bits: list[float], told: str) -> None:
@@ -215,6 +216,59 @@ def test_the_verdict_says_how_sure_it_is(tmp_path: Path, bits: list[float], told
         make_run(tmp_path, name, [scored(found)], metrics={"eval/bits_per_byte": sum(found) / (8 * len(found))})
     verdict = compared(tmp_path, A, B).verdict
     assert verdict.startswith("the model of B is better") and re.search(told, verdict), verdict
+
+
+@pytest.mark.parametrize(("count", "is_judged"), [(1, False), (19, False), (20, True)])
+def test_of_too_few_held_out_records_no_model_is_better(tmp_path: Path, count: int, is_judged: bool) -> None:
+    for name, bits in ((A, 16.0), (B, 8.0)):
+        make_run(tmp_path, name, [scored([bits] * count)], metrics={BITS: bits / 8})
+    found = compared(tmp_path, A, B)
+    (metric,) = found.metrics
+    if is_judged:
+        assert (metric.best, metric.percent, metric.not_judged) == (1, (0.0, -50.0), "")
+        assert found.verdict.startswith("the model of B is better")
+    else:
+        few = f"not judged ({count} of 20 held-out records)"
+        assert (metric.best, metric.percent, metric.not_judged) == (None, (None, None), few)
+        assert found.verdict == f"no model is better by eval/bits_per_byte: {few}"
+        assert [str(metric.cell(run)) for run in (0, 1)] == ["2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "few"),
+    [
+        ({LOSS: 2.0, "eval/chats": 3.0}, "3 of 20 held-out records"),
+        ({"eval/domain_loss_lora": 2.0, "eval/domain": 8.0}, "8 of 20 held-out records"),
+        ({"eval/poems/accuracy/sft": 2.0, "eval/poems/items": 4.0}, "4 of 20 held-out records"),
+        ({VALIDATION: 2.0}, "5 of 20 held-out records"),
+    ],
+)
+def test_each_metric_counts_its_own_records(tmp_path: Path, metrics: dict[str, float], few: str) -> None:
+    name = next(iter(metrics))
+    for run, value in ((A, 2.0), (B, 1.0)):
+        make_run(tmp_path, run, [shards()], metrics={**metrics, name: value})
+    found = {metric.name: metric for metric in compared(tmp_path, A, B).metrics}
+    assert (found[name].best, found[name].not_judged) == (None, f"not judged ({few})")
+
+
+def test_no_run_is_the_best_by_what_other_data_or_other_tokenizers_make_incomparable(tmp_path: Path) -> None:
+    values = {BITS: 2.0, LOSS: 3.0, "eval/prose/perplexity/base": 30.0, VALIDATION: 4.0, "pretrain/loss": 4.0}
+    better = {name: value / 2 for name, value in values.items()}
+    made = {
+        "tokenizer": [evaluation({}, tokenizer_content="t2")],
+        "text": [evaluation({}, heldout="h2")],
+        "shards": [evaluation({}), Made("pretrain", inputs={"shards": ("shards-pretrain", "e" * 64, "other")})],
+    }
+    make_run(
+        tmp_path, A, [evaluation({}), Made("pretrain", inputs={"shards": ("shards-pretrain", "d" * 64, "h1")})],
+        metrics=values,
+    )  # fmt: skip
+    best = {}
+    for name, stages in made.items():
+        make_run(tmp_path, B, stages, metrics=better)
+        best[name] = {metric.name for metric in compared(tmp_path, A, B).metrics if metric.best is not None}
+    of_chats = {BITS, LOSS, "eval/prose/perplexity/base"}
+    assert best == {"tokenizer": {BITS}, "text": set(), "shards": of_chats}
 
 
 def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
@@ -243,6 +297,16 @@ def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_
     answers = {one.prompt: one.answers for one in found.samples}
     assert answers == {"Hello": ("world", "moon"), "Only A": ("yes", "–")}
     assert found.remarks == ("not all runs are complete: B failed",)
+
+
+def test_what_follows_a_prompt_in_the_data_stands_beside_the_answers(tmp_path: Path) -> None:
+    for name, answer in ((A, "moon"), (B, "world")):
+        sample = {"prompt": "Hello", "answer": answer, "reference": "there"}
+        make_run(tmp_path, name, [Made("evaluate", result={"samples": {"base": [sample]}, "metrics": {}})])
+    found = compared(tmp_path, A, B)
+    assert [(sample.answers, sample.reference) for sample in found.samples] == [(("moon", "world"), "there")]
+    (of_samples,) = [section for section in sections(found, ["A", "B"]) if section.title == "Samples"]
+    assert of_samples.blocks[-1] == Answers([("A", "moon"), ("B", "world"), ("in the data", "there")])
 
 
 def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:

@@ -340,3 +340,22 @@ def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no
     assert [chart.title for chart in main] == ["loss", "chosen answer leads", "lead of the chosen answer", "gradient norm"]
     assert main[0].unit == "per pair or rated answer" and charts.charts_of(view, "sft")[0][0].unit == "nats per target"
     assert [len(chart.lines) for chart in others if chart.title == "log-probability of answers"] == [2]
+
+
+def validated(*, quick: list[float], whole: list[float]) -> Any:
+    """A view of a stage with these validations on a few rows, and at the end on all."""
+    curves = {"validation_loss_quick": points(quick), "validation_loss": points(whole)}
+    curves = {name: found for name, found in curves.items() if found}
+    return SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves.get(name, []))
+
+
+def test_validations_on_a_few_rows_are_drawn_as_one_line_that_ends_at_the_one_on_all() -> None:
+    view = validated(quick=[4.0, 3.0, 2.5], whole=[2.75])
+    (main,), others = charts.charts_of(view, "sft")
+    (drawn,) = main.lines
+    assert [point.value for point in drawn.points] == [4.25, 3.25, 2.75] and not others
+    assert drawn.label == "validation_loss (until the end a few rows, moved by +0.250)"
+    unfinished = charts.charts_of(validated(quick=[4.0, 3.0], whole=[]), "sft")[0][0].lines
+    assert [(found.label, len(found.points)) for found in unfinished] == [("validation_loss_quick (a few rows)", 2)]
+    both, _ = charts.comparison_charts([view, view], "sft")
+    assert [(chart.title, len(chart.lines)) for chart in both] == [("validation_loss", 2)]

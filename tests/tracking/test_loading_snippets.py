@@ -173,3 +173,7 @@ def test_the_evaluation_is_a_table_and_the_answers_of_the_models_stand_side_by_s
     assert answers["columns"] == ["prompt", "base", "sft", "lora"]
     assert answers["data"] == [["a", "1", "", ""], ["b", "2", "<script>", "5"], ["c", "", "4", ""]]
     assert evaluation_tables([], {}) == {}
+    samples["sft"][0]["reference"] = "so it goes on"
+    answers = json.loads(evaluation_tables([], samples)["samples_table.json"])
+    assert answers["columns"] == ["prompt", "base", "sft", "lora", "in the data"]
+    assert answers["data"][1] == ["b", "2", "<script>", "5", "so it goes on"]

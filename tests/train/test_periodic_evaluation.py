@@ -104,7 +104,7 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert quick[6] < quick[2] and quick[6] != results[1]["validation_loss"] == results[0]["validation_loss"]
     texts = sorted((second / "run" / "samples").iterdir())
     assert [path.name for path in texts] == ["step-00000003.txt", "step-00000006.txt"]
-    assert texts[-1].read_text(encoding="utf-8").count("=== ") == len(settings.runtime.sample_prompts) == 2
+    assert texts[-1].read_text(encoding="utf-8").count("=== ") == 2, "beginnings of held-out documents"
     assert results[0]["guard_warnings"] == {} and not (first / "run" / "samples").exists()
     names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
     assert {

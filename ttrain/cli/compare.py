@@ -181,7 +181,7 @@ def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
 
     metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
     order = list(range(len(names)))
-    if metrics:
+    if metrics and not metrics[0].not_judged:
         first = metrics[0]
         order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
     differing: list[ComparedMetric | Difference] = [*metrics, *comparison.settings]

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ttrain.config.base import Count, Location, Paths, Section, Seed, Weighted, as_tuple, setting, with_fields
+from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, setting, with_fields
+from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 
 PYTHON_DOCS = "python-docs"
@@ -78,7 +79,9 @@ class Reading(Section):
     """How records are read from files."""
 
     text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
-    heldout_fraction: float = setting(0.02, "share of rows held out by content hash", ge=0, lt=1)
+    heldout_fraction: Literal["auto"] | Share = setting(
+        AUTO, "share of rows held out by content hash; auto: max(2 %, min(50 rows, 20 %)) of a data set's distinct rows"
+    )
     rejected_fraction: float = setting(0.01, "more bad rows than this share end the stage", ge=0, le=1)
     max_line_bytes: int = setting(32 << 20, "a longer line is rejected unread", ge=1024, le=256 << 20)
     deduplicate: bool = setting(True, "of rows that say exactly the same, keep the first")

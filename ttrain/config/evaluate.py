@@ -43,10 +43,10 @@ class Evaluate(Section):
     )
     max_chats: int = setting(500, "held-out chats that are scored", ge=1)
     new_tokens: int = setting(48, "length of a sample; 0: no samples", ge=0)
-    documents: tuple[str, ...] = setting(("Return the", "The first argument"), "beginnings that samples continue")
-    chats: tuple[str, ...] = setting(
-        ("What does `textwrap.dedent` do?", "Hello! Who are you?"), "questions that samples answer"
+    documents: tuple[str, ...] | None = setting(
+        None, "beginnings that samples continue; empty: those of two held-out documents"
     )
+    chats: tuple[str, ...] | None = setting(None, "questions that samples answer; empty: two of held-out chats")
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
     overlapping: Literal["report", "leave_out"] = setting(

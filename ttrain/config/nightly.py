@@ -14,6 +14,7 @@ from pydantic import Field, field_serializer, field_validator
 from ttrain.config.base import Count, Section, Seed, TimeOfDay, TimeZone, setting
 from ttrain.config.training import BITS_PER_BYTE
 
+FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.few_records`
 Event = Literal["failed", "completed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
 
@@ -89,7 +90,7 @@ class Promotion(Section):
         0.95, "of the paired bootstrap interval, whose lower end must exceed the margin", gt=0.5, lt=1
     )
     resamples: int = setting(2000, "of the bootstrap; 0: the figures alone decide", ge=0)
-    min_samples: int = setting(20, "held-out records below which the figures alone decide", ge=2)
+    min_samples: int = setting(FEWEST_RECORDS, "held-out records below which no challenger is promoted", ge=2)
     seed: Seed = setting(1, "of the paired resampling")
     forgetting: float | None = setting(
         0.03,

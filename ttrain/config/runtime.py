@@ -99,8 +99,8 @@ class Runtime(Section):
         10, "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none", ge=0
     )
     sample_every_steps: int = setting(0, "steps between texts that the model writes for you; 0: none", ge=0)
-    sample_prompts: tuple[str, ...] = setting(
-        ("Return the", "Hello! Who are you?"), "beginnings of documents, or what a user asks", min_length=1
+    sample_prompts: tuple[str, ...] | None = setting(
+        None, "beginnings of documents, or what a user asks; empty: two of the rows that the stage holds out", min_length=1
     )
     eval_every_steps: int = setting(0, "steps between evaluations on a small suite, the last step among them; 0: none", ge=0)
     eval_suite: Location | None = setting(

@@ -13,6 +13,9 @@ from typing import Literal
 
 import orjson
 
+from ttrain.config import Reading
+from ttrain.config.nightly import FEWEST_RECORDS
+from ttrain.config.rules import AUTO
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import exact_json
@@ -229,9 +232,14 @@ def hash_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
+def place(record: Record) -> int:
+    """A number below 2**64 by the record's content: uniform, and the same in every file."""
+    return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big")
+
+
 def position(record: Record) -> float:
-    """A number in [0, 1) by the record's content: uniform, and the same in every file."""
-    return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big") / 2**64
+    """The same as a number in [0, 1)."""
+    return place(record) / 2**64
 
 
 def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
@@ -256,6 +264,40 @@ def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Recor
                 lowest, lowest_place = [], record_position
             lowest.append(record)
     yield from ((not any_heldout, record) for record in lowest)
+
+
+LEAST_SHARE, MOST_SHARE, ENOUGH_ROWS = 0.02, 0.2, 50  # of reading.heldout_fraction=auto
+
+
+def with_heldout_share(reading: Reading, paths: Sequence[str], parse: Parser) -> Reading:
+    """The settings with the number that `auto` means for the rows of these files."""
+    if reading.heldout_fraction != AUTO:
+        return reading
+    rows = read(paths, parse, Tally(), reading.max_line_bytes, reading.text_field)
+    limit = reading.limit * reading.rounds if reading.limit else None
+    return reading.model_copy(update={"heldout_fraction": heldout_share(rows, limit)})
+
+
+def heldout_share(rows: Iterable[Record], limit: int | None = None) -> float:
+    """The share of the distinct rows that `auto` holds out: max(2 %, min(50 rows, 20 %)), of at most `limit` rows.
+
+    It is 2 % from 2,500 rows on, so that many are read. While a data set grows it does not rise, so that no row that was
+    trained on is held out later; but once, at 100 rows. From there on at least 20 rows are held out, which the models need
+    to be judged: of sets of 100 rows, 46 % have fewer below 20 %.
+    """
+    most = min(round(ENOUGH_ROWS / LEAST_SHARE), limit or math.inf)
+    places = set[int]()
+    for record in rows:
+        places.add(place(record))
+        if len(places) >= most:
+            break
+    count = max(1, len(places))
+    share = max(LEAST_SHARE, min(ENOUGH_ROWS / count, MOST_SHARE))
+    is_whole_set = count < most
+    if is_whole_set and count * MOST_SHARE >= FEWEST_RECORDS:
+        place_of_last = sorted(places)[FEWEST_RECORDS - 1]
+        share = max(share, math.nextafter(place_of_last / 2**64, 1.0))
+    return share
 
 
 KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40

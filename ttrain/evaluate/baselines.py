@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import lzma
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-
-from ttrain.data import chat, chat_templates
-from ttrain.data.encoder import Encoder
 
 BASELINES = ("zlib", "xz", "order0", "order3")
 
@@ -112,20 +109,3 @@ def greedy(
                 break
             new_ids.append(token)
     return new_ids
-
-
-def continuations(
-    model: nn.Module, encoder: Encoder, prompts: Iterable[tuple[str, bool]], *, new_tokens: int, device: torch.device
-) -> list[tuple[str, str]]:
-    """(prompt, its most likely continuation) of each prompt that begins a document, or is a question to an assistant."""
-    samples = []
-    for text, is_document in prompts:
-        if is_document:
-            ids, lead = [encoder.bos_id, *encoder.encode([text])[0]], ""
-        else:
-            lead = chat.lead_text(encoder)
-            ids = chat.prompt_ids(encoder, (chat_templates.Message("user", text),))
-        stops = [encoder.eos_id, encoder.end_id]
-        tokens = greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
-        samples.append((text, encoder.decode(tokens).removeprefix(lead)))
-    return samples

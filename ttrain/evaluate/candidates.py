@@ -4,12 +4,13 @@ other models, and the best of them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES
 from ttrain.evaluate import forgetting, promotion
+from ttrain.evaluate.few_records import too_few
 from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
 from ttrain.evaluate.promotion import Decision
 from ttrain.evaluate.scores import Evaluation
@@ -58,7 +59,18 @@ def judge(
     baseline = promotion.baseline_of(challenger.metrics, scores, rules)
     of_champion = champion.scores(rules.metric) if champion else None
     decision = promotion.decide(scores, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
-    return Judged(decision, tuple(texts))
+    return Judged(_kept_if_too_few(decision, len(scores.records), rules), tuple(texts))
+
+
+def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
+    """The same decision, but to keep the champion where it was made by the figures over too few records.
+
+    Where the user sets promotion.resamples=0, or a metric has no records, the figures alone decide.
+    """
+    few = too_few(records, rules.min_samples)
+    if not few or not records or not rules.resamples or decision.difference is None or decision.lost:
+        return decision
+    return replace(decision, promote=False, reason=few)
 
 
 def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promotion) -> Iterator[TextFigure]:

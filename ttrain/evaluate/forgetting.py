@@ -11,6 +11,7 @@ from types import MappingProxyType
 from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
+from ttrain.evaluate.few_records import not_judged
 from ttrain.evaluate.statistics import Interval, Rule
 from ttrain.evaluate.task_result import Scores
 
@@ -281,7 +282,7 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
             "" if figure.difference is None else f"{figure.difference:+.5f}",
             "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
             "" if figure.best is None else f"{figure.best:.5f} of {figure.best_champion}",
-            "lost" if figure.lost else "",
+            "lost" if figure.lost else not_judged(figure.records),
         )
         for figure in listed
     ]

@@ -11,8 +11,9 @@ from ttrain.core.files import JsonDict, finite
 from ttrain.core.hashing import digest_of
 from ttrain.evaluate import items as notes
 from ttrain.evaluate import statistics
+from ttrain.evaluate.few_records import not_judged
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.statistics import FEWEST_ITEMS, Interval, PairedComparison, Rule
+from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric, TaskResult, metric_of
 
 Table = tuple[list[str], list[tuple[str, ...]]]  # header, rows
@@ -38,10 +39,10 @@ class ModelComparison:
         """Summarise the comparison in words."""
         if self.compared is None:
             return self.why
+        if few := not_judged(self.compared.items, noun="items"):
+            return few
         if self.compared.better and self.p_of_all <= 1 - rule.confidence:
             return f"{self.first if self.compared.better == 'first' else self.second} is better"
-        if self.compared.items < FEWEST_ITEMS:
-            return f"too few items: {self.compared.items}; a comparison needs at least {FEWEST_ITEMS}"
         if math.isnan(self.p_of_all):
             return "not tested: resamples is 0"
         smallest = self.compared.smallest

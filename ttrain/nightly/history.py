@@ -15,6 +15,7 @@ from typing import Any
 from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import UsageError
+from ttrain.evaluate.few_records import not_judged
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.reports import html
 from ttrain.reports.drawings import Scatter
@@ -62,6 +63,11 @@ class TextHistory:
     change: float | None
     lost: bool
 
+    @property
+    def not_judged(self) -> str:
+        """Why nothing is said of the change: the text has too few records. A loss that was found counts on few, too."""
+        return "" if self.lost else not_judged(self.records)
+
 
 @dataclass(frozen=True)
 class NightHistory:
@@ -90,7 +96,7 @@ class NightHistory:
     @property
     def worst(self) -> TextHistory | None:
         """The text on which the challenger is worse than the champion by most; None where it is on none."""
-        worse = [text for text in self.texts if text.change is not None and text.change > 0]
+        worse = [text for text in self.texts if not text.not_judged and text.change is not None and text.change > 0]
         return max(worse, key=lambda text: text.change or 0.0, default=None)
 
 
@@ -165,8 +171,12 @@ def lost_text(night: NightHistory) -> str:
     """What the night lost: the texts beyond the bound; where there is none, also the one that became worse by most."""
     if night.lost:
         return first_of(night.lost, 3)
-    worst = f"; worst: {night.worst.name} {night.worst.change:+.1%}" if night.worst else ""
-    return f"nothing{worst}" if night.texts else ABSENT
+    if not night.texts:
+        return ABSENT
+    most = max(night.texts, key=lambda text: text.records)
+    if most.not_judged:
+        return most.not_judged
+    return "nothing" + (f"; worst: {night.worst.name} {night.worst.change:+.1%}" if night.worst else "")
 
 
 def summary_line(nights: Sequence[NightHistory]) -> str:
@@ -279,7 +289,7 @@ def _texts(nights: Sequence[NightHistory]) -> list[Table]:
         cells: list[object] = [name]
         for night in measured:
             text = next((text for text in night.texts if (text.kind, text.name) == (kind, name)), None)
-            change = "" if text is None or text.change is None else f"{text.change:+.1%}"
+            change = "" if text is None or text.change is None else text.not_judged or f"{text.change:+.1%}"
             style = "number lost" if text and text.lost else "number"
             cells.append(Cell(ABSENT, "number") if text is None else Cell(_figure(text.challenger), style, change))
         rows.append(cells)

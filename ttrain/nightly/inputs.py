@@ -18,6 +18,7 @@ from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
+from ttrain.data.records import LEAST_SHARE
 from ttrain.errors import UsageError
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
@@ -289,6 +290,9 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         tree["nightly"]["replay"] = frozen.replay or tree["nightly"]["replay"]
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
+    if base and user.reading.heldout_fraction == AUTO and not tree["reading"]["near_duplicates"]:
+        # Nothing finds rows that the champion was trained on: the lowest share that `auto` ever has holds out none of them.
+        tree["reading"]["heldout_fraction"] = LEAST_SHARE
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     if base:

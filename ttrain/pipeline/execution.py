@@ -23,7 +23,7 @@ from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
-from ttrain.pipeline.run_models import RunModels
+from ttrain.pipeline.run_models import EXAMPLES, RunModels
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
@@ -105,7 +105,7 @@ class PipelineRun(StopRequest):
             identity=continues,
             parent=tracking.NullRun(identity=parent_identity) if parent_identity else None,
         )
-        self._models = RunModels(settings.name, settings.runtime.sample_prompts, store, self._tracker)
+        self._models = RunModels(settings.name, settings.runtime.sample_prompts or EXAMPLES, store, self._tracker)
         self._note_tracked()
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:

@@ -252,8 +252,14 @@ def _evaluation(history: History) -> list[Block]:
     result, stage = history.evaluation.result, history.artifacts[-1].stage
     row = TRAINING_STAGES.get(stage)
     samples = result.get("samples", {}).get(row.model if row else stage, [])[:SAMPLES]
-    quoted = [(_cell(sample["prompt"]), _cell(sample["answer"])) for sample in samples]
-    said: list[Block] = [Text("What it says when it always takes the likeliest token:"), Table(("prompt", "answer"), quoted)]
+    header = {"prompt": "prompt", "answer": "answer", "reference": facts.REFERENCE}
+    if not any("reference" in sample for sample in samples):
+        del header["reference"]
+    quoted = [tuple(_cell(sample.get(name, "")) for name in header) for sample in samples]
+    said: list[Block] = [
+        Text("What it says when it always takes the likeliest token:"),
+        Table(tuple(header.values()), quoted),
+    ]
     table = Table(("metric", "value", ""), evaluation_rows(history))
     return [Text("On held-out data, computed in fp32."), table, *(said if quoted else [])]
 

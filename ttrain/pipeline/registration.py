@@ -10,6 +10,7 @@ from ttrain.config.training import BASES, CHOSEN_BASE, TRAINING_STAGES, model_or
 from ttrain.pipeline.lineage import History, seed_of
 from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
+from ttrain.reports.facts import REFERENCE
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tracking import data_of
 from ttrain.tracking.datasets import DataInput
@@ -33,7 +34,11 @@ def evaluation_tables(
     for model, listed in samples.items():
         for sample in listed:
             answers_by_prompt.setdefault(sample["prompt"], {})[model] = sample["answer"]
+            if reference := sample.get("reference"):
+                answers_by_prompt[sample["prompt"]][REFERENCE] = reference
     models = sorted(samples, key=model_order)
+    if any(REFERENCE in by_model for by_model in answers_by_prompt.values()):
+        models.append(REFERENCE)
     answers = [[prompt, *(by_model.get(model, "") for model in models)] for prompt, by_model in answers_by_prompt.items()]
     contents = {EVALUATION_TABLE: (("what", "value", "remark"), figures), SAMPLES_TABLE: (("prompt", *models), answers)}
     return {

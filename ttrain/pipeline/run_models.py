@@ -131,6 +131,9 @@ class Registered:
         )
 
 
+EXAMPLES = ("Return the", "Hello! Who are you?")  # of what a model takes, where runtime.sample_prompts is empty
+
+
 @dataclass
 class RunModels:
     """Registers the models of one run. `pipeline` is its setting `name`, `prompts` are examples of what its models take."""

@@ -20,7 +20,7 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import names, run_summary, system_metrics
-from ttrain.pipeline.run_models import RunModels
+from ttrain.pipeline.run_models import EXAMPLES, RunModels
 from ttrain.reports import summary
 from ttrain.stages import CANDIDATES, CHOSEN_BASE
 from ttrain.store import runs
@@ -102,7 +102,7 @@ class _RunReplay:
 
     def __init__(self, record: runs.RecordedRun, store: ArtifactStore, tracker: tracking.MlflowStore) -> None:
         self.record, self._store, self._tracker = record, store, tracker
-        prompts = record["settings"]["runtime"].get("sample_prompts") or ()
+        prompts = record["settings"]["runtime"].get("sample_prompts") or EXAMPLES
         self._models = RunModels(str(record["settings"]["name"]), prompts, store, tracker)
         self._began = float(record["started_unix"])
         flow_run = (record.get("prefect") or {}).get("flow_run_id")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
+from ttrain.reports import facts
 from ttrain.reports.compare import labels
+from ttrain.reports.facts import QUICK
 from ttrain.tracking import Point, RunView
 
 TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
@@ -77,7 +79,8 @@ def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
     names = [name for name in view.curves(stage) if not STRAIGHT_CURVES.fullmatch(name)]
     first = list(_grouped(view, stage, names, GROUPS))
     others = list(_grouped(view, stage, names, MORE_GROUPS))
-    drawn_names = {line.label for chart in (*first, *others) for line in chart.lines}
+    drawn_names = {line.label.partition(" (")[0] for chart in (*first, *others) for line in chart.lines}
+    drawn_names |= {f"{name}{QUICK}" for name in drawn_names}
     families: dict[str, list[str]] = {}
     for name in names:
         if name not in drawn_names:
@@ -119,14 +122,14 @@ def _panels_of_stage(views: Sequence[RunView], stage: str, metrics: Sequence[str
     else:
         several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
         names = [name for name in metrics or LOSSES if any(name in view.curves(stage) for view in views)]
-        over = (_over(views, stage, name, several if len(views) > 1 else [name]) for name in names)
+        over = (_over(views, stage, name, several if len(views) > 1 else [name], as_logged=bool(metrics)) for name in names)
         drawn = [chart for chart in over if metrics or _is_line(chart)]
     return [Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn]
 
 
-def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str]) -> Chart:
-    """A metric of a stage, a line of this name for each run that has it."""
-    curves = [view.curve(stage, metric) for view in views]
+def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str], *, as_logged: bool = False) -> Chart:
+    """A metric of a stage, a line of this name for each run that has it; `as_logged`: not moved, for who asks for it."""
+    curves = [view.curve(stage, metric) if as_logged else _curve(view, stage, metric)[1] for view in views]
     lines = [Line(names[number], number, tuple(points)) for number, points in enumerate(curves) if points]
     return Chart(metric, unit_of(metric), tuple(lines))
 
@@ -148,10 +151,26 @@ def _grouped(view: RunView, stage: str, names: Sequence[str], groups: Iterable[t
 
 def _chart(view: RunView, stage: str, title: str, unit: str, metrics: Sequence[str]) -> Iterator[Chart]:
     """The chart of some metrics of one run, where there is a line to draw."""
-    curves = [(metric, view.curve(stage, metric)) for metric in metrics]
-    chart = Chart(title, unit, tuple(Line(metric, 0, tuple(points)) for metric, points in curves if points))
+    curves = [_curve(view, stage, metric) for metric in metrics]
+    chart = Chart(title, unit, tuple(Line(label, 0, tuple(points)) for label, points in curves if points))
     if _is_line(chart):
         yield chart
+
+
+def _curve(view: RunView, stage: str, metric: str) -> tuple[str, list[Point]]:
+    """(label, points) of a metric. A validation at the end alone is one curve with the quick ones before it, which are of a
+    few rows: they are moved to end where it does, and are no curve of their own."""
+    name = metric.removesuffix(QUICK)
+    if f"{name}{QUICK}" not in view.curves(stage):
+        return metric, view.curve(stage, metric)
+    whole, quick = view.curve(stage, name), view.curve(stage, f"{name}{QUICK}")
+    offset = facts.quick_offset([point.value for point in quick], whole[-1].value) if len(whole) == 1 else None
+    if offset is None:
+        return (f"{metric} (a few rows)", quick) if metric != name else (metric, whole)
+    if metric != name:
+        return metric, []
+    moved = [point._replace(value=point.value + offset) for point in quick[:-1]]
+    return f"{name} (until the end a few rows, moved by {offset:+.3f})", [*moved, whole[0]]
 
 
 def _family(name: str) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT
 from ttrain.config.base import is_retired
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
+from ttrain.config.nightly import FEWEST_RECORDS
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time
+from ttrain.evaluate import few_records
 from ttrain.reports import facts
 from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
@@ -33,6 +35,7 @@ DECIDING_METRICS = (
     *(f"{stage}/{VALIDATION_LOSS}" for stage in PRIMARY_METRICS),
 )
 
+VALIDATION = "validation_"  # how the names of a training's metrics on held-out rows begin
 HELD_OUT = ("documents", "document_bytes", "chats", "domain")
 
 EVALUATION = "evaluate"
@@ -69,6 +72,7 @@ class ComparedMetric:
     better: int  # -1: less is better, 1: more is, 0: neither
     best: int | None  # number of the best run
     percent: tuple[float | None, ...]  # by how much it differs from that of the first run that has it
+    not_judged: str = ""  # why no run is the best, of a metric on held-out records
 
     def cell(self, run: int) -> Cell:
         """The value of a run, by how much it differs from that of the first run that has it, and whether it is the best."""
@@ -84,6 +88,7 @@ class ComparedSample:
     model: str
     prompt: str
     answers: tuple[str, ...]
+    reference: str = ""  # what follows the prompt in the held-out row that it is from
 
 
 @dataclass(frozen=True)
@@ -116,11 +121,24 @@ def compare(views: Sequence[RunView]) -> RunComparison:
             continue  # newer runs do not record it
         settings[difference.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT].append(difference)
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
-    metrics = [_figure(name, views) for name in sorted(names, key=facts.rank)]
-    same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
     gone = list(_gone(views, manifests))
     has_one_tokenizer = len(_tokenizers(manifests)) < 2
     has_one_text = len(_texts(views, manifests, same_tokens=has_one_tokenizer)) < 2
+    scores = [scores_of(view) for view in views]
+
+    def not_judged(name: str) -> str:
+        if not _is_held_out(name):
+            return ""
+        if not has_one_text or not _has_one_validation(name, manifests):
+            return "other held-out records"
+        if not has_one_tokenizer and _is_per_token(name):
+            return "other tokenizers"
+        runs = zip(views, manifests, scores, strict=True)
+        counts = (_records(name, *run) for run in runs)
+        return few_records.not_judged(min((count for count in counts if count is not None), default=FEWEST_RECORDS))
+
+    metrics = [_figure(name, views, not_judged(name)) for name in sorted(names, key=facts.rank)]
+    same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
     return RunComparison(
         runs=tuple(view.name for view in views),
         verdict=_verdict(views, metrics, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
@@ -148,7 +166,10 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
     def differing(title: str, differences: Sequence[Difference], text_if_none: str) -> Section:
         return Section(title, [table(differences) if differences else Text(text_if_none, "faint")])
 
-    metrics = [(metric.name, *map(metric.cell, range(len(names)))) for metric in comparison.metrics]
+    metrics = [
+        (" ".join(filter(None, (metric.name, metric.not_judged))), *map(metric.cell, range(len(names))))
+        for metric in comparison.metrics
+    ]
     figures: list[Block] = [
         Table(("", *names), metrics, range(1, len(names) + 1)) if metrics else Text("All figures are the same.")
     ]
@@ -159,7 +180,9 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
         samples.append(Heading(f"{model} model"))
         for sample in comparison.samples:
             if sample.model == model:
-                samples += [Text(sample.prompt, "prompt"), Answers(list(zip(names, sample.answers, strict=True)))]
+                reference = [(facts.REFERENCE, sample.reference)] if sample.reference else []
+                answers = [*zip(names, sample.answers, strict=True), *reference]
+                samples += [Text(sample.prompt, "prompt"), Answers(answers)]
     aside = comparison.settings_aside
     return [
         differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
@@ -255,13 +278,49 @@ def _modules(stage: str, manifests: Sequence[Manifests]) -> str:
     return first_of(names, 3)
 
 
-def _figure(name: str, views: Sequence[RunView]) -> ComparedMetric:
+def _is_held_out(name: str) -> bool:
+    """Whether a metric is of a model on held-out records: of speeds, times and sizes, and of the loss in training, no run
+    is the best."""
+    return name.startswith(EVALUATED) or name.partition("/")[2].startswith(VALIDATION)
+
+
+def _is_per_token(name: str) -> bool:
+    return "loss" in name or "perplexity" in name
+
+
+def _has_one_validation(name: str, manifests: Sequence[Manifests]) -> bool:
+    """Whether all runs read the same shards, whose held-out rows a stage's validation loss is over."""
+    stage, _, metric = name.partition("/")
+    if not metric.startswith(VALIDATION):
+        return True
+    inputs = (stages.get(stage, {}).get("inputs", {}).get("shards", {}) for stages in manifests)
+    return len({shards.get("content") for shards in inputs} - {None}) < 2
+
+
+def _records(name: str, view: RunView, stages: Manifests, scores: Mapping[str, Any]) -> int | None:
+    """How many held-out records a metric of a run is over; None where that is not known."""
+    stage, _, metric = name.partition("/")
+    if metric.startswith(VALIDATION):
+        row = TRAINING_STAGES.get(stage)
+        shards = stages.get(f"shards-{row.dataset}", {}) if row else {}
+        count = shards.get("result", {}).get("heldout", {}).get("rows")
+        return None if count is None else int(count)
+    if entry := scores.get("metrics", {}).get(metric):
+        return len(entry.get("rows") or scores["parts"][entry["part"]]["records"])
+    part = next((primary.records for primary in PRIMARY_METRICS.values() if metric.startswith(primary.family)), "")
+    count = view.metrics.get(f"{EVALUATED}{part or metric.partition('/')[0] + '/items'}")
+    return None if count is None else int(count)
+
+
+def _figure(name: str, views: Sequence[RunView], not_judged: str) -> ComparedMetric:
     raw_values = [view.metrics.get(name) for view in views]
     # Values that differ only in the eighth digit are equal
     values = tuple(None if value is None else rounded(value) for value in raw_values)
     base = next((value for value in values if value is not None), None)
-    shares = tuple(facts.percent(value, base) for value in values)
-    return ComparedMetric(name, values, facts.better(name), facts.best(name, values), shares)
+    shares = tuple(None if not_judged else facts.percent(value, base) for value in values)
+    has_best = _is_held_out(name) and not not_judged
+    best = facts.best(name, values) if has_best else None
+    return ComparedMetric(name, values, facts.better(name), best, shares, not_judged)
 
 
 def _verdict(
@@ -272,15 +331,17 @@ def _verdict(
         return "no metric decides which is better, since the held-out data differ; `ttrain eval` measures models on one text"
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
-    deciding = [name for name in DECIDING_METRICS if has_one_tokenizer or "loss" not in name]
+    deciding = [name for name in DECIDING_METRICS if has_one_tokenizer or not _is_per_token(name)]
     for figure in filter(None, map(by_name.get, deciding)):
         finite = {run: value for run, value in enumerate(figure.values) if value is not None and math.isfinite(value)}
         if len(finite) < 2:
             continue
         best, *others = sorted(set(finite.values()), reverse=figure.better > 0)
-        if figure.best is None:
+        if not others:
             equal = equal or f"equal by {figure.name}: {format_number(best)}"
             continue
+        if figure.not_judged:
+            return "; ".join(filter(None, (equal, f"no model is better by {figure.name}: {figure.not_judged}")))
         winners, next_best = ([run for run, value in finite.items() if value == target] for target in (best, others[0]))
         named = _joined_names(winners, len(views))
         models = f"the models of {named} are" if winners[1:] else f"the model of {named} is"
@@ -345,8 +406,10 @@ def _samples(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterat
     """The answers of each run's models to the same prompts of the evaluation."""
     answers = [facts.samples_of(stages.get(EVALUATION, {})) for stages in manifests]
     prompts = dict.fromkeys(key for run_answers in answers for key in run_answers)
+    references = dict(chain.from_iterable(facts.references_of(stages.get(EVALUATION, {})).items() for stages in manifests))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        yield ComparedSample(model, prompt, tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers))
+        of_runs = tuple(run_answers.get((model, prompt), ABSENT) for run_answers in answers)
+        yield ComparedSample(model, prompt, of_runs, references.get(prompt, ""))
 
 
 def scores_of(view: RunView) -> dict[str, Any]:
@@ -370,9 +433,7 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
         return ""
     decision = decide(first, second, rule)
     if decision.interval is None:
-        count = len(first.records)
-        record_count = "1 held-out record is" if count == 1 else f"{count} held-out records are"
-        return f"{record_count} too few to say that this is more than chance"
+        return ""
     low, high = decision.interval
     interval = f"the {rule.confidence:.0%} interval of the difference is {low:.4f} to {high:.4f}"
     text = f"over {decision.samples:,} held-out records, {interval}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import re
@@ -104,6 +105,16 @@ def samples_of(evaluation: Manifest) -> dict[tuple[str, str], str]:
     return {(model, sample["prompt"]): sample["answer"] for model in models for sample in answers[model]}
 
 
+REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
+
+
+def references_of(evaluation: Manifest) -> dict[str, str]:
+    """{prompt: what follows it in the held-out row that it is from}."""
+    of_models = (evaluation.get("result", {}).get("samples") or {}).values()
+    samples = itertools.chain.from_iterable(of_models)
+    return {sample["prompt"]: sample["reference"] for sample in samples if sample.get("reference")}
+
+
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
@@ -152,6 +163,21 @@ def spread(items: Sequence[T], most: int) -> list[T]:
     if len(items) <= most:
         return list(items)
     return [items[number] for number in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
+
+
+QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
+
+
+def quick_offset(quick: Sequence[float | None], whole: float | None) -> float | None:
+    """What moves a curve on a few held-out rows to where the validation on all of them ends.
+
+    The few are easier or harder than all by about as much at each step, so that the moved curve
+    shows what all rows would have. None where one of the two is not there, or not finite.
+    """
+    last = quick[-1] if quick else None
+    if last is None or whole is None or not math.isfinite(whole - last):
+        return None
+    return whole - last
 
 
 def short(value: float) -> str:

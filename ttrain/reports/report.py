@@ -113,10 +113,13 @@ def _problem_table(problems: Sequence[Problem]) -> Block:
 
 
 def _samples(view: RunView) -> Iterator[Block]:
-    samples = facts.samples_of(view.manifest("evaluate"))
+    evaluation = view.manifest("evaluate")
+    samples, references = facts.samples_of(evaluation), facts.references_of(evaluation)
     for prompt in dict.fromkeys(prompt for _, prompt in samples):
+        answers = [(f"{model} model", text) for (model, question), text in samples.items() if question == prompt]
+        reference = [(facts.REFERENCE, references[prompt])] if prompt in references else []
         yield Text(prompt, "prompt")
-        yield Answers([(f"{model} model", text) for (model, question), text in samples.items() if question == prompt])
+        yield Answers([*answers, *reference])
     for stage in TRAININGS:
         if written := _training_samples(view, stage):
             texts = Answers([(f"step {step:,}", text.strip("\n")) for step, text in written])

@@ -180,6 +180,7 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
     intervals and the tasks of its suites."""
     from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
+    from ttrain.evaluate.few_records import not_judged
 
     intervals = {
         f"{prefix}/{name}": bounds
@@ -192,8 +193,11 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     def row(label: str, name: str, remark: str = "") -> EvaluationRow:
         return label, _with_interval(metrics[name], intervals.get(name)), remark
 
+    def number_of(name: str) -> int:
+        return int(metrics.get(f"{EVALUATED}{name}") or 0)
+
     def count(name: str, noun: str) -> str:
-        return counted(int(metrics.get(f"{EVALUATED}{name}") or 0), noun)
+        return counted(number_of(name), noun)
 
     table: list[EvaluationRow] = []
     bits, *losses = PRIMARY_METRICS.values()
@@ -203,7 +207,9 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
             continue
         if model == bits.model:
             remark = f"{count('documents', 'document')}, {count('document_bytes', 'byte')}"
-            remark += "" if xz is None else f"; {'beats' if metrics[name] < xz else 'does not beat'} xz"
+            if xz is not None:
+                comparison = f"{'beats' if metrics[name] < xz else 'does not beat'} xz"
+                remark += f"; {not_judged(number_of('documents')) or comparison}"
         table.append(row(f"{bits.label}, {label}", name, remark))
         groups = (group for group in metrics if group.startswith(f"{name}/"))  # eval/bits_per_byte/lang:zh is lang=zh
         table += [row(f"{bits.label}, {label}, {group.rpartition('/')[2].replace(':', '=', 1)}", group) for group in groups]
@@ -214,14 +220,16 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
             if (value := metrics.get(name)) is not None:
                 unit, tokens = SCORED[loss.records]
                 scored = count(loss.records, unit) + (f", {count(tokens, 'scored token')}" if tokens else "")
-                remark = scored if previous is None else f"{value - previous:+.3f}"
                 p = paired.get(loss.of(model), {}).get("p")
-                table.append(row(f"{loss.label}, {model}", name, remark + ("" if p is None else f", p = {p:.2g}")))
+                change = "" if previous is None else f"{value - previous:+.3f}" + ("" if p is None else f", p = {p:.2g}")
+                remark = scored if previous is None else not_judged(number_of(loss.records)) or change
+                table.append(row(f"{loss.label}, {model}", name, remark))
                 previous = value
     for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
         name, new = f"champion/{judged.name}", metrics.get(judged.of_run)
         if name in metrics:
-            remark = "" if new is None else f"the challenger: {new - metrics[name]:+.3f}"
+            difference = "" if new is None else f"the challenger: {new - metrics[name]:+.3f}"
+            remark = difference and (not_judged(number_of(judged.records)) or difference)
             model = "base model" if judged == bits else judged.model
             table.append(row(f"{judged.label}, {model}, champion", name, remark))
     suites, champion_suites = (
@@ -249,7 +257,11 @@ def _of_challenger(challenger: Result | None, task: Result, model: str, value: f
     figure = challenger["models"][model]["figures"].get(task["figure"])
     if figure is None:
         return f"the challenger's is {challenger['figure'].replace('_', ' ')}"
-    return "" if value is None or figure["value"] is None else f"the challenger: {figure['value'] - value:+.3f}"
+    if value is None or figure["value"] is None:
+        return ""
+    from ttrain.evaluate.few_records import not_judged
+
+    return not_judged(task["items"], noun="items") or f"the challenger: {figure['value'] - value:+.3f}"
 
 
 def _suites(suites: Result) -> Iterator[EvaluationRow]:
@@ -260,8 +272,9 @@ def _suites(suites: Result) -> Iterator[EvaluationRow]:
             left_out = sum(task["left_out"].values())
             remark = f"{task['items']:,} items" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
             if versus := verdicts.get((task["task"], model)):
-                difference = versus.get("difference")
-                remark = ("" if difference is None else f"{0 - difference:+.3f}: ") + versus["verdict"]
+                difference, verdict = versus.get("difference"), versus["verdict"]
+                is_judged = difference is not None and not verdict.startswith("not judged")
+                remark = (f"{0 - difference:+.3f}: " if is_judged else "") + verdict
             yield _suite_row(task, model, task["models"][model]["figures"][task["figure"]], remark)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,13 +17,16 @@ from torch import nn
 from ttrain.config import Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import write_json
+from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
-from ttrain.evaluate import baselines, statistics
+from ttrain.evaluate import samples, statistics
+from ttrain.evaluate.samples import SamplePrompt
 from ttrain.loggers.callback import Loggers
 from ttrain.stages.job import Figures, StageContext
+from ttrain.stages.shards import heldout_records
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
@@ -104,7 +108,9 @@ def language_model_callbacks(
         callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps
     if every:
-        write = sampler(model, encoder, job.runtime, ranks, documents=TRAINING_STAGES[config.section].rows == "documents")
+        _refuse_sharded_models(job.runtime, ranks, "sample_every_steps", "write")
+        prompts = sample_prompts(config, job, encoder)
+        write = partial(samples.continuations, model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
         writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Loggers)]
@@ -129,13 +135,17 @@ def _refuse_sharded_models(runtime: Runtime, ranks: Ranks, setting: str, use: st
         )
 
 
-def sampler(
-    model: nn.Module, encoder: Encoder, runtime: Runtime, ranks: Ranks, *, documents: bool
-) -> Callable[[], Sequence[tuple[str, str]]]:
-    """Return a function that generates the most likely continuation of each prompt, as a document or as an assistant."""
-    _refuse_sharded_models(runtime, ranks, "sample_every_steps", "write")
-    prompts = [(prompt, documents) for prompt in runtime.sample_prompts]
-    return lambda: baselines.continuations(model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
+def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
+    """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
+    of_documents = TRAINING_STAGES[config.section].rows == "documents"
+    if (texts := job.runtime.sample_prompts) is not None:
+        return list(map(samples.beginning if of_documents else samples.question, texts))
+    heldout = heldout_records(job.inputs["shards"])
+    size = {"new_tokens": SAMPLE_TOKENS, "room": max(8, config.row_length - SAMPLE_TOKENS)}
+    if of_documents:
+        return samples.of_documents([record["text"] for record in heldout], encoder, **size)
+    turns = (record.get("messages") or (*record["prompt"], *record["chosen"]) for record in heldout)
+    return samples.of_chats([tuple(map(Message.from_json, chat)) for chat in turns], encoder, **size)
 
 
 def is_without_effect(curve: Path) -> bool:

@@ -22,12 +22,13 @@ from ttrain.data import chat, chat_templates, contamination
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import LABELS
-from ttrain.evaluate import baselines, perplexity, preferences, statistics, suites, task_result
+from ttrain.evaluate import baselines, perplexity, preferences, samples, statistics, suites, task_result
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.preferences import PAIRS
 from ttrain.evaluate.results import Results
+from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import LN2, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
@@ -77,6 +78,19 @@ class HeldoutRecords:
         """The documents' text."""
         return [record["text"] for record in self.documents]
 
+    def prompts(self, settings: Evaluate, encoder: Encoder) -> list[SamplePrompt]:
+        """What the models write samples for: what the settings name, else held-out documents and questions."""
+        size = {"new_tokens": settings.new_tokens, "room": max(8, settings.row_length - settings.new_tokens)}
+        chats = next((chats for chats in self.chats.values() if chats), [])
+        return [
+            *(
+                samples.of_documents(self.texts, encoder, **size)
+                if settings.documents is None
+                else map(samples.beginning, settings.documents)
+            ),
+            *(samples.of_chats(chats, encoder, **size) if settings.chats is None else map(samples.question, settings.chats)),
+        ]
+
     def table(self) -> task_result.ScoreTable:
         """A table of all records, without scores."""
         table = task_result.ScoreTable()
@@ -111,13 +125,15 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
         return {}
     compressed = baselines.bits_per_byte("".join(records.texts).encode("utf-8"))
     metrics = {BITS_PER_BYTE.of(name): value for name, value in compressed.items()}
+    prompts = records.prompts(settings, encoder) if settings.new_tokens else []
     table, labels = records.table(), items_of.groups(records.documents, LABELS)[0]
     items_by_model, samples_by_model, outcomes = _read_items(settings, job), dict[str, Any](), list[TaskResult]()
     for number, name in enumerate(_models(job)):
         model = _load(name, job, ranks.device)
         scores = shared.get(name) or _scores(model, records.tokens, settings, job, number, ranks)
         metrics |= _heldout_metrics(table, name, scores, labels)
-        samples_by_model[name] = _samples(model, encoder, settings, ranks.device)
+        written = samples.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=ranks.device)
+        samples_by_model[name] = [sample.to_json() for sample in written]
         if items_by_model[name]:
             subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
             progress = _task_progress(job, number * PARTS + len(records.tokens))
@@ -294,11 +310,3 @@ def _scores(
                 ranks=ranks,
             )
     return scores_by_part
-
-
-def _samples(model: nn.Module, encoder: Encoder, settings: Evaluate, device: torch.device) -> list[dict[str, str]]:
-    prompts = [*((text, True) for text in settings.documents), *((text, False) for text in settings.chats)]
-    if not settings.new_tokens:
-        return []
-    samples = baselines.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=device)
-    return [{"prompt": prompt, "answer": answer} for prompt, answer in samples]

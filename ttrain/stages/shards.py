@@ -75,7 +75,16 @@ def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
     kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
     own_data = bool(job.files.keys() - {AGAINST})
-    return recipe_of(config.reading, tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+    return recipe_of(_decided_reading(config, job), tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+
+
+def _decided_reading(config: ShardsConfig, job: StageContext) -> Reading:
+    """How the rows are read, with a number in place of `auto`; held-out files that are named leave nothing to choose."""
+    files, reading = files_of(job), config.reading
+    if "heldout" in files:
+        return reading.model_copy(update={"heldout_fraction": 0.0})
+    parser = records.parser_of(job.arguments["kind"], reading.text_field)
+    return records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
 
 
 def files_of(job: StageContext) -> dict[str, list[DataFile]]:
@@ -103,7 +112,7 @@ def recipe_of(
     return BlockRecipe(
         kind=kind,
         text_field=reading.text_field if own_data else "text",
-        heldout_fraction=reading.heldout_fraction,
+        heldout_fraction=float(reading.heldout_fraction),
         max_line_bytes=reading.max_line_bytes,
         tokenizer=str(tokenizer),
         tokenizer_digest=encoder.digest,

@@ -54,10 +54,11 @@ def train_directory(
     many rows are bad (`setting` is named), and UsageError where an existing tokenizer cannot be used.
     """
     tally = Tally()
+    reading = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field))
     most = min(MEASURED_BYTES, MEASURED_BYTES_OF_ALL // max(1, len(paths)))
     measured = {path: Reservoir(most, MEASURED_DOCUMENTS, config.seed) for path in paths}
     documents = _documents(paths, reading, tally, measured, MAX_READ_DOCUMENTS if config.existing else None)
-    training = (record.text for heldout, record in records.split(documents, reading.heldout_fraction)
+    training = (record.text for heldout, record in records.split(documents, float(reading.heldout_fraction))
                 if not heldout and isinstance(record, records.TextDocument))  # fmt: skip
     counted = _counted(training, progress)
     if config.existing:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -67,13 +68,24 @@ class PeriodicEvaluation(Callback):
             )  # fmt: skip
 
 
-SampleWriter = Callable[[], Sequence[tuple[str, str]]]
+class Written(Protocol):
+    """What a model answered to a prompt; `reference`: what the data answers, if that is known."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+    @property
+    def reference(self) -> str: ...
+
+
+SampleWriter = Callable[[], Sequence[Written]]
 
 
 class PeriodicSamples(Callback):
     """Every so many steps, writes the model's answers to some prompts: `directory/step-00000100.txt`.
 
-    `write` returns (prompt, answer) pairs. Training continues bit for bit as without the samples.
+    Training continues bit for bit as without the samples.
     """
 
     def __init__(self, directory: Path, model: nn.Module, write: SampleWriter, *, every: int) -> None:
@@ -87,9 +99,14 @@ class PeriodicSamples(Callback):
         path = self._directory / f"step-{record.step:08d}.txt"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, "".join(f"=== {prompt}\n{answer}\n\n" for prompt, answer in written).encode("utf-8"))
+            write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
         except OSError as error:  # best effort: nothing depends on the file
             log.warning("cannot write the sample %s, training continues: %s", path, error.strerror)
+
+
+def _as_text(sample: Written) -> str:
+    reference = f"--- reference\n{sample.reference}\n" if sample.reference else ""
+    return f"=== {sample.prompt}\n{sample.answer}\n{reference}\n"
 
 
 @contextmanager

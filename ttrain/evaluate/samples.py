@@ -1,0 +1,127 @@
+"""Samples: what a model writes for you.
+
+Their prompts are those of the settings, else beginnings of held-out documents and held-out
+questions, each with what follows it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ttrain.data import chat
+from ttrain.data.chat_templates import Message, Messages
+from ttrain.data.encoder import Encoder
+from ttrain.data.records import hash_of
+from ttrain.evaluate.baselines import greedy
+
+SAMPLED = 2  # documents, and as many questions
+BEGINNING_BYTES = 80  # of a document: about a line, of at most as many tokens
+WORDS = re.compile(r".*\S(?=\s)", re.DOTALL)  # all up to the last space
+
+
+@dataclass(frozen=True)
+class SamplePrompt:
+    """The beginning of a document, or the turns of a chat up to a question; `reference`: what follows it in the data."""
+
+    text: str
+    turns: Messages = ()  # empty: a document
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model answered to a prompt."""
+
+    prompt: str
+    answer: str
+    reference: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """The fields that there are: prompts of the settings have no reference."""
+        return {"prompt": self.prompt, "answer": self.answer, **({"reference": self.reference} if self.reference else {})}
+
+
+def beginning(text: str) -> SamplePrompt:
+    """The beginning of a document that the settings name."""
+    return SamplePrompt(text)
+
+
+def question(text: str) -> SamplePrompt:
+    """A question that the settings name."""
+    return SamplePrompt(text, (Message("user", text),))
+
+
+def of_documents(texts: Iterable[str], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
+    """The beginnings of two documents, of at most `room` tokens.
+
+    Those with the lowest hashes, so that runs with the same held-out rows have the same prompts.
+    """
+    begun = (_begun(text, min(BEGINNING_BYTES, room)) for text in sorted(texts, key=_place))
+    return _chosen(filter(None, begun), encoder, new_tokens)
+
+
+def of_chats(chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
+    """The same of questions: the first one of a chat, with the turns before it, and its answer."""
+    asked = (_asked(turns) for turns in sorted(chats, key=lambda turns: _place("\n".join(turn.content for turn in turns))))
+    return _chosen(
+        (prompt for prompt in asked if prompt and len(chat.prompt_ids(encoder, prompt.turns)) <= room), encoder, new_tokens
+    )
+
+
+def _chosen(prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int) -> list[SamplePrompt]:
+    """The first prompts with different texts, with as much of their references as a model writes."""
+    texts = set[str]()
+    chosen = []
+    for prompt in prompts:
+        if prompt.text in texts:
+            continue
+        texts.add(prompt.text)
+        (reference_ids,) = encoder.encode([prompt.reference])
+        reference = encoder.decode(list(reference_ids[:new_tokens])).rstrip("\N{REPLACEMENT CHARACTER}")
+        chosen.append(replace(prompt, reference=reference))
+        if len(chosen) == SAMPLED:
+            break
+    return chosen
+
+
+def _place(text: str) -> bytes:
+    return hash_of(text.encode("utf-8"))
+
+
+def _begun(text: str, most_bytes: int) -> SamplePrompt | None:
+    """The document in two: at most its first half, up to the end of a word. None where it is too short."""
+    half = text[: len(text) // 2].encode("utf-8")[:most_bytes].decode("utf-8", errors="ignore")
+    words = WORDS.match(text[: len(half) + 1])
+    # Chinese has a space in a title at most: the characters up to it are not the beginning.
+    shown = words[0] if words and 2 * len(words[0]) >= len(half) else half
+    return SamplePrompt(shown, reference=text[len(shown) :]) if shown.strip() else None
+
+
+def _asked(turns: Messages) -> SamplePrompt | None:
+    """The turns before the first answer, if the last of them is a user's; its text is what is shown."""
+    before = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", turns))
+    if not before or before[-1].role != "user" or len(before) == len(turns) or not before[-1].content.strip():
+        return None
+    return SamplePrompt(before[-1].content, before, turns[len(before)].content)
+
+
+def continuations(
+    model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt], *, new_tokens: int, device: torch.device
+) -> list[Sample]:
+    """The most likely continuation of each prompt."""
+    samples = []
+    for prompt in prompts:
+        if prompt.turns:
+            lead, ids = chat.lead_text(encoder), chat.prompt_ids(encoder, prompt.turns)
+        else:
+            lead, ids = "", [encoder.bos_id, *encoder.encode([prompt.text])[0]]
+        stops = [encoder.eos_id, encoder.end_id]
+        tokens = greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
+        samples.append(Sample(prompt.text, encoder.decode(tokens).removeprefix(lead), prompt.reference))
+    return samples
