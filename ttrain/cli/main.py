@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 from typer import Exit
-from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
+from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError, NoSuchOption
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -258,7 +259,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except ClickException as error:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else _command_path(arguments)
-        _print_error(f"{_problem(error)}; `{path} --help` shows what it takes")
+        problem = _option_as_setting(error, arguments) or _problem(error)
+        _print_error(f"{problem}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
@@ -294,6 +296,26 @@ def _problem(error: ClickException) -> str:
         return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
     problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
     return f"{problem[:1].lower()}{problem[1:]}"
+
+
+def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
+    """How a setting is written that was given as an option; "" where the error is about something else."""
+    from ttrain.config.loading import written_setting
+
+    if not isinstance(error, NoSuchOption) or error.ctx is None:
+        return ""
+    if all(parameter.metavar != "KEY=VALUE" for parameter in error.ctx.command.params):
+        return ""
+    place = next((n for n, word in enumerate(arguments) if word.startswith(error.option_name)), None)
+    if place is None:
+        return ""
+    _, equals, value = arguments[place].partition("=")
+    if not equals:
+        value = next(iter(arguments[place + 1 : place + 2]), "-")
+        value = "VALUE" if value.startswith("-") else value
+    setting = written_setting(error.option_name.lstrip("-"), value)
+    problem = f"no such option: {error.option_name}; settings are written without dashes"
+    return f"{problem}, such as {setting}" if setting else ""
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

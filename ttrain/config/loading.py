@@ -204,11 +204,22 @@ def _layers(
     if isinstance(overrides, Mapping):
         yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
         return
-    for item in overrides:
+    for place, item in enumerate(overrides):
         key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.optim.lr=2e-4")
+        if not equals or not key.strip():
+            start = place - 1 if place and overrides[place - 1].endswith("=") else place
+            example = _joined(overrides[start : start + 3]) or "key=value, for example sft.optim.lr=2e-4"
+            if Path(item).suffix in (".yaml", ".yml"):
+                example = f"-c {shlex.quote(item)} for a file of settings"
+            raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
         yield COMMAND_LINE, {key.strip(): value}
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A setting whose name and value were written with spaces, as it is written without; "" where it is none."""
+    key, *values = (word for text in words for word in text.split("=", 1) if word)
+    is_setting = key in settable_keys(Settings) and values
+    return f"{shlex.quote(f'{key}={values[0]}')}, without spaces" if is_setting else ""
 
 
 def read_settings(path: Path) -> JsonObject:
@@ -380,6 +391,18 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
     raise UsageError(f"{problem}; {others}")
 
 
+def written_setting(name: str, value: str) -> str:
+    """The setting that a name means, also one of another library, as it is typed; "" for none."""
+    valid_keys = settable_keys(Settings)
+    if name in valid_keys:
+        return _as_written(Override(COMMAND_LINE, name, value), None)
+    meaning = other_names.meaning_of(name)
+    near = _meant(name, meaning, valid_keys)
+    if not near:
+        near, meaning = _nearest(name, valid_keys, cutoff=0.8)
+    return _as_written(Override(COMMAND_LINE, near[0], value), meaning) if near else ""
+
+
 def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list[str]:
     """The settings that a name of another library means, those of the key's own section if that has one."""
     names: list[str] = []
@@ -390,7 +413,7 @@ def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list
     return _in_section(key, [name for name in names if name in valid_keys])
 
 
-def _nearest(key: str, valid_keys: Sequence[str]) -> tuple[list[str], Meaning | None]:
+def _nearest(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[list[str], Meaning | None]:
     """The settings that end as the key does, else those of the most similar name, with what that means.
 
     A section of the key may be left out, as in `lr` and `sft.lr`, or be another one, as in `train.optim.lr`.
@@ -404,7 +427,7 @@ def _nearest(key: str, valid_keys: Sequence[str]) -> tuple[list[str], Meaning | 
     similar = other_names.similar_meaning(key)
     if near := _meant(key, similar, valid_keys):
         return near, similar
-    return difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.4), None
+    return difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=cutoff), None
 
 
 def _in_section(key: str, names: list[str]) -> list[str]:
