@@ -151,6 +151,7 @@ def plan(
     """
     from ttrain.flows import recipe
     from ttrain.pipeline.artifact_commands import store_of
+    from ttrain.pipeline.input_files import check_first_rows
     from ttrain.pipeline.plan import plan as plan_stages
 
     settings = Settings() if settings is None else settings
@@ -158,6 +159,7 @@ def plan(
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
     stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection)
+    check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)
     return Plan(pipeline, settings, store, stages, selection, rerun)
 
 

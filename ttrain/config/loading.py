@@ -24,7 +24,7 @@ from ttrain.config.other_names import Meaning
 from ttrain.config.settings import OPTIONAL, existing_model_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
-from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
@@ -209,10 +209,22 @@ def _layers(
         if not equals or not key.strip():
             start = place - 1 if place and overrides[place - 1].endswith("=") else place
             example = _joined(overrides[start : start + 3]) or "key=value, for example sft.optim.lr=2e-4"
-            if Path(item).suffix in (".yaml", ".yml"):
+            if quoted := _in_quotes(overrides, place):
+                example = quoted
+            elif Path(item).suffix in (".yaml", ".yml"):
                 example = f"-c {shlex.quote(item)} for a file of settings"
             raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
         yield COMMAND_LINE, {key.strip(): value}
+
+
+def _in_quotes(words: Sequence[str], place: int) -> str:
+    """A setting of a path with spaces that the shell cut, in quotes; "" where there is no such path."""
+    start = next((n for n in reversed(range(place)) if "=" in words[n]), None)
+    for end in range(place + 1, len(words) + 1):
+        setting = "" if start is None else " ".join(words[start:end])
+        if "=" in setting and user_path(setting.partition("=")[2]).exists():
+            return f"{shlex.quote(setting)}, in quotes"
+    return ""
 
 
 def _joined(words: Sequence[str]) -> str:
