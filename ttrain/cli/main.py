@@ -25,6 +25,7 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     data,
     evaluate,
     gate,
+    init,
     model,
     pipeline,
     registry,
@@ -152,17 +153,29 @@ def stage_list(as_json: AsJson = False) -> None:
         table(("stage", "what it does"), list(abouts.items()))
 
 
-@command(config_app, "Example:  ttrain config show sft.epochs=2 --profile small")
-def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> None:
+@command(
+    config_app,
+    "Examples:  ttrain config show sft.epochs=2 --profile small\n\nttrain config show -c my.yaml --changed",
+)
+def config_show(
+    settings_options: SettingsOptions,
+    changed: Annotated[bool, option("only what differs from the defaults", "--changed")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print every setting, its value and where the value comes from."""
-    from ttrain.config import flatten
+    from ttrain.config import Settings, flatten
 
     loaded = settings_options.load()
     tree = loaded.settings.model_dump(mode="json")
     values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
+    if changed:
+        usual = dict(flatten(Settings().model_dump(mode="json")))
+        values = {key: entry for key, entry in values.items() if usual.get(key) != entry["value"]}
     if as_json:
         print_json(values)
         return
+    if changed and not values:
+        print("all settings have their defaults")
     for key, entry in values.items():
         print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
 
