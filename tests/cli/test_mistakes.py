@@ -27,6 +27,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run output_dir=out", ("'output_dir'", "TTRAIN_HOME=DIR")),
     ("run sft.optim.lr=2", ("sft.optim.lr is 2", "at most 1", "1e-5 to 5e-2")),
     ("run data.pretrain=my docs.jsonl", ("'docs.jsonl'", "write 'data.pretrain=my docs.jsonl', in quotes")),
+    ("run data.sft=a.jsonl chats.jsonl", ("'chats.jsonl'", "write data.sft=a.jsonl,chats.jsonl, with commas")),
     ("run data.pretrain=doc.jsonl", ("data.pretrain is 'doc.jsonl'", "there is no such file")),
     ("run data.pretrain=table.csv", ("data.pretrain: table.csv is CSV", "> table.converted.jsonl")),
     ("run data.pretrain=chats.jsonl", ("data.pretrain needs documents", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import os
 import shlex
@@ -209,21 +210,27 @@ def _layers(
         if not equals or not key.strip():
             start = place - 1 if place and overrides[place - 1].endswith("=") else place
             example = _joined(overrides[start : start + 3]) or "key=value, for example sft.optim.lr=2e-4"
-            if quoted := _in_quotes(overrides, place):
-                example = quoted
+            if paths := _of_paths(overrides, place):
+                example = paths
             elif Path(item).suffix in (".yaml", ".yml"):
                 example = f"-c {shlex.quote(item)} for a file of settings"
             raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
         yield COMMAND_LINE, {key.strip(): value}
 
 
-def _in_quotes(words: Sequence[str], place: int) -> str:
-    """A setting of a path with spaces that the shell cut, in quotes; "" where there is no such path."""
+def _of_paths(words: Sequence[str], place: int) -> str:
+    """How data are written whose path with spaces the shell cut, or of several files; "" where there are none."""
     start = next((n for n in reversed(range(place)) if "=" in words[n]), None)
-    for end in range(place + 1, len(words) + 1):
-        setting = "" if start is None else " ".join(words[start:end])
-        if "=" in setting and user_path(setting.partition("=")[2]).exists():
+    if start is None or not words[start].startswith("data."):
+        return ""
+    following = itertools.takewhile(lambda word: "=" not in word, words[start + 1 :])
+    parts = [words[start], *following]
+    for end in range(len(parts), 1, -1):
+        setting = " ".join(parts[:end])
+        if user_path(setting.partition("=")[2]).exists():
             return f"{shlex.quote(setting)}, in quotes"
+    if user_path(words[place]).exists():
+        return f"{shlex.quote(','.join(parts))}, with commas between files"
     return ""
 
 
