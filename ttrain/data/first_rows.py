@@ -85,10 +85,23 @@ def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], 
             f"{setting} needs {kind}, but {location}:{first.line} is {NAMES[found]} (keys: {keys}); "
             f"write data.{DATASETS[found]}{part}={name}"
         )
-    rejected = records.parser_of(kind, reading.text_field)(first.values)
-    reason = rejected.reason if isinstance(rejected, Rejected) else ""
     fix = f"write rows with {records.expected_fields(kind, reading.text_field)}"
     texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
     if kind == "documents" and texts:
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
+    reason = _reason(first, kind, reading.text_field)
     return f"{setting} needs {kind}, but {location}:{first.line} is none: {reason} (keys: {keys}); {fix}"
+
+
+def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:
+    """Why rows are neither documents nor chats nor pairs, by the first."""
+    if not rows:
+        return "has no rows"
+    keys = first_of(rows[0].values, SHOWN_KEYS) or "none"
+    reason = _reason(rows[0], records.kind_of_row(rows[0].values), text_field)
+    return f"holds no documents, chats or pairs: line {rows[0].line}: {reason} (keys: {keys})"
+
+
+def _reason(row: FirstRow, kind: Kind, text_field: str) -> str:
+    parsed = records.parser_of(kind, text_field)(row.values)
+    return parsed.reason if isinstance(parsed, Rejected) else ""

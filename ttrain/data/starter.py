@@ -47,8 +47,7 @@ def sort(files: Iterable[str]) -> Sorted:
             continue
         kind = first_rows.kind_of(rows, reading.text_field)
         if kind is None:
-            keys = ", ".join(list(rows[0].values)[: first_rows.SHOWN_KEYS]) if rows else ""
-            result.left_out[location] = f"holds no documents, chats or pairs (keys: {keys})" if rows else "has no rows"
+            result.left_out[location] = first_rows.why_unreadable(rows, reading.text_field)
             continue
         is_held_out = _HELD_OUT.search(Path(location).name.partition(".")[0])
         dataset = first_rows.DATASETS[kind]
