@@ -33,6 +33,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run data.pretrain=chats.jsonl", ("data.pretrain needs documents", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
     ("run data.sft=docs.jsonl", ("data.sft needs chats", "docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("run data.dpo=chats.jsonl", ("data.dpo needs pairs", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
+    ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("plan data.chats=chats.jsonl", ("'data.chats'", "data.sft=chats.jsonl")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
     ("run sft.epochs=two", ("sft.epochs is 'two'", "must be a number")),

@@ -95,6 +95,7 @@ def sweep_full(
 
     settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
     request = sweeps.sweep_request("full", settings_layers, **asdict(options))
+    request.check_data()
     if dry_run:
         _show_plan(sweeps.preview(request, store_of(home(), request.settings(request.first))), as_json)
         return
