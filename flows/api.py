@@ -161,6 +161,7 @@ def plan(
     """
     from ttrain.flows import recipe
     from ttrain.pipeline.artifact_commands import store_of
+    from ttrain.pipeline.input_files import check_first_rows
     from ttrain.pipeline.plan import plan as plan_stages
 
     settings = Settings() if settings is None else settings
@@ -169,6 +170,7 @@ def plan(
     rerun = Rerun(_stage_names(force), extend, resume_key)
     earlier = run_records.newest_finished(store.root, settings.name)
     stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
+    check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)
     name = str(earlier["run"]) if earlier else ""
     return Plan(pipeline, settings, store, stages, selection, rerun, name)
 

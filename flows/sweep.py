@@ -15,7 +15,7 @@ from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
 from ttrain.flows import recipe
-from ttrain.pipeline.input_files import file_digests
+from ttrain.pipeline.input_files import check_first_rows, file_digests
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_dependencies
@@ -66,6 +66,10 @@ class SweepRequest:
     def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> list[Planned]:
         """The plan of a trial with these values."""
         return plan(self.recipe(), self.settings(values, slot), store, selection=Selection(until=self.measure.until))
+
+    def check_data(self) -> None:
+        """Raise UsageError for data that the trials cannot read, before the first of them."""
+        check_first_rows([STAGES[name] for name in self.graph()], self.settings(self.first))
 
     def graph(self) -> dict[str, frozenset[str]]:
         """The stages of a trial, each with those that it reads."""

@@ -63,7 +63,7 @@ def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     [
         (("pipeline", "run", "full", "--untill", "sft"), "no such option: --untill (Possible options: --until)"),
         (("pipelin",), "no such command 'pipelin'. Did you mean 'pipeline'"),
-        (("pipeline", "plan"), "missing argument 'PIPELINE'"),
+        (("pipeline", "rerun"), "missing argument 'STAGE'"),
         (("pipeline", "plan", "full", "--profile", "smal"), "there is no profile 'smal'; did you mean small?"),
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
         (("pipeline", "logs", "nothing"), "there is no run 'nothing'"),
@@ -82,6 +82,22 @@ def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], m
     done = run(*words)
     assert done.code == 2 and done.err.startswith(f"error: {message}")
     assert done.err.count("\n") == 1 and "─" not in done.err
+
+
+def test_the_short_commands_are_those_of_pipelines(run: Run) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    pipeline = commands["pipeline"].commands
+    for name in ("run", "plan", "status", "logs", "rerun"):
+        short, long = commands[name], pipeline[name]
+        assert (short.help, short.epilog) == (long.help, long.epilog), name
+        assert [each.name for each in short.params] == [each.name for each in long.params], name
+    assert run("status").out == run("pipeline", "status").out
+
+
+@pytest.mark.parametrize("words", [(), ("full",), ("sft.epochs=3",), ("sft.epochs=3", "full")])
+def test_a_plan_is_of_the_full_pipeline_unless_another_is_named(run: Run, words: tuple[str, ...]) -> None:
+    planned = json.loads(run("plan", *words, "--json").out)
+    assert planned["pipeline"] == "full" and len(planned["stages"]) == 9
 
 
 def test_a_device_that_is_not_there_is_refused_before_any_stage(

@@ -38,7 +38,8 @@ from ttrain.errors import CannotRead, DataError
 from ttrain.stages import shards
 from ttrain.stages.job import StageContext
 
-NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt' holds a conversation"
+OF_QUESTION = "'choices' beside 'question' may be a part of the question; write it there, or leave it out"
+NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt', 'question', 'input' holds a conversation"
 
 
 VALUE, CONTENT = json_error("unexpected character, expected a JSON value"), json_error("unexpected content after document")
@@ -117,7 +118,7 @@ CHATS: dict[str, tuple[Sequence[Any], Outcome, list[int]]] = {
     ),
     "rows of another kind": (
         [{"text": "a"}, {"question": "q", "choices": ["a", "b"], "answer": 0}, GOOD],
-        bad(NO_SHAPE, NO_SHAPE, kept=1), [1, 2],
+        bad(NO_SHAPE, OF_QUESTION, kept=1), [1, 2],
     ),
 }  # fmt: skip
 CASES = [

@@ -28,6 +28,7 @@ from ttrain.data.records import (
     document_fields,
     document_parser,
     heldout_share,
+    kind_of_row,
     parse_conversation,
     parsed,
     position,
@@ -113,6 +114,47 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
     assert parse_conversation(row) == HELLO
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [("question", "answer"), ("prompt", "response"), ("input", "output"), ("query", "response")],
+)
+def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(asked: str, answered: str) -> None:
+    row = {asked: "Hi", answered: "Hello", "id": "7", "source": None}
+    assert is_chat(row) and parse_conversation(row) == HELLO
+    assert kind_of_row(row) == "chats" and kind_of_row({**row, "text": "Hi Hello"}) == "documents"
+    system = parse_conversation({**row, "system": "S", "history": [["1?", "a"]]})
+    assert isinstance(system, Conversation)
+    turns = [("system", "S"), ("user", "1?"), ("assistant", "a"), ("user", "Hi"), ("assistant", "Hello")]
+    assert [(turn.role, turn.content) for turn in system.messages] == turns
+    assert parse_conversation({**row, answered: " "}) == Rejected(
+        f"'{answered}' is empty; write a text, or leave the row out"
+    )
+    assert unread_keys({**row, "rationale": "since"}, is_pair=False) == {"rationale"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"choices": ["3", "4"]}, {"options": {"A": "3"}}, {"A": "3", "B": "4"}, {"opa": "3"}, {"context": "2 and 2"}],
+)
+def test_a_question_that_needs_more_than_itself_is_no_chat(more: dict[str, Any]) -> None:
+    row = {"question": "2 + 2?", "answer": "B", **more}
+    key = next(iter(more))
+    assert not is_chat(row)
+    rejected = parse_conversation(row)
+    assert isinstance(rejected, Rejected)
+    assert f"'{key}' beside 'question' may be a part of the question" in rejected.reason
+
+
+def test_a_row_that_older_formats_read_is_read_by_them() -> None:
+    alpaca = {"instruction": "Add.", "input": "2 and 2", "output": "4", "question": "?", "answer": "!"}
+    parsed = parse_conversation(alpaca)
+    assert isinstance(parsed, Conversation)
+    assert [turn.content for turn in parsed.messages] == ["Add.\n\n2 and 2", "4"]
+    both = {"prompt": "Hi", "completion": "Hello", "question": "?", "answer": "!"}
+    assert parse_conversation(both) == HELLO
+    assert parse_conversation({"question": "Hi"}) == Rejected("no key 'answer' beside 'question'")
 
 
 def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:

@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 from typer import Exit
-from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError
+from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError, NoSuchOption
 from typer._click.exceptions import UsageError as ClickUsageError
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -24,6 +25,7 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     data,
     evaluate,
     gate,
+    init,
     model,
     pipeline,
     registry,
@@ -151,17 +153,29 @@ def stage_list(as_json: AsJson = False) -> None:
         table(("stage", "what it does"), list(abouts.items()))
 
 
-@command(config_app, "Example:  ttrain config show sft.epochs=2 --profile small")
-def config_show(settings_options: SettingsOptions, as_json: AsJson = False) -> None:
+@command(
+    config_app,
+    "Examples:  ttrain config show sft.epochs=2 --profile small\n\nttrain config show -c my.yaml --changed",
+)
+def config_show(
+    settings_options: SettingsOptions,
+    changed: Annotated[bool, option("only what differs from the defaults", "--changed")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print every setting, its value and where the value comes from."""
-    from ttrain.config import flatten
+    from ttrain.config import Settings, flatten
 
     loaded = settings_options.load()
     tree = loaded.settings.model_dump(mode="json")
     values = {key: {"value": value, "source": loaded.sources.get(key, "default")} for key, value in flatten(tree)}
+    if changed:
+        usual = dict(flatten(Settings().model_dump(mode="json")))
+        values = {key: entry for key, entry in values.items() if usual.get(key) != entry["value"]}
     if as_json:
         print_json(values)
         return
+    if changed and not values:
+        print("all settings have their defaults")
     for key, entry in values.items():
         print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
 
@@ -258,7 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except ClickException as error:
         path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else _command_path(arguments)
-        _print_error(f"{_problem(error)}; `{path} --help` shows what it takes")
+        problem = _option_as_setting(error, arguments) or _problem(error)
+        _print_error(f"{problem}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
     except (TTrainError, OSError) as error:
         if os.environ.get("TTRAIN_DEBUG"):
@@ -294,6 +309,26 @@ def _problem(error: ClickException) -> str:
         return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
     problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
     return f"{problem[:1].lower()}{problem[1:]}"
+
+
+def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
+    """How a setting is written that was given as an option; "" where the error is about something else."""
+    from ttrain.config.loading import written_setting
+
+    if not isinstance(error, NoSuchOption) or error.ctx is None:
+        return ""
+    if all(parameter.metavar != "KEY=VALUE" for parameter in error.ctx.command.params):
+        return ""
+    place = next((n for n, word in enumerate(arguments) if word.startswith(error.option_name)), None)
+    if place is None:
+        return ""
+    _, equals, value = arguments[place].partition("=")
+    if not equals:
+        value = next(iter(arguments[place + 1 : place + 2]), "-")
+        value = "VALUE" if value.startswith("-") else value
+    setting = written_setting(error.option_name.lstrip("-"), value)
+    problem = f"no such option: {error.option_name}; settings are written without dashes"
+    return f"{problem}, such as {setting}" if setting else ""
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

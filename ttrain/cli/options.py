@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -32,11 +33,65 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Serve"]  # of the help
 PANELS = get_args(Panel)
-FIRST = ("pipeline", "chat", "models", "report")  # in its panel
+FIRST = ("init", "run", "plan", "status", "logs", "rerun", "pipeline", "chat", "models", "report")
+OTHER_WORDS = {  # for commands, in other programs
+    **dict.fromkeys(("start", "resume", "continue", "fit"), "run"),
+    **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
+    **dict.fromkeys(("evaluate", "test"), "eval"),
+    **dict.fromkeys(("predict", "infer", "complete"), "generate"),
+    **dict.fromkeys(("ui", "dashboard", "mlflow", "prefect"), "up"),
+    **dict.fromkeys(("stop",), "down"),
+    **dict.fromkeys(("runs", "ls", "ps"), "status"),
+    **dict.fromkeys(("log", "tail"), "logs"),
+    **dict.fromkeys(("settings", "options"), "config show"),
+    **dict.fromkeys(("new", "setup", "create"), "init"),
+    **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("preprocess", "prepare"), "data shard"),
+    **dict.fromkeys(("check",), "doctor"),
+}
+SHOWN_COMMANDS = 4
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
-class _Root(TyperGroup):
+class CommandGroup(TyperGroup):
+    """Answers an unknown word with the commands that have it, wherever they are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0]
+        if word.startswith("-") or self.get_command(ctx, word):
+            return super().resolve_command(ctx, args)
+        if commands := _commands_named(word, ctx.find_root().command, args[1:]):
+            meant = " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
+            raise UsageError(f"there is no command '{ctx.command_path} {word}'; did you mean {meant}?")
+        return super().resolve_command(ctx, args)
+
+
+def _commands_named(word: str, root: Any, words_after: Sequence[str]) -> list[str]:
+    """The commands that a word means which is none: of other groups, stages, pipelines, files."""
+    from ttrain.flows import NAMES
+    from ttrain.stages import STAGES
+
+    if "=" in word:
+        return [shlex.join(["run", word, *words_after])]
+    if Path(word).suffix in (".yaml", ".yml"):
+        return [shlex.join(["run", "-c", word, *words_after])]
+    if Path(word).suffix and Path(word).exists():
+        return [shlex.join(["init", word])]
+    if word in NAMES:
+        return [f"run {word}"]
+    if word in OTHER_WORDS:
+        return [OTHER_WORDS[word]]
+    if word in STAGES:
+        return [f"stage run {word}", f"run --until {word}"]
+    commands = [word] if word in root.commands else []
+    for name, group in root.commands.items():
+        is_shortened = name == "pipeline" and word in root.commands
+        if isinstance(group, TyperGroup) and word in group.commands and not is_shortened:
+            commands.append(f"{name} {word}")
+    return commands
+
+
+class _Root(CommandGroup):
     """Lists the commands in the order of their panels, and refuses empty words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -49,9 +104,10 @@ class _Root(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        def place(name: str) -> tuple[int, bool]:
+        def place(name: str) -> tuple[int, int]:
             panel = getattr(self.commands[name], "rich_help_panel", None)
-            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name not in FIRST)
+            number = PANELS.index(panel) if panel in PANELS else len(PANELS)
+            return number, FIRST.index(name) if name in FIRST else len(FIRST)
 
         return sorted(self.commands, key=place)
 
@@ -64,13 +120,13 @@ app = Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
-    epilog="Begin with:  ttrain pipeline run full\n\nThen:  ttrain pipeline plan full sft.epochs=3",
+    epilog="Begin with:  ttrain run\n\nThen, with your own data:  ttrain init",
 )
 
 
 def command_group(name: str, panel: Panel, **settings: Any) -> Typer:
     """Add a group of commands to `ttrain`, in a panel of the help."""
-    group = Typer(no_args_is_help=True, **settings)
+    group = Typer(**{"cls": CommandGroup, "no_args_is_help": True, **settings})
     app.add_typer(group, name=name, rich_help_panel=panel)
     return group
 
@@ -191,16 +247,19 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def command(
-    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", **settings: Any
+    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", short: Panel | None = None, **settings: Any
 ) -> Callable[[Command], Command]:
     """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
 
-    `epilog`: examples. A command of `app` itself is listed in a `panel` of the help.
+    `epilog`: examples. A command of `app` itself is listed in a `panel` of the help. `short`: it is one, too, in this panel.
     """
 
     def registered(function: Command) -> Command:
         word = name or function.__name__.rpartition("_")[2]
-        group.command(word, epilog=epilog, rich_help_panel=panel, **settings)(with_option_groups(function))
+        made = with_option_groups(function)
+        group.command(word, epilog=epilog, rich_help_panel=panel, **settings)(made)
+        if short:
+            app.command(word, epilog=epilog, rich_help_panel=short, **settings)(made)
         return function
 
     return registered

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, confirm
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 LISTED_RUNS = 10
 WATCH_SECONDS = 2.0
+FULL = "full"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -69,9 +72,11 @@ Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocomple
     "ttrain pipeline run full --until pretrain\n\n"
     "ttrain pipeline run full sft.epochs=3 --note 'three passes over the chats' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
+    short="Train",
 )
 def pipeline_run(
-    pipeline: Pipeline,
+    *,
+    pipeline: Pipeline = FULL,
     settings_options: SettingsOptions,
     stages: SelectionOptions,
     restart: RestartOptions,
@@ -79,6 +84,7 @@ def pipeline_run(
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
+    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     labels, loaded = options.labels(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse([*stages.flags(), *restart.flags()])
@@ -93,6 +99,7 @@ def pipeline_run(
     pipeline_app,
     "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
+    short="Train",
 )
 def pipeline_rerun(
     stage: Annotated[
@@ -123,9 +130,11 @@ def pipeline_rerun(
     pipeline_app,
     "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
     "ttrain pipeline plan full --profile small --memory",
+    short="Train",
 )
 def pipeline_plan(
-    pipeline: Pipeline,
+    *,
+    pipeline: Pipeline = FULL,
     settings_options: SettingsOptions,
     options: SelectionOptions,
     memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
@@ -144,6 +153,7 @@ def pipeline_plan(
     from ttrain.pipeline.plan import trained_on
     from ttrain.store import tunings
 
+    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     to_plan, loaded = options.to_plan(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse(options.flags())
@@ -188,7 +198,7 @@ def pipeline_plan(
     print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
 
 
-@command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch")
+@command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch", short="Look")
 def pipeline_status(
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
     watch: Annotated[
@@ -252,6 +262,7 @@ def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     pipeline_app,
     "Examples:  ttrain pipeline logs\n\nttrain pipeline logs latest pretrain --follow\n\n"
     "ttrain pipeline logs full-20261121-160222 evaluate",
+    short="Look",
 )
 def pipeline_logs(
     run: Annotated[str, argument("the run, or a part of its name", metavar="RUN", autocompletion=run_words)] = "latest",
@@ -271,6 +282,29 @@ def pipeline_logs(
     for line in runs.log_lines(home, name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
+
+
+def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tuple[str, SettingsOptions]:
+    """The pipeline and the settings, where the first word may be a setting already: then it is `full`."""
+    from ttrain.config.loading import known_keys
+    from ttrain.flows import NAMES
+    from ttrain.stages import STAGES
+
+    if "=" in word or word in known_keys():
+        overrides = [word, *(settings_options.overrides or ())]
+        named = [name for name in overrides if name in NAMES][:1] or [FULL]
+        settings = [override for override in overrides if override not in named]
+        return named[0], replace(settings_options, overrides=settings)
+    if word in STAGES:
+        raise UsageError(
+            f"there is no pipeline '{word}', which is a stage; did you mean `ttrain stage run {word}`, "
+            f"or `ttrain run --until {word}`?"
+        )
+    if word not in NAMES and Path(word).suffix in (".yaml", ".yml"):
+        raise UsageError(f"there is no pipeline '{word}'; for a file of settings write -c {shlex.quote(word)}")
+    if word not in NAMES and Path(word).suffix and Path(word).exists():
+        raise UsageError(f"there is no pipeline '{word}'; for a file of data write `ttrain init {shlex.quote(word)}`")
+    return word, settings_options
 
 
 def plan_and_run(

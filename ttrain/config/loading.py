@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
+import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +18,15 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, rules, text_values, tinyseek, yaml_text
-from ttrain.config.base import NONE, PLAIN, WEIGHTED, is_retired
+from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, tinyseek, yaml_text
+from ttrain.config.base import NONE, PLAIN, WEIGHTED, as_count, is_retired
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
+from ttrain.config.other_names import Meaning
 from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
-from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
@@ -140,7 +144,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     for origin, key, value in overrides:
         is_field = any(key.startswith(f"{name}.") for name in open_keys(root))  # whose name an architecture alone knows
         if not is_field:
-            _check_key(key, origin, valid_keys)
+            _check_key(Override(origin, key, value), valid_keys)
         if value in (None, {}) and key not in valid_keys and not is_field:
             continue  # a section in which nothing is set
         if isinstance(value, bool) and key in numeric_keys(root):  # which pydantic reads as 1 or 0
@@ -204,11 +208,40 @@ def _layers(
     if isinstance(overrides, Mapping):
         yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
         return
-    for item in overrides:
+    for place, item in enumerate(overrides):
         key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"'{one_line(item)}' is not a setting; write key=value, for example sft.epochs=3")
+        if not equals or not key.strip():
+            start = place - 1 if place and overrides[place - 1].endswith("=") else place
+            example = _joined(overrides[start : start + 3]) or "key=value, for example sft.epochs=3"
+            if paths := _of_paths(overrides, place):
+                example = paths
+            elif Path(item).suffix in (".yaml", ".yml"):
+                example = f"-c {shlex.quote(item)} for a file of settings"
+            raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
         yield COMMAND_LINE, {key.strip(): value}
+
+
+def _of_paths(words: Sequence[str], place: int) -> str:
+    """How data are written whose path with spaces the shell cut, or of several files; "" where there are none."""
+    start = next((n for n in reversed(range(place)) if "=" in words[n]), None)
+    if start is None or not words[start].startswith("data."):
+        return ""
+    following = itertools.takewhile(lambda word: "=" not in word, words[start + 1 :])
+    parts = [words[start], *following]
+    for end in range(len(parts), 1, -1):
+        setting = " ".join(parts[:end])
+        if user_path(setting.partition("=")[2]).exists():
+            return f"{shlex.quote(setting)}, in quotes"
+    if user_path(words[place]).exists():
+        return f"{shlex.quote(','.join(parts))}, with commas between files"
+    return ""
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A setting whose name and value were written with spaces, as it is written without; "" where it is none."""
+    key, *values = (word for text in words for word in text.split("=", 1) if word)
+    is_setting = key in settable_keys(Settings) and values
+    return f"{shlex.quote(f'{key}={values[0]}')}, without spaces" if is_setting else ""
 
 
 def read_settings(path: Path) -> JsonObject:
@@ -237,7 +270,12 @@ def _is_typed(origin: str) -> bool:
 
 
 def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
-    """The value of a text that was typed. Raises UsageError where it begins a list or mapping that cannot be read."""
+    """The value of a text that was typed. Raises UsageError where it begins a list or mapping that cannot be read.
+
+    That of an unknown setting stays a text, with which the error shows how the right one is written.
+    """
+    if not _is_known(key, root):
+        return text
     try:
         return text_values.read(text, text_values.type_of(root, key))
     except InvalidYaml as error:
@@ -245,6 +283,13 @@ def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
             f"{one_line(key, KEY_CHARACTERS)} is {shown(text)} (from {origin}), which is not valid YAML: {error}; "
             f"write a list as [a, b], and put a text that has brackets between quotes"
         ) from None
+
+
+def _is_known(key: str, root: type[Section]) -> bool:
+    """Whether a key is a setting, a section or a name within a setting that takes any."""
+    names = settable_keys(root)
+    is_open = any(key.startswith(f"{name}.") for name in open_keys(root))
+    return key in names or is_open or any(name.startswith(f"{key}.") for name in names)
 
 
 def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
@@ -363,22 +408,101 @@ def _layer(origin: str) -> str:
     return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
 
 
-def _check_key(key: str, origin: str, valid_keys: Sequence[str]) -> None:
-    """Raise UsageError for an unknown key, with its nearest neighbour, before validation."""
-    if key in valid_keys or any(name.startswith(f"{key}.") for name in valid_keys):
+def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
+    """Raise UsageError for an unknown key, with the settings that it may mean, before validation."""
+    origin, key, value = override
+    is_section = any(name.startswith(f"{key}.") for name in valid_keys)
+    if key in valid_keys or (is_section and not isinstance(value, str)):
         return
     if is_retired(key):
         raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
-    near = [name for name in valid_keys if name.endswith(f".{key}")]  # a section was left out: lr, optim.lr
-    if not 1 <= len(near) <= SHOWN_NEIGHBOURS:
-        near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.4)
-    all_of_them = (
-        "; `ttrain config show` lists them all" if len(valid_keys) > SHOWN_KEYS else f"; there are {', '.join(valid_keys)}"
-    )
-    meant = " or ".join(f"'{name}'" for name in near)
-    raise UsageError(
-        f"unknown setting '{one_line(key)}' (from {origin})" + (f"; did you mean {meant}?" if near else all_of_them)
-    )
+    meaning = other_names.meaning_of(key)
+    near = _meant(key, meaning, valid_keys)
+    if is_section:
+        if not near:
+            return  # the validation names the rule
+        problem = f"{key} is {shown(value)} (from {origin}) but must be a group of names with values"
+    else:
+        problem = f"unknown setting '{one_line(key)}' (from {origin})"
+    if not near and meaning and meaning.note:
+        raise UsageError(f"{problem}; {meaning.note}")
+    if not near:
+        near, meaning = _nearest(key, valid_keys)
+    if near:
+        meant = " or ".join(f"'{name}'" for name in near)
+        example = "" if len(near) == 1 else "for example "
+        written = _as_written(Override(origin, near[0], value), meaning)
+        raise UsageError(f"{problem}; did you mean {meant}? Write {example}{written}")
+    others = "`ttrain config show` lists them all"
+    if len(valid_keys) <= SHOWN_KEYS:
+        others = f"there are {', '.join(valid_keys)}"
+    raise UsageError(f"{problem}; {others}")
+
+
+def written_setting(name: str, value: str) -> str:
+    """The setting that a name means, also one of another library, as it is typed; "" for none."""
+    valid_keys = settable_keys(Settings)
+    if name in valid_keys:
+        return _as_written(Override(COMMAND_LINE, name, value), None)
+    meaning = other_names.meaning_of(name)
+    near = _meant(name, meaning, valid_keys)
+    if not near:
+        near, meaning = _nearest(name, valid_keys, cutoff=0.8)
+    return _as_written(Override(COMMAND_LINE, near[0], value), meaning) if near else ""
+
+
+def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list[str]:
+    """The settings that a name of another library means, those of the key's own section if that has one."""
+    names: list[str] = []
+    for target in meaning.keys if meaning else ():
+        name = target.removeprefix(other_names.STAGE)
+        is_of_stages = name != target
+        names += [name, *(f"{stage}.{name}" for stage in TRAININGS)] if is_of_stages else [name]
+    return _in_section(key, [name for name in names if name in valid_keys])
+
+
+def _nearest(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[list[str], Meaning | None]:
+    """The settings that end as the key does, else those of the most similar name, with what that means.
+
+    A section of the key may be left out, as in `lr` and `sft.lr`, or be another one, as in `train.optim.lr`.
+    """
+    parts = key.lower().split(".")
+    for place in range(len(parts)):
+        end = ".".join(parts[place:])
+        near = _in_section(key, [name for name in valid_keys if f".{name}".endswith(f".{end}")])
+        if 1 <= len(near) <= SHOWN_NEIGHBOURS:
+            return near, None
+    similar = other_names.similar_meaning(key)
+    if near := _meant(key, similar, valid_keys):
+        return near, similar
+    return difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=cutoff), None
+
+
+def _in_section(key: str, names: list[str]) -> list[str]:
+    """The names in the first section of the key, or all if none is."""
+    section = f"{key.lower().partition('.')[0]}."
+    return [name for name in names if name.startswith(section)] or names
+
+
+def _as_written(override: Override, meaning: Meaning | None) -> str:
+    """How the setting is written where it was set by a name of this meaning."""
+    origin, key, value = override
+    text = one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    notes: list[str] = []
+    if meaning:
+        factor_key = f"{key.partition('.')[0]}.{meaning.times}"
+        count, factor = as_count(text), _default_values().get(factor_key)
+        if isinstance(count, int) and factor:
+            notes = [f"{text} x {factor_key} {factor}"]
+            text = str(count * factor)
+        text = meaning.value(text)
+        notes += [meaning.note] if meaning.note else []
+    note = f" ({'; '.join(notes)})" if notes else ""
+    if origin.startswith(ENVIRONMENT_PREFIX):
+        return f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}={shlex.quote(text)}{note}"
+    if origin == COMMAND_LINE:
+        return f"{shlex.quote(f'{key}={text}')}{note}"
+    return f"{key}: {text}{note}"
 
 
 @functools.cache

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from ttrain.config.base import Section, Seed, Share, setting
+
+LARGEST_RATE = 1.0
 
 
 class Optim(Section):
@@ -23,6 +27,14 @@ class Optim(Section):
         0.1, "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient", ge=0
     )
     clip: float | None = setting(1.0, "largest gradient norm, over all parameters; empty: any", gt=0)
+
+    @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
+    @classmethod
+    def _is_usual_rate(cls, value: float | None) -> float | None:
+        """Refuse a rate that no training survives: of AdamW and Muon a step then moves every weight by more than 1."""
+        if value is not None and value > LARGEST_RATE:
+            raise ValueError(f"must be at most {LARGEST_RATE:g}; usual are 1e-5 to 5e-2, such as 2e-4")
+        return value
 
 
 class Schedule(Section):

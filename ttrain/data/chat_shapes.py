@@ -1,4 +1,5 @@
-"""Read chats in the formats of common data sets: messages, ShareGPT, alpaca, TRL's prompt and completion.
+"""Read chats in the formats of common data sets: messages, ShareGPT, alpaca, TRL's prompt and completion, and pairs
+of a question and its answer.
 
 Every rejection reason says what is wrong with the value and what to write instead.
 """
@@ -22,9 +23,18 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 CHAT_KEYS = ("messages", "conversations", "instruction")  # the first key that is present decides the format of a row
 PROMPT_KEYS = ("prompt", "completion")
+# After those: a row has one exchange under the first of these pairs that it has.
+EXCHANGE_KEYS = (
+    PROMPT_KEYS,
+    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
+    ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"),
+)  # fmt: skip
 CHAT_FIELDS = (
-    "'messages' or 'conversations' with role and content, 'instruction' with 'output', or 'prompt' with 'completion'"
+    "'messages' or 'conversations' with role and content, 'instruction' with 'output', 'prompt' with 'completion' or "
+    "'response', 'question' with 'answer', or 'input' with 'output'"
 )
+# Keys that a question needs beside itself: choices as one or several keys, and the text that it is about.
+OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
 Row = Mapping[str, Any]
 READ_OF_SHAREGPT = frozenset({"from", "value", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
 READ_OF_TURN = READ_OF_SHAREGPT - {"from", "value"} | {"role", "content"}
@@ -32,6 +42,7 @@ READ_OF_PART = frozenset({"type", "text"})
 READ_OF_ROW = frozenset({
     *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "history", "system", "tools",
 })  # fmt: skip
+READ_OF_EXCHANGE = frozenset({"history", "system", "tools", "weight"})
 # What is no part of an answer, also as the last word of a key: `message_id`, `chosen_model`.
 METADATA = frozenset({
     "id", "uuid", "index", "hash", "name", "author", "model", "source", "dataset", "split", "license",
@@ -53,20 +64,49 @@ def is_blank(text: str) -> bool:
 
 
 def is_chat(row: Row) -> bool:
-    """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents have that key too."""
-    return any(row.get(key) is not None for key in CHAT_KEYS) or all(row.get(key) is not None for key in PROMPT_KEYS)
+    """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents have that key too, and
+    some with a text have keys of a question and its answer."""
+    if any(row.get(key) is not None for key in CHAT_KEYS):
+        return True
+    keys = exchange_keys(row)
+    if keys == PROMPT_KEYS:
+        return True
+    return keys is not None and row.get("text") is None and _beside_question(row, keys) is None
+
+
+def exchange_keys(row: Row) -> tuple[str, str] | None:
+    """The keys of a question and its answer in a row; None for none."""
+    for keys in EXCHANGE_KEYS:
+        if all(row.get(key) is not None for key in keys):
+            return keys
+    return None
+
+
+def _beside_question(row: Row, keys: tuple[str, str]) -> str | None:
+    """The first key beside a question and its answer that belongs to the question, such as `choices`."""
+    for key, value in row.items():
+        if key in keys or key in READ_OF_EXCHANGE or _is_metadata(key):
+            continue
+        is_list = isinstance(value, list | dict) and _holds_text(value)
+        if is_list or (OF_QUESTION.fullmatch(key.lower()) and _holds_text(value)):
+            return key
+    return None
 
 
 def messages_of(row: Row) -> list[Message]:
     """The turns of a chat in one of the known formats, with or without an answer. Raises Malformed with the reason."""
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), None)
-    if shape is None:
-        raise Malformed(f"none of the keys {', '.join(map(repr, (*CHAT_KEYS, PROMPT_KEYS[0])))} holds a conversation")
+    keys = None if shape in CHAT_KEYS else exchange_keys(row)
+    if shape is None and keys is None:
+        if row.get("question") is not None:
+            raise Malformed("no key 'answer' beside 'question'")
+        names = (*CHAT_KEYS, "prompt", "question", "input")
+        raise Malformed(f"none of the keys {', '.join(map(repr, names))} holds a conversation")
     has_tools = bool(row.get("tools"))
     if shape == "instruction":
         messages = [*alpaca_question(row), Message("assistant", visible_text(row, "output", "instruction"))]
-    elif shape in PROMPT_KEYS:
-        messages = _prompt_and_completion(row, has_tools)
+    elif shape is None or shape in PROMPT_KEYS:
+        messages = _exchange(row, keys or PROMPT_KEYS, has_tools)
     else:
         messages = turns_of(row[shape], shape, has_tools)
     return with_system_and_tools(messages, row)
@@ -79,8 +119,11 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
     """
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), "")
     is_of_turns = shape in ("messages", "conversations") and not is_pair
-    found = set() if is_of_turns else _unread(row, READ_OF_ROW)
-    for key in (shape,) if is_of_turns else (shape, "completion", "chosen", "rejected"):
+    read, keys = READ_OF_ROW, None if shape in CHAT_KEYS or is_pair else exchange_keys(row)
+    if keys and keys != PROMPT_KEYS:
+        read = READ_OF_EXCHANGE | {*keys}
+    found = set() if is_of_turns else _unread(row, read)
+    for key in (shape,) if is_of_turns else (shape, *(keys or ()), "completion", "chosen", "rejected"):
         turns = row.get(key)
         for turn in turns if isinstance(turns, list) else [turns]:
             if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ASSISTANT_NAMES:
@@ -176,13 +219,18 @@ def visible_text(row: Row, key: str, other_key: str) -> str:
     return text
 
 
-def _prompt_and_completion(row: Row, has_tools: bool) -> list[Message]:
-    """TRL's format: each of the two is a text or a list of turns; only the completion is learnt."""
-    prompt = turns_under(row, "prompt", "completion", "user")
-    completion = turns_under(row, "completion", "prompt", "assistant")
-    prompt, [completion] = apart(prompt, {"completion": completion}, has_tools)
-    messages = turns_of([*prompt, *completion], "prompt", has_tools)
-    return [*map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
+def _exchange(row: Row, keys: tuple[str, str], has_tools: bool) -> list[Message]:
+    """A question and its answer, as TRL's prompt and completion: each is a text or a list of turns, and only the second
+    is learnt."""
+    asked, answered = keys
+    if keys != PROMPT_KEYS and (other := _beside_question(row, keys)):
+        raise Malformed(f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out")
+    prompt = turns_under(row, asked, answered, "user")
+    completion = turns_under(row, answered, asked, "assistant")
+    prompt, [completion] = apart(prompt, {answered: completion}, has_tools)
+    messages = turns_of([*prompt, *completion], asked, has_tools)
+    history = _history(row.get("history")) if keys != PROMPT_KEYS else []
+    return [*history, *map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
 
 
 def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:

@@ -19,7 +19,14 @@ from ttrain.data.tools import Malformed, kind_of
 
 ANSWER_KEYS = ("chosen", "rejected")
 RATED_KEYS = ("prompt", "completion")
-PROMPT_KEYS = ("prompt", "conversations", "messages", "instruction")  # the first that is present holds the prompt
+TEXT_KEYS = ("prompt", "question", "query", "input")
+PROMPT_KEYS = (
+    "prompt",
+    "conversations",
+    "messages",
+    "instruction",
+    *TEXT_KEYS[1:],
+)  # the first that is present holds the prompt
 PREFERENCE_FIELDS = (
     "'prompt', 'chosen' and 'rejected' (texts or lists of turns), 'chosen' and 'rejected' with a common beginning, "
     "or 'prompt', 'completion' and 'label'"
@@ -125,7 +132,7 @@ def _prompt_turns(row: Row, key: str) -> list[Any]:
     """The turns of the prompt as they stand in the row."""
     if key == "instruction":
         return [message.to_json() for message in chat_shapes.alpaca_question(row)]
-    if key != "prompt" and isinstance(row[key], str):
+    if key not in TEXT_KEYS and isinstance(row[key], str):
         raise Malformed(f"'{key}' is text, not text or a list of turns such as {A_TURN}")
     return chat_shapes.turns_under(row, key, "chosen", "user")
 

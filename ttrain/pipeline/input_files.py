@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ttrain.config import Settings
 from ttrain.config.data import PYTHON_DOCS, dataset_read
@@ -11,7 +13,8 @@ from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object, user_path
-from ttrain.data import existing, locations, python_docs
+from ttrain.data import existing, first_rows, locations, python_docs
+from ttrain.data.records import Kind
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
@@ -78,6 +81,22 @@ def _no_documents(settings: Settings) -> UsageError:
         f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
         f"ttrain{existing_model}"
     )
+
+
+def check_first_rows(stages: Iterable[Stage], settings: Settings) -> None:
+    """Raise UsageError where the first rows of a file are not what the stage that reads it needs."""
+    checked: set[str] = set()
+    for stage in stages:
+        roles = data_files(stage, settings) if stage.dataset else {}
+        for role in (TRAIN, HELDOUT):
+            dataset = dataset_read(str(stage.dataset), settings.data.tokenizer)
+            setting = f"data.{dataset}" if role == TRAIN else f"data.{dataset}_heldout"
+            if role not in roles or setting in checked:
+                continue
+            checked.add(setting)
+            kind = cast("Kind", stage.arguments.get("kind", "documents"))
+            files = [file.location for file in roles[role]]
+            first_rows.check(setting, kind, files, settings.reading)
 
 
 def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:

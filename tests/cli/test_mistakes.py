@@ -1,0 +1,75 @@
+"""Typical mistakes of a first day, as they are typed, and what the answer names: setting or command, value, fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.data_commands import Run
+
+# (what is typed, the parts of the answer). Files are those of `folder`.
+MISTAKES: list[tuple[str, tuple[str, ...]]] = [
+    ("sft", ("'ttrain sft'", "`ttrain stage run sft`", "`ttrain run --until sft`")),
+    ("evaluate sft", ("'ttrain evaluate'", "`ttrain eval`")),
+    ("sft.epochs=2", ("`ttrain run sft.epochs=2`",)),
+    ("run my.yaml", ("'my.yaml'", "-c my.yaml")),
+    ("run sft", ("'sft'", "`ttrain stage run sft`")),
+    ("run --learning-rate 2e-4", ("--learning-rate", "pretrain.optim.lr=2e-4")),
+    ("run sft.epochs 2", ("'sft.epochs'", "write sft.epochs=2, without spaces")),
+    ("run learning_rate=2e-4", ("'learning_rate'", "'sft.optim.lr'", "pretrain.optim.lr=2e-4")),
+    ("run sft.lr=2e-4", ("'sft.lr'", "Write sft.optim.lr=2e-4")),
+    ("run sft.batch_size=32", ("'sft.batch_size'", "Write sft.tokens_per_step=8192")),
+    ("run sft.max_steps=100", ("'sft.max_steps'", "Write sft.tokens=409600")),
+    ("run num_hidden_layers=8", ("'num_hidden_layers'", "Write model.layers=8")),
+    ("run model.size=small", ("'model.size'", "Write model.preset=small")),
+    ("run schedule=cosine", ("'schedule'", "pretrain.schedule.kind=cosine")),
+    ("run output_dir=out", ("'output_dir'", "TTRAIN_HOME=DIR")),
+    ("run sft.optim.lr=2", ("sft.optim.lr is 2", "at most 1", "1e-5 to 5e-2")),
+    ("run data.pretrain=my docs.jsonl", ("'docs.jsonl'", "write 'data.pretrain=my docs.jsonl', in quotes")),
+    ("run data.sft=a.jsonl chats.jsonl", ("'chats.jsonl'", "write data.sft=a.jsonl,chats.jsonl, with commas")),
+    ("run data.pretrain=doc.jsonl", ("data.pretrain is 'doc.jsonl'", "there is no such file")),
+    ("run data.pretrain=table.csv", ("data.pretrain: table.csv is CSV", "> table.converted.jsonl")),
+    ("run data.pretrain=chats.jsonl", ("data.pretrain needs documents", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
+    ("run data.sft=docs.jsonl", ("data.sft needs chats", "docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
+    ("run data.dpo=chats.jsonl", ("data.dpo needs pairs", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
+    ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
+    ("plan data.chats=chats.jsonl", ("'data.chats'", "data.sft=chats.jsonl")),
+    ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
+    ("run sft.epochs=two", ("sft.epochs is 'two'", "must be a number")),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, run: Run) -> Path:
+    """The directory of the commands, with files of a user."""
+    files = {
+        "my.yaml": "sft: {epochs: 2}",
+        "docs.jsonl": '{"text": "a"}',
+        "my docs.jsonl": '{"text": "a"}',
+        "chats.jsonl": '{"question": "q", "answer": "a"}',
+        "table.csv": "id,text\n1,a\n2,b",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "parts"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
+def test_a_typical_mistake_is_answered_with_its_name_its_value_and_the_fix(
+    folder: Path, run: Run, typed: str, parts: tuple[str, ...]
+) -> None:
+    done = run(*typed.split())
+    assert done.code == 2
+    assert [part for part in parts if part not in done.err] == [], done.err
+    assert not (folder / "home" / "runs").exists(), "nothing ran"
+
+
+@pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])
+def test_what_people_type_first_is_read(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("my docs.jsonl", "docs/a.jsonl", "my docs/b.jsonl"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text('{"text": "a"}\n')
+    planned = json.loads(run("plan", f"data.pretrain={value}", "--json").out)
+    assert [stage["state"] for stage in planned["stages"]] == ["run"] * len(planned["stages"])

@@ -1,0 +1,83 @@
+"""What the first rows of a file say about it, before anything is built."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config.data import Reading
+from ttrain.data import first_rows
+from ttrain.data.records import Kind
+from ttrain.errors import UsageError
+
+DOCUMENT = {"text": "a"}
+CHAT = {"question": "q", "answer": "a"}
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+def written(path: Path, *rows: dict[str, Any] | str) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def refused(setting: str, kind: Kind, *files: str) -> str:
+    with pytest.raises(UsageError) as error:
+        first_rows.check(setting, kind, files, Reading())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "row", "found", "fix"),
+    [
+        ("data.pretrain", "documents", CHAT, "is a chat (keys: question, answer)", "data.sft="),
+        ("data.pretrain", "documents", PAIR, "is a pair of answers", "data.dpo="),
+        ("data.sft", "chats", DOCUMENT, "is a document (keys: text)", "data.pretrain="),
+        ("data.sft", "chats", PAIR, "is a pair of answers", "data.dpo="),
+        ("data.dpo", "pairs", CHAT, "is a chat", "data.sft="),
+        ("data.dpo", "pairs", DOCUMENT, "is a document", "data.pretrain="),
+        ("data.sft_heldout", "chats", DOCUMENT, "is a document", "data.pretrain_heldout="),
+    ],
+)
+def test_rows_of_another_kind_are_refused_with_file_line_and_the_setting_that_takes_them(
+    tmp_path: Path, setting: str, kind: Kind, row: dict[str, Any], found: str, fix: str
+) -> None:
+    path = written(tmp_path / "my.jsonl", "", row, row)
+    message = refused(setting, kind, path)
+    assert f"{setting} needs {kind}, but {path}:2 {found}" in message
+    assert f"write {fix}{path}" in message
+
+
+def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"Title": "t", "Body": "a long text"})
+    message = refused("data.pretrain", "documents", path)
+    assert f"{path}:1 is none" in message and "(keys: Title, Body)" in message
+    assert "set reading.text_field=Body" in message
+
+
+def test_a_csv_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "id,text", "1,a", "2,b")
+    message = refused("data.pretrain", "documents", path)
+    assert message.startswith(f"data.pretrain: {path} is CSV, not JSON Lines; run `python3")
+
+
+def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
+    """Single bad rows, rows that are no JSON, files without rows, rows that a rule skips."""
+    some = [
+        written(tmp_path / "mixed.jsonl", CHAT, DOCUMENT, "{broken"),
+        written(tmp_path / "broken.jsonl", "{broken"),
+        written(tmp_path / "empty.jsonl"),
+        written(tmp_path / "skipped.jsonl", {"text": " "}),
+        written(tmp_path / "a.txt", "a text"),
+    ]
+    first_rows.check("data.pretrain", "documents", some, Reading())
+
+
+def test_packed_files_are_looked_into_and_remote_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
+    assert "is a chat" in refused("data.pretrain", "documents", "https://nowhere.invalid/a.jsonl", str(path))

@@ -1,0 +1,60 @@
+"""`ttrain init`: a first file of settings for a user's own data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option
+from ttrain.core.files import write_output
+from ttrain.core.terminal import print_escaped, print_json, table
+from ttrain.errors import UsageError
+
+
+@command(
+    app,
+    "Examples:  ttrain init\n\nttrain init docs.jsonl chats.jsonl\n\nttrain init corpus/ --to corpus.yaml",
+    "Train",
+)
+def init(
+    files: Annotated[
+        list[str] | None,
+        argument("files, folders or globs; default: the data files of this directory", metavar="FILES"),
+    ] = None,
+    to: Annotated[Path, option("the file to write", metavar="FILE")] = Path("my.yaml"),
+    force: Annotated[bool, option("overwrite it", "--force")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
+    from ttrain.config.loading import load
+    from ttrain.data import locations, starter
+
+    check_output_file(to)
+    if to.exists() and not force:
+        raise UsageError(f"--to is {to}, which exists; add --force to overwrite it, or name another file")
+    found = locations.expand(files, "FILES") if files else starter.files_in(Path())
+    sorted_files = starter.sort(found)
+    datasets, left_out = sorted_files.datasets, sorted_files.left_out
+    if not datasets:
+        reasons = "".join(f"\n{file}: {reason}" for file, reason in left_out.items())
+        raise UsageError(
+            f"there are no data in {', '.join(files or [str(Path.cwd())])}; name files of documents, chats or pairs: "
+            f"ttrain init docs.jsonl chats.jsonl{reasons}"
+        )
+    text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(to)))
+    write_output(to, text)
+    load(files=[to])
+    next_command = f"ttrain run -c {shlex.quote(str(to))}"
+    if as_json:
+        print_json({"path": str(to), "data": datasets, "left_out": left_out, "next": next_command})
+        return
+    rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
+    table(("file", "setting"), rows)
+    for file, reason in left_out.items():
+        print_escaped(f"left out: {file}: {reason}")
+    if len(datasets.get("sft", [])) > 1:
+        print_escaped("all chats are in data.sft; move those of one domain to data.lora for an adapter")
+    if "pretrain" not in datasets:
+        print_escaped("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
+    print_escaped(f"wrote {to}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")

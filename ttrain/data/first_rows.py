@@ -1,0 +1,107 @@
+"""Look at the first rows of files, some kilobytes of each: what they hold, and whether a data set can be made of them."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ttrain.config.data import Reading
+from ttrain.core.files import JsonDict
+from ttrain.core.text import first_of
+from ttrain.data import locations, records, streams
+from ttrain.data.records import Kind, Rejected, Tally
+from ttrain.errors import CannotRead, DataError, UsageError
+
+ROWS, FILES = 20, 20  # of a file, and of a data set
+SHOWN_KEYS = 8
+NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
+DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """One of the first rows of a file, with the number of its line."""
+
+    line: int
+    values: JsonDict
+
+
+def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list[FirstRow]:
+    """The good rows among the first of a file; a `.txt` file is one, without its text.
+
+    Those of parquet need pyarrow, which takes 0.2 s to load. Raises DataError for a file of another format.
+    """
+    if location.endswith(locations.TEXTS):
+        return [FirstRow(1, {reading.text_field: "..."})]
+    tally = Tally()
+    if streams.is_parquet(location):
+        found = records.records([location], tally, reading.max_line_bytes) if with_parquet else iter(())
+    else:
+        text = streams.json_lines(location, reading.text_field)
+        numbered = records.lines(text, reading.max_line_bytes)
+        found = records.parsed(numbered, location, tally, reading.max_line_bytes)
+    return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
+
+
+def kind_of(rows: Sequence[FirstRow], text_field: str) -> Kind | None:
+    """What most of the rows are; None where no kind can read them."""
+    kinds = Counter(records.kind_of_row(row.values) for row in rows)
+    for kind, _ in kinds.most_common(1):
+        if any(_is_good(row, kind, text_field) for row in rows):
+            return kind
+    return None
+
+
+def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
+    """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows are
+    something else. Single bad rows are counted where they are read."""
+    local = [location for location in files if not locations.is_remote(location)]
+    for location in local[:FILES]:
+        try:
+            rows = read(location, reading)
+        except CannotRead:
+            raise
+        except DataError as error:
+            raise UsageError(f"{setting}: {error}") from None
+        if rows and not any(_is_good(row, kind, reading.text_field) for row in rows):
+            raise UsageError(_problem(setting, kind, location, rows, reading))
+
+
+def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
+    return not isinstance(records.parser_of(kind, text_field)(row.values), Rejected)
+
+
+def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
+    first = rows[0]
+    keys = first_of(first.values, SHOWN_KEYS) or "no keys"
+    name = shlex.quote(location)
+    found = kind_of(rows, reading.text_field)
+    if found and found != kind:
+        part = "_heldout" if setting.endswith("_heldout") else ""
+        return (
+            f"{setting} needs {kind}, but {location}:{first.line} is {NAMES[found]} (keys: {keys}); "
+            f"write data.{DATASETS[found]}{part}={name}"
+        )
+    fix = f"write rows with {records.expected_fields(kind, reading.text_field)}"
+    texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
+    if kind == "documents" and texts:
+        fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
+    reason = _reason(first, kind, reading.text_field)
+    return f"{setting} needs {kind}, but {location}:{first.line} is none: {reason} (keys: {keys}); {fix}"
+
+
+def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:
+    """Why rows are neither documents nor chats nor pairs, by the first."""
+    if not rows:
+        return "has no rows"
+    keys = first_of(rows[0].values, SHOWN_KEYS) or "none"
+    reason = _reason(rows[0], records.kind_of_row(rows[0].values), text_field)
+    return f"holds no documents, chats or pairs: line {rows[0].line}: {reason} (keys: {keys})"
+
+
+def _reason(row: FirstRow, kind: Kind, text_field: str) -> str:
+    parsed = records.parser_of(kind, text_field)(row.values)
+    return parsed.reason if isinstance(parsed, Rejected) else ""
