@@ -87,7 +87,7 @@ def _calls(line: str) -> Iterator[tuple[str, ...]]:
     words: list[str] | None = None
     for word in (*reader, ";"):
         if set(word) <= set("();<>|&"):
-            if words is not None:
+            if words:  # not the folder of `cd ttrain`
                 yield tuple(words)
             words = None
         elif words is not None:
