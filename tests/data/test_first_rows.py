@@ -66,15 +66,17 @@ def test_a_csv_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> N
 
 
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
-    """Single bad rows, rows that are no JSON, files without rows, rows that a rule skips."""
+    """Bad rows with the right keys, rows that are no JSON, files without rows, rows that a rule skips."""
     some = [
         written(tmp_path / "mixed.jsonl", CHAT, DOCUMENT, "{broken"),
         written(tmp_path / "broken.jsonl", "{broken"),
         written(tmp_path / "empty.jsonl"),
         written(tmp_path / "skipped.jsonl", {"text": " "}),
+        written(tmp_path / "bad.jsonl", {"text": 1}),
         written(tmp_path / "a.txt", "a text"),
     ]
     first_rows.check("data.pretrain", "documents", some, Reading())
+    first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], Reading())
 
 
 def test_packed_files_are_looked_into_and_remote_ones_are_not(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def row(**values: Any) -> bytes:
          "rejected": {"from": "gpt", "value": "bad"}},
         {"messages": [USER], "chosen": GOOD, "rejected": BAD},
         {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
+        {"question": "Q", "chosen": "good", "rejected": "bad"},
+        {"input": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": " Q\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
         {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},

@@ -132,6 +132,7 @@ def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(aske
         f"'{answered}' is empty; write a text, or leave the row out"
     )
     assert unread_keys({**row, "rationale": "since"}, is_pair=False) == {"rationale"}
+    assert unread_keys({asked: "Hi", "chosen": "a", "rejected": "b"}, is_pair=True) == set()
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ class House:
         self.data, self.store = directory / "data", ArtifactStore(directory / "home")
         self.data.mkdir()
         self.write("documents.jsonl", '{"text": "a"}\n')
-        self.write("chats.jsonl", '{"question": "a", "answer": "b"}\n')
-        self.write("domain.jsonl", '{"question": "c", "answer": "d"}\n')
+        self.write("chats.jsonl", '{"messages": []}\n')
+        self.write("domain.jsonl", '{"messages": [1]}\n')
 
     def write(self, name: str, text: str) -> Path:
         path = self.data / name

@@ -122,6 +122,8 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
     read, keys = READ_OF_ROW, None if shape in CHAT_KEYS or is_pair else exchange_keys(row)
     if keys and keys != PROMPT_KEYS:
         read = READ_OF_EXCHANGE | {*keys}
+    elif is_pair and not shape:
+        read = READ_OF_ROW | {"question", "query"}
     found = set() if is_of_turns else _unread(row, read)
     for key in (shape,) if is_of_turns else (shape, *(keys or ()), "completion", "chosen", "rejected"):
         turns = row.get(key)

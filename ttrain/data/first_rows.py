@@ -56,8 +56,8 @@ def kind_of(rows: Sequence[FirstRow], text_field: str) -> Kind | None:
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
-    """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows are
-    something else. Single bad rows are counted where they are read."""
+    """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
+    keys of something else."""
     local = [location for location in files if not locations.is_remote(location)]
     for location in local[:FILES]:
         try:
@@ -66,8 +66,15 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
-        if rows and not any(_is_good(row, kind, reading.text_field) for row in rows):
+        if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
             raise UsageError(_problem(setting, kind, location, rows, reading))
+
+
+def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
+    """Whether a row is of this kind, or a bad row with its keys, which is counted where it is read."""
+    if kind == "documents":
+        return any(key in row.values for key in records.document_keys(text_field))
+    return records.kind_of_row(row.values) == kind or _is_good(row, kind, text_field)
 
 
 def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
