@@ -19,17 +19,10 @@ from typing import Any
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import flow_runs, history_database, servers
+from ttrain.flows import flow_runs, history_database, prefect_api, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
-from ttrain.flows.servers import (
-    AUTH_STRING,
-    PORT,
-    STOP_SECONDS,
-    prefect_app,
-    token_environment,
-    token_of,
-    uvicorn_command,
-)
+from ttrain.flows.prefect_api import AUTH_STRING, token_environment
+from ttrain.flows.servers import PORT, STOP_SECONDS, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe
@@ -51,8 +44,8 @@ def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     """Choose or start the server, before Prefect is imported; returns a function that waits for it."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    servers.check_prefect_server(home)
-    os.environ.update(servers.prefect_environment(home))
+    prefect_api.check_prefect_server(home)
+    os.environ.update(prefect_api.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
