@@ -206,7 +206,7 @@ def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     message = (
-        rf"--to is {re.escape(str(out))}, whose disk is full: .+ were free, and the model takes up to [\d.]+ kB here; free"
+        rf"--out is {re.escape(str(out))}, whose disk is full: .+ were free, and the model takes up to [\d.]+ kB here; free"
     )
     with monkeypatch.context() as patch, pytest.raises(TTrainError, match=message):
         patch.setattr(exporting, "write_tensors", full_disk)

@@ -46,6 +46,7 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
 
 def test_no_stage_logs_what_a_library_is_about_to_drop(finished: Any) -> None:
     log = (finished.home / "runs" / f"{finished.runs()[-1]['run']}.log").read_text(encoding="utf-8")
+    assert "{'" not in log and "FutureWarning" not in log, "sentences"
     assert all(f" {stage}: started" in log for stage in STAGES)
     assert "FutureWarning" not in log
 

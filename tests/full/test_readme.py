@@ -31,7 +31,7 @@ OTHERS = (  # run by soak/test_serve_kills, test_gate, test_import; test_ui, tes
 )  # fmt: skip
 # Commands of the other pages that a finished pipeline can run, but those that name what only a reader has.
 RUN_HERE = (
-    "pipeline plan ", "pipeline run full", "models size", "adapter show lora", "artifacts ", "export sft --to out/chat",
+    "pipeline plan ", "pipeline run full", "models size", "adapter show lora", "artifacts ", "export sft --out out/chat",
     "export lora --", "data contamination NESTED", "lineage sft", "report",
 )  # fmt: skip
 ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt")

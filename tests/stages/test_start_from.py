@@ -189,8 +189,8 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     house.write("list/model.safetensors", "")
     for name, message in {
         "mine": r"which has no tokenizer.json; set tokenizer.existing",
-        "adapter": r"is an adapter; merge it into a model first: `ttrain export .*adapter --merge --to FOLDER`",
-        "artifact": r"is an adapter; merge it into a model first: `ttrain export .*artifact --merge --to FOLDER`",
+        "adapter": r"is an adapter; merge it into a model first: `ttrain export .*adapter --merge --out FOLDER`",
+        "artifact": r"is an adapter; merge it into a model first: `ttrain export .*artifact --merge --out FOLDER`",
         "empty": r"which has no config.json",
         "pickled": r"holds neither model.safetensors .*; pytorch_model.bin is a pickle",
         "half": r"lists model-1.safetensors, but .* holds no such file",

@@ -10,6 +10,7 @@ from typer import Typer
 
 from ttrain.cli.options import (
     AsJson,
+    Group,
     SettingsOptions,
     argument,
     command,
@@ -90,6 +91,7 @@ def _store(loaded: LoadedSettings) -> ArtifactStore:
 EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
 
 schedule_app = Typer(
+    cls=Group,
     no_args_is_help=True,
     help="Schedule nights and other runs, and list the schedules.",
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option, Typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
@@ -30,13 +30,38 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-Panel = Literal["Train", "Look", "Use", "Data", "Models", "Serve"]  # of the help
+Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
 PANELS = get_args(Panel)
 FIRST = ("pipeline", "chat", "models", "report")  # in its panel
+LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
-class _Root(TyperGroup):
+class _Help:
+    """Usage lines with the options last, as all examples have them, and no type beside a flag, whose name says it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        options = self.options_metavar  # type: ignore[attr-defined]
+        return sorted(pieces, key=lambda piece: piece == options)
+
+
+class Group(_Help, TyperGroup):
+    """A group of commands."""
+
+
+class _Command(_Help, TyperCommand):
+    """A command."""
+
+
+class _Root(Group):
     """Lists the commands in the order of their panels, and refuses empty words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -49,9 +74,9 @@ class _Root(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        def place(name: str) -> tuple[int, bool]:
+        def place(name: str) -> tuple[int, bool, bool]:
             panel = getattr(self.commands[name], "rich_help_panel", None)
-            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name not in FIRST)
+            return (PANELS.index(panel) if panel in PANELS else len(PANELS), name in LAST, name not in FIRST)
 
         return sorted(self.commands, key=place)
 
@@ -70,7 +95,7 @@ app = Typer(
 
 def command_group(name: str, panel: Panel, **settings: Any) -> Typer:
     """Add a group of commands to `ttrain`, in a panel of the help."""
-    group = Typer(no_args_is_help=True, **settings)
+    group = Typer(**{"no_args_is_help": True, "cls": Group, **settings})
     app.add_typer(group, name=name, rich_help_panel=panel)
     return group
 
@@ -200,7 +225,9 @@ def command(
 
     def registered(function: Command) -> Command:
         word = name or function.__name__.rpartition("_")[2]
-        group.command(word, epilog=epilog, rich_help_panel=panel, **settings)(with_option_groups(function))
+        group.command(word, epilog=epilog, rich_help_panel=panel, **{"cls": _Command, **settings})(
+            with_option_groups(function)
+        )
         return function
 
     return registered

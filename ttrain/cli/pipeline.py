@@ -178,9 +178,9 @@ def pipeline_status(
     if as_json:
         print_json([run.to_json() for run in runs])
         return
-    screen = console()
     if not runs:
-        print("no runs yet; begin with `ttrain pipeline run full`")
+        raise UsageError("there are no runs yet; begin with `ttrain pipeline run full`")
+    screen = console()
     for run in (listed_run.record for listed_run in runs[: limit or LISTED_RUNS]):
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])

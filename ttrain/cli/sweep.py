@@ -6,9 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer.core import TyperGroup
-
-from ttrain.cli.options import AsJson, Files, Profiles, argument, command, command_group, option, sweep_words
+from ttrain.cli.options import AsJson, Files, Group, Profiles, argument, command, command_group, option, sweep_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from ttrain.sweep.records import Sweep
 
 
-class _WithoutPipeline(TyperGroup):
+class _WithoutPipeline(Group):
     """`ttrain sweep KEY=RANGE` means the pipeline `full`, the only one that sweeps."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

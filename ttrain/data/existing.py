@@ -252,7 +252,7 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
         if any((folder / ADAPTER_CONFIG).is_file() for folder in (directory, directory / ADAPTER_DIRECTORY)):
             raise UsageError(
                 f"{setting} is '{start_from}', which is an adapter; merge it into a model first: "
-                f"`ttrain export {start_from} --merge --to FOLDER`"
+                f"`ttrain export {start_from} --merge --out FOLDER`"
             )
         raise UsageError(f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that save_pretrained wrote")
     try:

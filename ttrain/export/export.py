@@ -116,12 +116,12 @@ def export(
         if is_disk_full(error):
             size = sum(path.stat().st_size for path in _files(reference.model if request.merge else reference.directory))
             raise TTrainError(
-                f"--to is {target}, whose disk is full: {format_size(free)} were free, and the model takes up to "
-                f"{format_size(size)} here; {FREE_SPACE}, or choose another disk with --to"
+                f"--out is {target}, whose disk is full: {format_size(free)} were free, and the model takes up to "
+                f"{format_size(size)} here; {FREE_SPACE}, or choose another disk with --out"
             ) from None
         if "(os error " in str(error):  # such as a file of more than 4 GB on FAT32
             raise TTrainError(
-                f"--to is {target}, which cannot be written: {error}; choose another disk with --to, or, where it takes no "
+                f"--out is {target}, which cannot be written: {error}; choose another disk with --to, or, where it takes no "
                 f"large files, a smaller --shard-size, which is {request.shard_size}"
             ) from None
         raise
@@ -159,18 +159,18 @@ def _check_request(reference: Reference, request: Request) -> None:
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
         if target == source or source in target.parents:
-            raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
+            raise UsageError(f"--out is {target}, which lies in {source}; choose a directory of its own")
     if target.exists() and not target.is_dir():
-        raise UsageError(f"--to is {target}, which is a file; choose a directory")
+        raise UsageError(f"--out is {target}, which is a file; choose a directory")
     if target.is_dir() and any(target.iterdir()):
         if not request.force:
-            raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
+            raise UsageError(f"--out is {target}, which is not empty; choose another directory, or replace it with --force")
         if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-            raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
+            raise UsageError(f"--out is {target}, which is not empty and holds no model; --force replaces models only")
         others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
         if others:
             raise UsageError(
-                f"--to is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
+                f"--out is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
                 f"export writes and nothing else: move the rest away, or choose another directory"
             )
 
@@ -187,7 +187,7 @@ def _fill(
         _copy(adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
             f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: ttrain export "
-            f"{reference.model} --to …; for ttrain elsewhere, copy it as it is: an export has other bytes"
+            f"{reference.model} --out …; for ttrain elsewhere, copy it as it is: an export has other bytes"
         )
     else:
         say(f"loading {reference.directory}")
