@@ -66,7 +66,7 @@ def run(
     execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False, night: str = ""
 ) -> None:
     """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this. The flow run has the
-    name of the `night`, else that of the run.
+    name of the `night`, else those of the settings and the run, and the user's tags.
 
     Raises what the first failed stage raised, or Interrupted.
     """
@@ -99,7 +99,7 @@ def run(
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
-        flow_run_name=execution.record.run,
+        flow_run_name=f"{execution.settings.name}: {execution.record.run}",
         persist_result=False,
         validate_parameters=False,
         task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
@@ -123,7 +123,7 @@ def run(
 
     # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
     heartbeat = None if is_own() else flow_runs.HEARTBEAT_SECONDS
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(*tags_of(execution)):
         try:
             final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
         except httpx.TransportError as error:
@@ -134,6 +134,12 @@ def run(
     _raise_failure(execution)
     if not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
+
+
+def tags_of(execution: PipelineRun) -> list[str]:
+    """The tags of the flow run: ttrain's own, the setting `name`, and the user's, as they are written in commands."""
+    own = {"name": execution.settings.name, **execution.labels.tags}
+    return [TAG, *(f"{key}={value}" for key, value in own.items())]
 
 
 def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
