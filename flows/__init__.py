@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from ttrain.flows.full import full
-from ttrain.pipeline.recipe import Recipe
+from typing import TYPE_CHECKING
+
 from ttrain.store import references
 
-RECIPES: dict[str, Recipe] = {"full": full}
-NAMES = (*RECIPES, "nightly")  # nightly: its recipe depends on the inputs of a night (`flows/nightly.py`)
+if TYPE_CHECKING:
+    from ttrain.pipeline.recipe import Recipe
+
+NAMES = ("full", "nightly")  # nightly: its recipe depends on the inputs of a night (`flows/nightly.py`)
 
 
 def recipe(name: str) -> Recipe:
     """The recipe of a pipeline. Raises UsageError with the nearest name."""
-    if name in RECIPES:
-        return RECIPES[name]
+    if name == "full":
+        from ttrain.flows.full import full  # here: it loads all settings, which listing schedules need not
+
+        return full
     raise references.unknown("pipeline", name, NAMES)

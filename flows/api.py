@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
+from ttrain.core.html_table import html_table
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.pipeline.recipe import Planned, Rerun, Selection
 from ttrain.store import layout
@@ -34,6 +35,7 @@ from ttrain.store.layout import Artifacts
 if TYPE_CHECKING:
     from ttrain.pipeline.estimate import Estimate
     from ttrain.pipeline.labels import Labels
+    from ttrain.pipeline.progress_display import StageDisplay
 
 logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
 
@@ -112,6 +114,12 @@ class Plan(Sequence[PlannedStage]):
         rows = [("stage", "state", "key", "why"), *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        waiting = sum(stage.state == "run" for stage in self)
+        caption = f"{self.pipeline}: {waiting} of {len(self)} stages will run"
+        return html_table(("stage", "state", "key", "why"), self.rows(), caption)
 
     @property
     def is_cached(self) -> bool:
@@ -194,6 +202,16 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {self.outcome}>"
+
+    def _repr_html_(self) -> str:
+        """The run in a notebook: its stages, and the evaluation."""
+        from ttrain.reports import summary
+
+        stages = [summary.status_row(stage)[:4] for stage in summary.shown_stages(self.record)]
+        tables = [html_table(("stage", "outcome", "time", "figures"), stages, f"{self.name}: {self.outcome}")]
+        if evaluation := summary.rows(self.metrics, {}):
+            tables.append(html_table(("evaluation", "value", ""), evaluation))
+        return "".join(tables)
 
     @property
     def name(self) -> str:
@@ -278,10 +296,10 @@ def run(
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
     `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server that PREFECT_API_URL names
-    or one of its own. `progress`: True prints what the command prints; a function is called with (stage, event, data), the
-    events being started, progressed, ended, failed and message. `selection`: as for `plan`. Each stage that trains runs in
-    a process of its own, which ends with this one. Raises TTrainError; a KeyboardInterrupt stops the stages first, and the
-    same call continues at their last checkpoint.
+    or one of its own. `progress`: True prints what the command prints, in a notebook with a bar for each stage; a function
+    is called with (stage, event, data), the events being started, progressed, ended, failed and message. `selection`: as
+    for `plan`. Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
+    KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
     """
     from rich.console import Console
 
@@ -311,7 +329,7 @@ def run(
                 planned.rerun,
                 engine=engine,
                 labels=labels,
-                display=_CallbackDisplay(progress) if callable(progress) else None,
+                display=_CallbackDisplay(progress) if callable(progress) else _notebook_display() if progress else None,
             )
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None
@@ -393,6 +411,20 @@ def _quiet_transformers() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
+
+
+def _notebook_display() -> StageDisplay | None:
+    """A display in the cell that runs; None outside of a notebook."""
+    from rich.console import Console
+
+    if not Console().is_jupyter:
+        return None
+    from IPython.display import HTML, display
+
+    from ttrain.pipeline.notebook_display import NotebookDisplay
+
+    cell = display(HTML(""), display_id=True)
+    return NotebookDisplay(lambda text: cell.update(HTML(text)))
 
 
 @dataclass

@@ -19,17 +19,10 @@ from typing import Any
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import flow_runs, history_database, servers
+from ttrain.flows import flow_runs, history_database, prefect_api, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
-from ttrain.flows.servers import (
-    AUTH_STRING,
-    PORT,
-    STOP_SECONDS,
-    prefect_app,
-    token_environment,
-    token_of,
-    uvicorn_command,
-)
+from ttrain.flows.prefect_api import AUTH_STRING, token_environment
+from ttrain.flows.servers import PORT, STOP_SECONDS, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe
@@ -51,8 +44,8 @@ def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     """Choose or start the server, before Prefect is imported; returns a function that waits for it."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    servers.check_prefect_server(home)
-    os.environ.update(servers.prefect_environment(home))
+    prefect_api.check_prefect_server(home)
+    os.environ.update(prefect_api.prefect_environment(home))
     # The API gets these logs, the terminal does not: the user sees ttrain's own progress.
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
@@ -73,7 +66,7 @@ def run(
     execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False, night: str = ""
 ) -> None:
     """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this. The flow run has the
-    name of the `night`, else that of the run.
+    name of the `night`, else those of the settings and the run, and the user's tags.
 
     Raises what the first failed stage raised, or Interrupted.
     """
@@ -106,7 +99,7 @@ def run(
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
         name=execution.pipeline,
-        flow_run_name=execution.record.run,
+        flow_run_name=f"{execution.settings.name}: {execution.record.run}",
         persist_result=False,
         validate_parameters=False,
         task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
@@ -130,7 +123,7 @@ def run(
 
     # The thread of the heartbeats sleeps a second at the end of each flow, for a server that ends with this process anyhow
     heartbeat = None if is_own() else flow_runs.HEARTBEAT_SECONDS
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(TAG):
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}), tags(*tags_of(execution)):
         try:
             final = pipeline(execution.settings.model_dump(mode="json"), return_state=True)
         except httpx.TransportError as error:
@@ -141,6 +134,12 @@ def run(
     _raise_failure(execution)
     if not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
+
+
+def tags_of(execution: PipelineRun) -> list[str]:
+    """The tags of the flow run: ttrain's own, the setting `name`, and the user's, as they are written in commands."""
+    own = {"name": execution.settings.name, **execution.labels.tags}
+    return [TAG, *(f"{key}={value}" for key, value in own.items())]
 
 
 def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:

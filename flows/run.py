@@ -98,8 +98,9 @@ def run_pipeline(
 def _screen(console: Console, log_level: str, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no execution handles."""
     try:
-        with contextlib.closing(Display(console, log_level)) as drawn, handling_signals(_interrupt), showing_logs(log_level):
-            yield display or drawn
+        drawn = contextlib.nullcontext(display) if display else contextlib.closing(Display(console, log_level))
+        with drawn as shown_on, handling_signals(_interrupt), showing_logs(log_level):
+            yield shown_on
     except _EarlySignal as early:
         raise Interrupted(str(early), early.args[0]) from None
 

@@ -10,17 +10,30 @@ import contextlib
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
-from ttrain.config import NAMES_CODE, Settings
-from ttrain.config.loading import load
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, private_directory, read_json, write_bytes, write_json
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonDict,
+    Taken,
+    exclusive,
+    private_directory,
+    read_json,
+    read_object,
+    refuse,
+    write_bytes,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from ttrain.config import Settings
 
 KINDS = ("nightly", "full")
+SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Schedule:
     settings: Mapping[str, Any]
     pool: str | None = None  # the work pool whose workers run it, in place of `ttrain pipeline serve`
     paused: bool = False  # as far as the server is known; it counts where a deployment is made anew or no server answers
+    slots: list[str] = field(default_factory=list)  # the next ones when it was made, with their time zone
 
     @property
     def full_name(self) -> str:
@@ -77,8 +91,21 @@ def record_paused(home: Path, paused: Mapping[str, bool]) -> None:
             write(home, replace(schedule, paused=paused.get(name, schedule.paused)))
 
 
+def served_by(home: Path) -> int | None:
+    """The process that serves this home, if there is one."""
+    folder = folder_of(home)
+    if not folder.exists():
+        return None
+    with contextlib.suppress(Taken), exclusive(folder / "serve.lock", refuse):
+        return None
+    pid = read_object(folder / SERVING).get("pid")
+    return int(pid) if pid else None
+
+
 def parameters(schedule: Schedule) -> JsonDict:
     """The settings of a schedule for a server, which shows them to all: no secrets, and none that name code."""
+    from ttrain.config import NAMES_CODE
+
     tree: JsonDict = copy.deepcopy(redact.masked(schedule.settings))
     for key in NAMES_CODE:
         *sections, name = key.split(".")
@@ -91,6 +118,9 @@ def parameters(schedule: Schedule) -> JsonDict:
 
 def with_secrets(settings: Settings, schedule: Schedule | None) -> Settings:
     """The settings of a flow run with the secrets of its sources: from its schedule, else the environment."""
+    from ttrain.config import Settings
+    from ttrain.config.loading import load
+
     tree = settings.model_dump()
     if not redact.has_hidden(tree):
         return settings

@@ -7,7 +7,6 @@ run (`flows/prefect_run.py`). All of them listen on 127.0.0.1 only, and nothing 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import os
@@ -17,11 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -32,37 +29,19 @@ from filelock import FileLock
 from ttrain import tracking
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
-from ttrain.errors import TTrainError, UsageError
+from ttrain.errors import TTrainError
 from ttrain.flows import history_database
 from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded, hosts_of
-from ttrain.nightly.notify import NoRedirect
+from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 
 log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
 HOME = "TTRAIN_SERVER_HOME"
-AUTH_STRING = "PREFECT_API_AUTH_STRING"
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 START_SECONDS = 180.0  # both take 11 s in a fresh home on two idle cores, 24 s where Prefect migrates its database
 STOP_SECONDS = 10.0  # idle servers stop within 2 s
-
-# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
-# Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
-SILENT = {
-    "DO_NOT_TRACK": "true",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-# The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
-# API and so the UI.
-QUIET = {
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "ttrain",
-}
-
 
 # The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
 # least three: 60 of a cron of every minute.
@@ -80,64 +59,6 @@ class ServerAddresses:
     prefect_url: str
     prefect_api_url: str
     mlflow_url: str
-
-
-def prefect_environment(home: Path) -> dict[str, str]:
-    """The variables to set before prefect is imported; never one that the user has set."""
-    variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
-    if server := server_records.live_server(home, "prefect"):
-        variables["PREFECT_API_URL"] = f"{server.url}/api"
-    chosen = _unset(variables) | _without_proxy()
-    return chosen | token_environment(home, chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", ""))
-
-
-def token_environment(home: Path, api_url: str) -> dict[str, str]:
-    """The token for the home's own server, as a variable; none for another server, whose variables the user sets."""
-    token = server_records.token_for(home, "prefect", api_url)
-    return {AUTH_STRING: token} if token else {}
-
-
-def status_of(api_url: str, home: Path) -> int | None:
-    """The HTTP status with which a Prefect server answers us, as its own client would ask; None where none is there.
-
-    It may be busy, so it gets ten seconds.
-    """
-    environment = {**os.environ, **token_environment(home, api_url)}
-    headers = {}
-    if text := environment.get(AUTH_STRING):
-        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
-    elif key := environment.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    try:
-        request = urllib.request.Request(f"{api_url.rstrip('/')}/version", headers=headers)
-        with urllib.request.build_opener(NoRedirect).open(request, timeout=10) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError):
-        return None
-
-
-def check_prefect_server(home: Path) -> None:
-    """Raise UsageError where PREFECT_API_URL names a server that does not answer, or refuses our password; without it, where
-    the home's own server refuses the token."""
-    url = os.environ.get("PREFECT_API_URL")
-    if not url:
-        own = server_records.live_server(home, "prefect")
-        if own and status_of(f"{own.url}/api", home) == HTTPStatus.UNAUTHORIZED:
-            raise UsageError(
-                f"the Prefect server of {home.resolve()} refuses the token in {server_records.token_file(home)} (401), "
-                f"which was changed or removed after it started; end it with `ttrain down`, and run the command again"
-            )
-        return
-    status = status_of(url, home)
-    if status is None:
-        raise UsageError(f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable")
-    if status == HTTPStatus.UNAUTHORIZED:
-        raise UsageError(
-            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says (401); set it to the server's "
-            f"password, which for a server of another ttrain home is the text of servers/token there"
-        )
 
 
 def served_app() -> Any:
@@ -245,7 +166,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
     command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
-    process = spawn(command, {**_unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
+    process = spawn(command, {**unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
     server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
     try:
         write_json(path.with_suffix(".json"), asdict(server))
@@ -258,7 +179,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the Prefect server."""
     environment = {
-        **_unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
+        **unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
@@ -286,19 +207,6 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes more, for LLMs that judge
     }
     return uvicorn_command(tracker_app, port, "warning"), environment
-
-
-def _unset(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if not os.environ.get(name)}
-
-
-def _without_proxy() -> dict[str, str]:
-    """Where a proxy is set, except our own address: else the requests to 127.0.0.1 go to the proxy."""
-    name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
-    listed = os.environ.get(name, "")
-    if not urllib.request.getproxies() or HOST in listed or listed.strip() == "*":
-        return {}
-    return {name: ",".join(filter(None, (listed, HOST, "localhost")))}
 
 
 class PortTaken(TTrainError):

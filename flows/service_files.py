@@ -19,7 +19,7 @@ import yaml
 from ttrain.core.machine import VERSION
 from ttrain.data import locations
 from ttrain.errors import UsageError
-from ttrain.flows import schedule_files, schedules, servers
+from ttrain.flows import prefect_api, schedule_files, schedules
 from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.flows.schedule_files import Schedule
 
@@ -134,8 +134,9 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
     """The text for one schedule in a pool of the kind `schedule.pool`."""
     kind, slots = schedule.pool, []
     if schedule.cron:
-        os.environ.update(servers.prefect_environment(home))
+        os.environ.update(prefect_api.prefect_environment(home))
         schedules.check(schedule.cron, schedule.timezone)
+        schedule = schedules.with_slots(schedule)
         slots = [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}]
     earlier = schedule_files.read_all(home).get(schedule.full_name)
     schedule = replace(schedule, settings=schedule_files.parameters(schedule), paused=bool(earlier and earlier.paused))

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Auth
-from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, read_object, refuse, write_json
+from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
 from ttrain.core.signals import heeded_signals, ignore_hangup
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, prefect_run, schedule_files, schedules, servers
+from ttrain.flows import flow_runs, prefect_api, prefect_run, schedule_files, schedules, servers, slots
 from ttrain.store import server_records
 from ttrain.tasks.best_effort import best_effort
 
@@ -36,7 +36,6 @@ PREFECT_PORT = 4200
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
 LOCK_SECONDS = 2.0  # `served_by` takes the lock for a moment, too
 
-SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 OWNER = "serve"  # of a server that is started to serve
 ENTRY_POINTS = {f"ttrain.flows.deployments.{kind}": kind for kind in schedule_files.KINDS}
 
@@ -95,17 +94,6 @@ def _ending_at_once() -> Iterator[list[int]]:
         raise Interrupted(STOPPED, signal.SIGINT)
 
 
-def served_by(home: Path) -> int | None:
-    """The process that serves this home, if there is one."""
-    folder = schedule_files.folder_of(home)
-    if not folder.exists():
-        return None
-    with contextlib.suppress(Taken), exclusive(folder / "serve.lock", refuse):
-        return None
-    pid = read_object(folder / SERVING).get("pid")
-    return int(pid) if pid else None
-
-
 @contextlib.contextmanager
 def serve_lock(home: Path) -> Iterator[None]:
     """The lock of the one process that serves a home; the system releases it when the process dies."""
@@ -117,11 +105,11 @@ def serve_lock(home: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise UsageError(
-            f"{home.resolve()} is served already, by process {served_by(home)}; stop that one first, or leave it: "
-            f"it also serves schedules that are added later"
+            f"{home.resolve()} is served already, by process {schedule_files.served_by(home)}; stop that one first, or "
+            f"leave it: it also serves schedules that are added later"
         ) from None
     try:
-        write_json(folder / SERVING, {"pid": os.getpid()}, PRIVATE_FILE)
+        write_json(folder / schedule_files.SERVING, {"pid": os.getpid()}, PRIVATE_FILE)
         yield
     finally:
         lock.release()
@@ -129,7 +117,7 @@ def serve_lock(home: Path) -> Iterator[None]:
 
 def _server(home: Path, auth: Auth) -> str:
     """The API address of the server that is named or runs, else of one that is started."""
-    servers.check_prefect_server(home)
+    prefect_api.check_prefect_server(home)
     if not os.environ.get("PREFECT_API_URL") and not server_records.live_server(home, "prefect"):
         servers.start(home, {"prefect": PREFECT_PORT}, auth, OWNER)
     prefect_run.begin(home)()
@@ -279,8 +267,8 @@ class ScheduleServer:
         if not run.auto_scheduled or run.run_count or len(crons) != len(deployment.schedules):
             return False
         slot = run.next_scheduled_start_time
-        slots = [await schedules.on_its_date(slot, cron.cron, cron.timezone or "UTC") for cron in crons]
-        moved = min(slots, default=slot)
+        due = [await slots.on_its_date(slot, cron.cron, cron.timezone or "UTC") for cron in crons]
+        moved = min(due, default=slot)
         if moved <= datetime.now(UTC):
             return False
         await self._context.client.set_flow_run_state(run.id, Scheduled(scheduled_time=moved), force=True)

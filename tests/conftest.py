@@ -17,7 +17,7 @@ import pytest
 import typer.main
 
 from ttrain import tracking
-from ttrain.reports import drawings
+from ttrain.reports import drawing_process, drawings
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
 gc.disable()
@@ -114,6 +114,7 @@ def empty_drawings() -> Iterator[None]:
     CPU to start and 0.06 s a chart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawings, "page_drawings", lambda charts, **options: ["<svg></svg>"] * len(charts))
+        patch.setattr(drawing_process, "start", lambda: None)
         yield
 
 

@@ -114,6 +114,12 @@ class ArtifactError(TTrainError):
     """An artifact or checkpoint is damaged, or does not fit what is asked of it."""
 
 
+class NothingBuilt(ArtifactError):
+    """A stage has no artifact yet."""
+
+    exit_code = 2  # as with all that is missing since nothing has run
+
+
 class DamagedFile(ArtifactError):
     """The bytes of a file are not those that were published; the message has both digests, or tells the bytes."""
 

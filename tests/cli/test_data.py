@@ -281,7 +281,9 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     assert (validated["kind"], validated["kept"]) == ("pairs", 302)
     [reason] = validated["rejected"]
     assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
-    made = run("data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "--val-fraction", "0.2", "--json").json
+    made = run(
+        "data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "--heldout-fraction", "0.2", "--json"
+    ).json
     assert_adds_up(made["rows"])
     assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302
     part = run("data", "stats", "out", "--tokenizer", tok, "--json").json["parts"]["train"]

@@ -28,7 +28,7 @@ from ttrain.store.artifacts import ArtifactStore
 def test_figures_are_those_of_the_shards_and_of_an_independent_count(run: Run, tmp_path: Path, tok: Path) -> None:
     lines = texts(80)
     write(tmp_path / "a.jsonl", [*({"text": one} for one in lines), {"text": ""}, {"text": lines[0]}])
-    made = shard(run, tok, "a.jsonl", "--out", "out", "--val-fraction", "0.2")
+    made = shard(run, tok, "a.jsonl", "--out", "out", "--heldout-fraction", "0.2")
     encoder = Encoder(tok, fast=False)
     assert made["rows"] == {"rows": 82, "kept": 80, "skipped": {"empty text": 1, "duplicate": 1}, "rejected": {}}
     assert made["documents"] == 80 == made["train"]["rows"] + made["heldout"]["rows"] and made["heldout"]["rows"] > 5

@@ -52,12 +52,12 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
 
 
 def test_only_named_files_are_written_and_no_file_is_overwritten_unasked(folder: Path, run: Run) -> None:
-    answer = json.loads(run("init", "docs.jsonl", "--to", "a b.yaml", "--json").out)
+    answer = json.loads(run("init", "docs.jsonl", "--out", "a b.yaml", "--json").out)
     assert answer["data"] == {"pretrain": ["docs.jsonl"]} and answer["next"] == "ttrain run -c 'a b.yaml'"
-    again = run("init", "qa.jsonl", "--to", "a b.yaml")
+    again = run("init", "qa.jsonl", "--out", "a b.yaml")
     assert again.code == 2 and "a b.yaml, which exists; add --force" in again.err
     assert "docs.jsonl" in (folder / "a b.yaml").read_text()
-    forced = run("init", "qa.jsonl", "--to", "a b.yaml", "--force")
+    forced = run("init", "qa.jsonl", "--out", "a b.yaml", "--force")
     assert forced.code == 0 and "sft: [qa.jsonl]" in (folder / "a b.yaml").read_text()
     assert "set sft.start_from" in forced.out
 

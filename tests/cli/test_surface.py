@@ -45,6 +45,48 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
         assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
 
 
+def all_commands(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Each command and group with the words that name it."""
+    found = [(path, command)]
+    for name, child in getattr(command, "commands", {}).items():
+        found += all_commands(child, (*path, name))
+    return found
+
+
+def test_usage_lines_end_with_the_options_and_no_flag_has_a_type(run: Run) -> None:
+    commands = all_commands(get_command(app))
+    assert len(commands) > 50
+    for path, command in commands:
+        usage = command.collect_usage_pieces(command.context_class(command))
+        assert usage[-1] == "[OPTIONS]" and usage.count("[OPTIONS]") == 1, path
+    for words in ((), ("pipeline",), ("pipeline", "run"), ("sweep",), ("pipeline", "schedule", "list"), ("eval", "run")):
+        assert "bool" not in run(*words, "--help").out, words
+
+
+def test_own_tasks_come_last_in_their_panel_and_one_thing_has_one_name(run: Run) -> None:
+    panel = re.split(r"─ \w+ ─", run("--help").out)[2]
+    assert re.findall(r"^│ ([a-z]+) ", panel, flags=re.MULTILINE)[-1] == "train"
+    commands = dict(all_commands(get_command(app)))
+    names = {path: {name for param in command.params for name in param.opts} for path, command in commands.items()}
+    assert [path for path, options in names.items() if "--to" in options] == [("export",)], "a model leaves the home"
+    assert not any({"--output", "--val-fraction"} & options for options in names.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pipeline", "status"), ("pipeline", "logs"), ("report",), ("report", "--png"), ("compare", "latest", "other"),
+        ("lineage", "latest"), ("lineage", "sft"), ("chat",), ("chat", "sft"), ("export", "sft", "--to", "out"),
+        ("generate", "prompts.jsonl", "--out", "out"), ("models", "history"), ("models", "promote", "3"),
+        ("adapter", "show", "lora"), ("artifacts", "path", "sft"), ("artifacts", "show", "sft"), ("reproduce", "sft"),
+        ("pipeline", "rerun", "sft"), ("sweep", "show"),
+    ],
+)  # fmt: skip
+def test_where_nothing_has_run_yet_each_command_ends_with_two(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.code == 2 and done.err.startswith("error: ") and re.search(r"\byet\b|`ttrain pipeline run", done.err)
+
+
 def test_the_help_of_a_command_breaks_lines_at_the_terminals_width_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     shown = run("pipeline", "rerun", "--help").out

@@ -12,7 +12,8 @@ import pytest
 from prefect.client import orchestration
 from prefect.states import Cancelling, Running
 
-from ttrain.flows import flow_runs
+from ttrain.flows import flow_runs, prefect_run
+from ttrain.pipeline.labels import Labels
 from ttrain.pipeline.stop_request import SIGNALLED
 
 
@@ -91,3 +92,9 @@ def test_a_signal_that_came_before_the_look_is_told_as_the_cancellation_that_it_
         with flow_runs.watching_for_cancellation(execution):
             execution.signum = 15
         assert execution.stop_reason == reason
+
+
+def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:
+    labels = Labels("", {"purpose": "baseline"})
+    execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), labels=labels)
+    assert prefect_run.tags_of(execution) == ["ttrain", "name=mine", "purpose=baseline"]

@@ -23,7 +23,7 @@ from rich.console import Console
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.flows import schedule_files, schedules, service_files
+from ttrain.flows import prefect_api, schedule_files, schedule_status, schedules, service_files, slots
 from ttrain.flows.schedule_files import Schedule
 from ttrain.pipeline.provenance import with_absolute_paths
 
@@ -80,13 +80,45 @@ def test_a_schedule_is_listed_as_paused_without_a_server_and_stays_so(odd_home: 
     schedule_files.write(odd_home, schedule(kind="full"))
 
     def paused() -> dict[str, bool]:
-        return {entry.schedule.full_name: entry.paused for entry in schedules.list_schedules(odd_home)}
+        return {entry.schedule.full_name: entry.paused for entry in schedule_status.list_schedules(odd_home)}
 
     assert paused() == {"full/quickstart": False, "nightly/quickstart": True}
     schedule_files.record_paused(odd_home, {"full/quickstart": True, "full/removed": True})
     assert paused() == {"full/quickstart": True, "nightly/quickstart": True}, "what the server does not know stays"
     service_files.prefect_yaml(odd_home, schedule("docker"))
     assert schedule_files.read_all(odd_home)["nightly/quickstart"].paused
+
+
+def test_a_schedule_on_a_server_is_listed_by_the_api_without_prefect(
+    odd_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following = "2999-01-01T02:00:00+01:00"
+    schedule_files.write(odd_home, schedule(slots=["2020-01-01T02:00:00+01:00", following]))
+    cron = {"cron": "0 2 * * *", "timezone": "Europe/Berlin"}
+    deployment = {
+        "id": "d",
+        "paused": False,
+        "tags": [f"home:{odd_home}"],
+        "schedules": [{"active": True, "schedule": cron}],
+    }
+    run = {"name": "night-000001", "expected_start_time": "2020-01-01T01:00:00Z", "state": {"name": "Kept", "message": None}}
+    answers = {"/deployments/name/nightly/quickstart": deployment, "/flow_runs/filter": [run]}
+    asked = []
+
+    def ask(api_url: str, home: Path, path: str, body: Any = None) -> Any:
+        asked.append((path, body))
+        return answers[path]
+
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setattr(prefect_api, "status_of", lambda api_url, home: 200)
+    monkeypatch.setattr(prefect_api, "ask", ask)
+    monkeypatch.setitem(sys.modules, "prefect", None)  # importing it is an error
+    [listed] = schedule_status.list_schedules(odd_home)
+    assert listed.next_slot == datetime.fromisoformat(following) and listed.on_server and listed.last
+    assert (listed.last.name, listed.last.outcome, listed.last.slot.year) == ("night-000001", "Kept", 2020)
+    assert asked[1][1]["flow_runs"]["deployment_id"] == {"any_": ["d"]}
+    deployment["tags"] = [f"home:{odd_home.parent}"]
+    assert not schedule_status.list_schedules(odd_home)[0].on_server, "of another home"
 
 
 def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +250,19 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
     """Asked as the scheduler does, again and again from later moments: one slot for each date, the same from all of them."""
     zone = ZoneInfo(timezone)
     begin = datetime(*first, tzinfo=zone).astimezone(UTC)
-    slots = set()
+    following = set()
     dates = [begin.astimezone(zone).date() + timedelta(days=day) for day in range(DAYS)]
     for half_hours in range(DAYS * 48 + 2):
         moment = begin + timedelta(minutes=30 * half_hours)
         if moment.astimezone(zone).hour in (22, 23, 0, 1, 2, 3) or half_hours % 24 == 0:  # often where the clock changes
-            slots |= set(schedules.next_slots(cron, timezone, 1, moment))
-    slots = {slot for slot in slots if slot.astimezone(zone).date() <= dates[-1]}
-    assert [slot.astimezone(zone).date() for slot in sorted(slots)] == dates
-    assert max(slots).astimezone(zone).strftime("%-M %-H * * *") == cron, "by the clock of the zone"
+            following |= set(slots.next_slots(cron, timezone, 1, moment))
+    following = {slot for slot in following if slot.astimezone(zone).date() <= dates[-1]}
+    assert [slot.astimezone(zone).date() for slot in sorted(following)] == dates
+    assert max(following).astimezone(zone).strftime("%-M %-H * * *") == cron, "by the clock of the zone"
 
 
 @pytest.mark.parametrize(
-    ("cron", "slots"),
+    ("cron", "expected"),
     [
         ("*/30 * * * *", ["23 23:00", "23 23:30", "24 01:00", "24 01:30"]),  # each once: nothing is moved
         ("0 0,12 * * *", ["24 01:00", "24 12:00", "25 00:00", "25 12:00"]),
@@ -240,18 +272,20 @@ def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
         ("0 0 * * 5", ["24 01:00", "01 00:00", "08 00:00", "15 00:00"]),
     ],
 )
-def test_of_a_cron_with_several_times_those_that_midnight_leaves_out_stay_on_their_date(cron: str, slots: list[str]) -> None:
+def test_of_a_cron_with_several_times_those_that_midnight_leaves_out_stay_on_their_date(
+    cron: str, expected: list[str]
+) -> None:
     for minute in (0,) if cron.startswith("*") else (0, 20):
         start = datetime(2026, 4, 23, 21, minute, tzinfo=UTC)  # the hour before midnight in Cairo
-        found = schedules.next_slots(cron, "Africa/Cairo", 4, start)
-        assert [f"{slot:%d %H:%M}" for slot in found] == slots
+        found = slots.next_slots(cron, "Africa/Cairo", 4, start)
+        assert [f"{slot:%d %H:%M}" for slot in found] == expected
 
 
 @pytest.mark.parametrize(("cron", "following"), [("30 2 * * *", "2026-10-26T01:30"), ("* * * * *", "2026-10-25T02:00")])
 def test_in_the_hour_that_comes_twice_no_slot_is_listed_that_has_passed(cron: str, following: str) -> None:
     second = datetime(2026, 10, 25, 1, 10, tzinfo=UTC)  # 02:10 in Berlin, as an hour before
-    slots = schedules.next_slots(cron, "Europe/Berlin", 1, second)
-    assert [slot.astimezone(UTC).isoformat()[:16] for slot in slots] == [following]
+    found = slots.next_slots(cron, "Europe/Berlin", 1, second)
+    assert [slot.astimezone(UTC).isoformat()[:16] for slot in found] == [following]
 
 
 def test_a_refusal_is_told_with_its_reason_and_without_the_request(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 
 from ttrain.errors import Interrupted, UsageError
-from ttrain.flows import flow_runs, schedule_files, schedules, servers, serving
+from ttrain.flows import flow_runs, schedule_files, schedule_status, schedules, servers, serving
 from ttrain.flows.schedule_files import Schedule
 
 
@@ -45,7 +45,7 @@ def test_who_asks_who_serves_does_not_keep_anyone_from_serving(tmp_path: Path) -
     threading.Timer(0.1, asking.release).start()
     with serving.serve_lock(tmp_path):
         assert json.loads((folder / "serving.txt").read_text()) == {"pid": os.getpid()}
-    assert serving.served_by(tmp_path) is None
+    assert schedule_files.served_by(tmp_path) is None
 
 
 def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +60,12 @@ def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path, monkeypat
     first = multiprocessing.get_context("fork").Process(target=hold)
     first.start()
     pid = ours.recv()
-    assert serving.served_by(tmp_path) == pid == first.pid
+    assert schedule_files.served_by(tmp_path) == pid == first.pid
     with pytest.raises(UsageError, match=f"is served already, by process {pid}"), serving.serve_lock(tmp_path):
         pass
     ours.send("end")
     first.join()
-    assert serving.served_by(tmp_path) is None
+    assert schedule_files.served_by(tmp_path) is None
 
 
 def test_a_schedule_that_the_server_refuses_is_said_once_and_the_others_are_made(
@@ -209,13 +209,13 @@ def test_a_stop_is_told_like_every_line_and_not_again_as_an_error() -> None:
 def test_a_table_of_schedules_has_the_times_of_one_zone() -> None:
     slot = datetime(2027, 1, 1, 1, tzinfo=UTC)
 
-    def status(zone: str) -> schedules.ScheduleStatus:
-        last = schedules.EndedRun("night-000007", "Kept", slot, "worse")
-        return schedules.ScheduleStatus(Schedule("nightly", "mine", "0 2 * * *", zone, {}), True, False, slot, last)
+    def status(zone: str) -> schedule_status.ScheduleStatus:
+        last = schedule_status.EndedRun("night-000007", "Kept", slot, "worse")
+        return schedule_status.ScheduleStatus(Schedule("nightly", "mine", "0 2 * * *", zone, {}), True, False, slot, last)
 
     berlin = status("Europe/Berlin")
-    assert schedules.common_timezone([berlin, berlin]) == "Europe/Berlin"
-    assert schedules.common_timezone([berlin, status("Asia/Tokyo")]) == schedule_files.local_timezone()
+    assert schedule_status.common_timezone([berlin, berlin]) == "Europe/Berlin"
+    assert schedule_status.common_timezone([berlin, status("Asia/Tokyo")]) == schedule_files.local_timezone()
     assert berlin.to_row("Europe/Berlin") == (
         "nightly/mine", "0 2 * * *", "Fri 2027-01-01 02:00", "night-000007, 2027-01-01 02:00: Kept, worse"
     )  # fmt: skip

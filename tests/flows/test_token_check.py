@@ -22,7 +22,7 @@ from websockets.typing import Subprotocol
 
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.errors import UsageError
-from ttrain.flows import servers
+from ttrain.flows import prefect_api, servers
 from ttrain.flows.access_control import UPLOADS, BodyLimited, TokenRequired
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST
@@ -171,9 +171,9 @@ def test_a_server_of_another_home_is_refused_with_what_to_set(
     for text in ("", "another"):
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", text)
         with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING says \(401\); set it .* servers/token there"):
-            servers.check_prefect_server(tmp_path)
+            prefect_api.check_prefect_server(tmp_path)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", TOKEN)
-    servers.check_prefect_server(tmp_path)
+    prefect_api.check_prefect_server(tmp_path)
 
 
 def test_the_home_s_own_server_whose_token_was_changed_or_removed_meanwhile_is_to_be_ended(
@@ -189,7 +189,7 @@ def test_the_home_s_own_server_whose_token_was_changed_or_removed_meanwhile_is_t
         else:
             server_records.make_folder(tmp_path)
         with contextlib.nullcontext() if text == TOKEN else pytest.raises(UsageError, match="end it with `ttrain down`"):
-            servers.check_prefect_server(tmp_path)
+            prefect_api.check_prefect_server(tmp_path)
 
 
 def test_whether_it_is_there_everybody_may_know(application: Application) -> None:
@@ -257,4 +257,4 @@ def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypat
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "intranet.example")
-    assert servers.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"
+    assert prefect_api.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"

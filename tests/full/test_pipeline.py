@@ -44,8 +44,14 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
         assert result["heldout"]["rows"] >= 1
 
 
+def test_the_flow_run_has_the_names_of_the_settings_and_the_run(finished: Any) -> None:
+    run = finished.runs()[-1]["run"]
+    assert (f"tiny-test: {run}",) in finished.rows("prefect", "SELECT name FROM flow_run")
+
+
 def test_no_stage_logs_what_a_library_is_about_to_drop(finished: Any) -> None:
     log = (finished.home / "runs" / f"{finished.runs()[-1]['run']}.log").read_text(encoding="utf-8")
+    assert "{'" not in log, "sentences, no dictionaries"
     assert all(f" {stage}: started" in log for stage in STAGES)
     assert "FutureWarning" not in log
 

@@ -32,9 +32,9 @@ with schedules.prefect_client(Path(sys.argv[1])) as client:
 REFUSED_NIGHT = """
 import os, sys
 from pathlib import Path
-from ttrain.flows import prefect_run, servers
+from ttrain.flows import prefect_api, prefect_run, servers
 home = Path(sys.argv[1])
-os.environ.update(servers.prefect_environment(home))
+os.environ.update(prefect_api.prefect_environment(home))
 prefect_run.start_temporary_server(home)()
 from ttrain.flows import deployments
 print(deployments.nightly(changes=("model.kind=lama",), return_state=True).message)

@@ -275,7 +275,16 @@ def test_the_command_converts_and_brings_a_tokenizer_along(tmp_path: Path) -> No
 
     make_tokenizer(tmp_path / "words")
     path = save(tmp_path / "theirs", minimind(normed=True), "full_sft.pth")
-    words = ["models", "import", str(path), "--to", str(tmp_path / "ours"), "--tokenizer", str(tmp_path / "words"), "--json"]
+    words = [
+        "models",
+        "import",
+        str(path),
+        "--out",
+        str(tmp_path / "ours"),
+        "--tokenizer",
+        str(tmp_path / "words"),
+        "--json",
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["kind"] == "qwen3"

@@ -22,7 +22,7 @@ from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, fall
 
 from ttrain.core.files import write_json
 from ttrain.errors import TTrainError
-from ttrain.reports import charts, drawings
+from ttrain.reports import charts, drawing_process, drawings
 from ttrain.reports.html import script_json
 from ttrain.reports.report import comparison_page, find_problems, report_of
 from ttrain.store import runs
@@ -30,6 +30,7 @@ from ttrain.tracking import Point, RunView, read_local, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 pytestmark = pytest.mark.usefixtures("real_drawings")
+START_DRAWING = drawing_process.start  # a fixture replaces it
 HOSTILE = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">\u202e\x1b[31m{{7*7}}&amp;'
 STEPS, GAP = 40, 7
 
@@ -232,11 +233,18 @@ def test_the_data_of_a_page_cannot_end_its_script() -> None:
 
 
 def test_a_library_that_does_not_draw_is_an_error_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawings, "DRAW", "raise SystemExit('no engine')")
+    monkeypatch.setattr(drawing_process, "DRAW", "raise SystemExit('no engine')")
     with pytest.raises(
         TTrainError, match="does not work here: no engine; `pip install --force-reinstall vl-convert-python`"
     ):
         drawings.page_drawings([drawings.Scatter("x", [(1.0, 1.0, "", False)])], axis="tokens", log=False)
+
+
+def test_a_process_that_was_started_early_draws_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing_process, "DRAW", "import sys\nfor spec in sys.stdin: print(spec.upper(), end='')")
+    START_DRAWING()
+    [started] = drawing_process._started
+    assert drawing_process.draw(["a\n", "b\n"])[0] == "A" and started.returncode == 0 and not drawing_process._started
 
 
 def test_pictures_have_the_colours_of_pages() -> None:

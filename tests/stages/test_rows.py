@@ -30,6 +30,7 @@ from ttrain.pipeline import launch
 from ttrain.stages import pretrain
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import open_rows, order_of, validation_batches
+from ttrain.stages.training import rows_sentence
 from ttrain.train.schedules import steps_of
 from ttrain.train.trainer import QUICK
 
@@ -381,3 +382,10 @@ def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(
         points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
         assert {step for step, _ in points} == {*range(result["steps"] + 1)}
         assert all(tokens == sum(read[:step]) for step, tokens in points)
+
+
+def test_the_log_has_the_counts_of_rows_as_a_sentence() -> None:
+    counts = {"rows": 1200, "row_length": 64, "records": 3000, "target_tokens": 70000, "cut_records": 2, "fill": 0.975}
+    assert rows_sentence(counts) == (
+        "trains on 1,200 rows of 64 tokens, 97.5% full, from 3,000 records; target tokens 70,000, cut records 2"
+    )

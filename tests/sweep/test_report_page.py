@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_the_table_has_the_best_first_and_says_how_the_others_ended(tmp_path: Pa
     verdict = summary.verdict(study.trials(), sweep.measure)
     assert verdict.startswith("trial 2 is best: pretrain/validation_loss 3.0000 with pretrain.optim.lr=0.0001")
     assert verdict.endswith("the worst has 3.5000")
+
+
+def test_a_page_is_drawn_again_once_a_trial_or_the_outcome_is_newer(tmp_path: Path) -> None:
+    sweep, _ = sweep_of(tmp_path)
+    assert not sweep.has_current_page
+    sweep.page.write_text("")
+    for number, path in enumerate((sweep.journal, sweep.path / records.FILE), 1):
+        later = sweep.journal.stat().st_mtime_ns + number * 10**10
+        os.utime(sweep.page, ns=(later, later))
+        assert sweep.has_current_page
+        os.utime(path, ns=(later, later))
+        assert not sweep.has_current_page, "equal times may hide a change"
 
 
 def test_where_more_is_better_the_highest_is_first(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None
 @command(
     app,
     "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
-    "Use",
+    "Servers",
     context_settings={"allow_extra_args": True},
 )
 def serve(

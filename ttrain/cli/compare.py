@@ -41,6 +41,10 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
+    if html:
+        from ttrain.reports import drawing_process
+
+        drawing_process.start()
     from ttrain.reports.compare import compare as compared
     from ttrain.tracking import read_runs
 
@@ -116,6 +120,9 @@ def report(
         )
     if options.metric or options.stage:
         raise UsageError("a page has all curves, and --metric or --stage chooses some; leave it out, or add --png")
+    from ttrain.reports import drawing_process
+
+    drawing_process.start()
     from ttrain.reports.report import report_of
     from ttrain.tracking import read_run
 

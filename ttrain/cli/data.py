@@ -58,7 +58,7 @@ TokenizerDirectory = Annotated[Path | None, option("its directory; without it, f
 @command(
     data_app,
     "Examples:  ttrain data shard docs-*.jsonl --tokenizer tokenizer --out shards\n\n"
-    "ttrain data shard chats.jsonl.gz --tokenizer $(ttrain artifacts path tokenizer) --out chats --val-fraction 0.01",
+    "ttrain data shard chats.jsonl.gz --tokenizer $(ttrain artifacts path tokenizer) --out chats --heldout-fraction 0.01",
 )
 def data_shard(
     files: Files,
@@ -66,7 +66,7 @@ def data_shard(
     out: Annotated[Path, option("directory of the shards; it may hold those of an earlier run")],
     kind: Kind = "auto",
     text_field: TextField = None,
-    val_fraction: Annotated[float, option("share of rows held out, by content hash", min=0, max=1)] = 0.0,
+    heldout_fraction: Annotated[float, option("share of rows held out, by content hash", min=0, max=1)] = 0.0,
     limit: Annotated[int | None, option("rows to use; without it all", min=1)] = None,
     rounds: Annotated[int, option("how many times --limit distinct rows to use", min=1)] = 1,
     sample: SampleMethod = "reservoir",
@@ -84,7 +84,7 @@ def data_shard(
     from ttrain.data.validate import kind_of_all
 
     reading = _reading(
-        text_field, heldout_fraction=val_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
+        text_field, heldout_fraction=heldout_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
         sample=sample, seed=seed, deduplicate=not keep_duplicates, near_duplicates=near_duplicates,
     )  # fmt: skip
     sources = locations.expand(files, "FILE")
@@ -261,7 +261,7 @@ def _reading(text_field: str | None, **values: Any) -> Reading:
     return _valid(Reading, **values, **({"text_field": text_field} if text_field is not None else {}))
 
 
-OPTIONS = {"heldout_fraction": "--val-fraction", "rejected_fraction": "--max-rejected"}  # of settings with another name
+OPTIONS = {"heldout_fraction": "--heldout-fraction", "rejected_fraction": "--max-rejected"}  # of settings with another name
 
 
 def _valid(section: type[S], **values: Any) -> S:

@@ -14,7 +14,7 @@ from ttrain.errors import UsageError
 
 @command(
     app,
-    "Examples:  ttrain init\n\nttrain init docs.jsonl chats.jsonl\n\nttrain init corpus/ --to corpus.yaml",
+    "Examples:  ttrain init\n\nttrain init docs.jsonl chats.jsonl\n\nttrain init corpus/ --out corpus.yaml",
     "Train",
 )
 def init(
@@ -22,7 +22,7 @@ def init(
         list[str] | None,
         argument("files, folders or globs; default: the data files of this directory", metavar="FILES"),
     ] = None,
-    to: Annotated[Path, option("the file to write", metavar="FILE")] = Path("my.yaml"),
+    out: Annotated[Path, option("the file to write", metavar="FILE")] = Path("my.yaml"),
     force: Annotated[bool, option("overwrite it", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,9 +30,9 @@ def init(
     from ttrain.config.loading import load
     from ttrain.data import locations, starter
 
-    check_output_file(to)
-    if to.exists() and not force:
-        raise UsageError(f"--to is {to}, which exists; add --force to overwrite it, or name another file")
+    check_output_file(out)
+    if out.exists() and not force:
+        raise UsageError(f"--out is {out}, which exists; add --force to overwrite it, or name another file")
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())
     sorted_files = starter.sort(found)
     datasets, left_out = sorted_files.datasets, sorted_files.left_out
@@ -42,12 +42,12 @@ def init(
             f"there are no data in {', '.join(files or [str(Path.cwd())])}; name files of documents, chats or pairs: "
             f"ttrain init docs.jsonl chats.jsonl{reasons}"
         )
-    text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(to)))
-    write_output(to, text)
-    load(files=[to])
-    next_command = f"ttrain run -c {shlex.quote(str(to))}"
+    text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))
+    write_output(out, text)
+    load(files=[out])
+    next_command = f"ttrain run -c {shlex.quote(str(out))}"
     if as_json:
-        print_json({"path": str(to), "data": datasets, "left_out": left_out, "next": next_command})
+        print_json({"path": str(out), "data": datasets, "left_out": left_out, "next": next_command})
         return
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
     table(("file", "setting"), rows)
@@ -57,4 +57,4 @@ def init(
         print_escaped("all chats are in data.sft; move those of one domain to data.lora for an adapter")
     if "pretrain" not in datasets:
         print_escaped("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
-    print_escaped(f"wrote {to}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")
+    print_escaped(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")

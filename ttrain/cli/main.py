@@ -192,7 +192,7 @@ def config_schema() -> None:
     app,
     "Examples:  ttrain up\n\nttrain up latest --open\n\nttrain up full-20261121-160222 latest\n\n"
     "ttrain up --prefect-port 4300 --json",
-    "Serve",
+    "Servers",
 )
 def up(
     arguments: Annotated[
@@ -240,7 +240,7 @@ def up(
         tracking.open_in_browser(home, links["url"])
 
 
-@command(app, "Example:  ttrain down", "Serve")
+@command(app, "Example:  ttrain down", "Servers")
 def down() -> None:
     """Stop the servers that `ttrain up` started."""
     from ttrain.flows import servers

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @command(
     models_app,
-    "Examples:  ttrain models import TinySeek_Pre_final.pkl --to tinyseek\n\n"
-    "ttrain models import full_sft_512.pth --to minimind --tokenizer minimind/model",
+    "Examples:  ttrain models import TinySeek_Pre_final.pkl --out tinyseek\n\n"
+    "ttrain models import full_sft_512.pth --out minimind --tokenizer minimind/model",
 )
 def models_import(
     source: Annotated[
         Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one", metavar="SOURCE")
     ],
-    to: Annotated[Path, option("directory to write; it must be empty or missing")],
+    out: Annotated[Path, option("directory to write; it must be empty or missing")],
     config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
     tokenizer: Annotated[
         Path | None,
@@ -56,7 +56,7 @@ def models_import(
     """Convert a model of TinySeek or MiniMind to a Hugging Face directory with the same logits, in fp32."""
     from ttrain.model import convert
 
-    done = convert.import_model(source, to, config=config, tokenizer=tokenizer)
+    done = convert.import_model(source, out, config=config, tokenizer=tokenizer)
     if as_json:
         print_json(done)
         return
@@ -69,7 +69,7 @@ def models_import(
         ("tokenizer", "beside the weights" if done.tokenizer else "none: give one with --tokenizer"),
         ("assumed, because the source does not say", assumed or "nothing"),
     ])  # fmt: skip
-    print(f"the model is in {to}; start from it with, for example, sft.start_from={to}")
+    print(f"the model is in {out}; start from it with, for example, sft.start_from={out}")
 
 
 SHOWN_KINDS = 6  # in a line
@@ -336,7 +336,7 @@ def quieten() -> None:
 )
 def export(
     reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
-    to: Annotated[Path, option("the directory to write")],
+    out: Annotated[Path, option("the directory to write", "--to")],
     dtype: Annotated[Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")] = "bf16",
     merge: Annotated[bool, option("an adapter becomes part of its base: one full model", "--merge")] = False,
     run: RunName = None,
@@ -367,7 +367,7 @@ def export(
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
-    exported = work.export(model, to, request, say=lambda text: print_escaped(text, stderr=True))
+    exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
     address = work.push(exported, push, public=public) if push is not None else None
     if as_json:
         print_json(

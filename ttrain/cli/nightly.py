@@ -10,6 +10,7 @@ from typer import Typer
 
 from ttrain.cli.options import (
     AsJson,
+    CommandGroup,
     SettingsOptions,
     argument,
     command,
@@ -92,6 +93,7 @@ def _store(loaded: LoadedSettings) -> ArtifactStore:
 EPILOG = "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service"
 
 schedule_app = Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     help="Schedule nights and other runs, and list the schedules.",
     epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
@@ -134,16 +136,17 @@ def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: C
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
-    from ttrain.flows import schedules, serving
+    from ttrain.flows.schedule_files import served_by
+    from ttrain.flows.schedule_status import common_timezone, list_schedules
 
-    listing, pid = schedules.list_schedules(home()), serving.served_by(home())
+    listing, pid = list_schedules(home()), served_by(home())
     if as_json:
         print_json([{**entry.to_json(), "served_by": pid} for entry in listing])
         return
     if not listing:
         print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
         return
-    zone = schedules.common_timezone(listing)
+    zone = common_timezone(listing)
     table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), [entry.to_row(zone) for entry in listing])
     if all(entry.on_server is None for entry in listing):
         print("no Prefect server answers, so the outcomes of the last slots are unknown")
@@ -193,10 +196,10 @@ def serve(
         print(service_files.unit(unit, usable_home()), end="")
         return
     from ttrain.core.text import timed_lines
-    from ttrain.flows import serving
+    from ttrain.flows import schedule_files, serving
 
     outlast_output()
-    if unless_served and serving.served_by(usable_home()):
+    if unless_served and schedule_files.served_by(usable_home()):
         return
     auth = server_settings(overrides).auth
     serving.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
@@ -221,10 +224,11 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
 
         print(service_files.prefect_yaml(home, schedule), end="")
         return
-    from ttrain.flows import schedules, serving
+    from ttrain.flows import schedules
+    from ttrain.flows.slots import next_slots
 
     was_there = schedules.create(home, schedule)
-    slots = schedules.next_slots(cron, schedule.timezone, 3) if cron else []
+    slots = next_slots(cron, schedule.timezone, 3) if cron else []
     if options.as_json:
         print_json({"schedule": schedule.full_name, "changed": was_there, "next": [slot.isoformat() for slot in slots]})
         return
@@ -233,7 +237,7 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
         print(f"next: {', '.join(f'{slot:%a %Y-%m-%d %H:%M}' for slot in slots)} ({schedule.timezone})")
     else:
         print("no cron: start it in Prefect's UI (`ttrain up`)")
-    if pid := serving.served_by(home):
+    if pid := schedule_files.served_by(home):
         print(f"process {pid} serves it")
     else:
         print(

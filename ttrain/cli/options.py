@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option, Typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-Panel = Literal["Train", "Look", "Use", "Data", "Models", "Serve"]  # of the help
+Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
 PANELS = get_args(Panel)
 FIRST = ("init", "run", "plan", "status", "logs", "rerun", "pipeline", "chat", "models", "report")
 OTHER_WORDS = {  # for commands, in other programs
@@ -50,10 +50,31 @@ OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("check",), "doctor"),
 }
 SHOWN_COMMANDS = 4
+LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
-class CommandGroup(TyperGroup):
+class _Help:
+    """Usage lines with the options last, as all examples have them, and no type beside a flag, whose name says it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        options = self.options_metavar  # type: ignore[attr-defined]
+        return sorted(pieces, key=lambda piece: piece == options)
+
+
+class _Command(_Help, TyperCommand):
+    """A command."""
+
+
+class CommandGroup(_Help, TyperGroup):
     """Answers an unknown word with the commands that have it, wherever they are."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -104,10 +125,10 @@ class _Root(CommandGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        def place(name: str) -> tuple[int, int]:
+        def place(name: str) -> tuple[int, bool, int]:
             panel = getattr(self.commands[name], "rich_help_panel", None)
             number = PANELS.index(panel) if panel in PANELS else len(PANELS)
-            return number, FIRST.index(name) if name in FIRST else len(FIRST)
+            return number, name in LAST, FIRST.index(name) if name in FIRST else len(FIRST)
 
         return sorted(self.commands, key=place)
 
@@ -257,9 +278,9 @@ def command(
     def registered(function: Command) -> Command:
         word = name or function.__name__.rpartition("_")[2]
         made = with_option_groups(function)
-        group.command(word, epilog=epilog, rich_help_panel=panel, **settings)(made)
+        group.command(word, epilog=epilog, rich_help_panel=panel, **{"cls": _Command, **settings})(made)
         if short:
-            app.command(word, epilog=epilog, rich_help_panel=short, **settings)(made)
+            app.command(word, epilog=epilog, rich_help_panel=short, **{"cls": _Command, **settings})(made)
         return function
 
     return registered

@@ -243,9 +243,9 @@ def _with_progress(run: Run) -> Run:
 def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     from ttrain.reports import summary
 
-    screen = console()
     if not records:
-        print("no runs yet; begin with `ttrain pipeline run full`")
+        raise UsageError("there are no runs yet; begin with `ttrain pipeline run full`")
+    screen = console()
     for run in records:
         same = f", the same as {run['equals']}" if run.get("equals") else ""
         took = format_duration(run["seconds"])

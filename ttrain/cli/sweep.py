@@ -168,14 +168,21 @@ def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
 
 
 def _show(sweep: Sweep, page: Path, as_json: bool) -> None:
-    """Print the trials, the best first, and write the page with the plots."""
+    """Print the trials, the best first, and write the page with the plots, which takes half of the time, if it is older."""
+    is_current = page == sweep.page and sweep.has_current_page
+    if not is_current:
+        from ttrain.reports import drawing_process
+
+        drawing_process.start()
     from ttrain.sweep import summary
-    from ttrain.sweep.report_page import render
     from ttrain.sweep.study import FAILED, RUNNING, Study, best_of
 
     trials = Study.of(sweep).trials()
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_output(page, render(sweep, trials))
+    if not is_current:
+        from ttrain.sweep.report_page import render
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_output(page, render(sweep, trials))
     if as_json:
         print_json({**summary.sweep_json(sweep, trials), "page": str(page)})
         return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 track_app = command_group(
     "track",
-    "Serve",
+    "Servers",
     help="Send MLflow the data that runs could not deliver while its server was unreachable.",
     epilog="Example:  ttrain track sync",
 )

@@ -60,7 +60,7 @@ def import_model(source: Path, target: Path, *, config: Path | None = None, toke
     from transformers.utils import logging
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} exists and is not empty; name another --to, or remove it")
+        raise UsageError(f"{target} exists and is not empty; name another --out, or remove it")
     file = weights_file(source)
     converted = convert(read_weights(file), _settings(file, config), str(file))
     logging.disable_progress_bar()

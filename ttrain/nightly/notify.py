@@ -15,15 +15,17 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http.client import HTTPMessage
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ttrain.config import Event, Notify
 from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import user_path
 from ttrain.core.text import format_duration
 from ttrain.errors import TTrainError
 from ttrain.store.runs import RecordedRun
+
+if TYPE_CHECKING:
+    from ttrain.config import Event, Notify
 
 log = logging.getLogger("ttrain")
 ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -131,6 +132,7 @@ def set_up(rank: int = 0, world: int = 1) -> None:
     handler.setFormatter(_WithoutSecrets(f"%(asctime)s {who}%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     log.setLevel(level_of("info", rank))
+    warnings.simplefilter("ignore", FutureWarning)  # between libraries: who trains can do nothing about it
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(PROCESS_NAME)
 

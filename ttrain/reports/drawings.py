@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,6 +15,7 @@ from typing import Any
 from ttrain.core.files import output_file, parse_json
 from ttrain.core.terminal import escaped
 from ttrain.errors import TTrainError
+from ttrain.reports import drawing_process
 from ttrain.reports.charts import Chart, Line
 from ttrain.tracking import Point, mlflow_views
 
@@ -47,8 +46,6 @@ CLOCK = (
 FIGURE = "abs(datum.value) >= 10000 ? format(datum.value, '~s') : format(datum.value, '~g')"
 
 PACKAGE = "vl-convert-python"
-
-DRAW = "import json, sys, vl_convert\nfor spec in sys.stdin: print(json.dumps(vl_convert.vegalite_to_svg(spec)))"
 
 SIZE = re.compile(r'^<svg [^>]*?(viewBox="[^"]*")>')
 DOT = re.compile(r'<path aria-label="([^"]*)"([^>]*)/>')
@@ -204,10 +201,7 @@ def _look(ink: str, grid: str, size: float) -> Spec:
 
 
 def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) -> list[str]:
-    """The drawings of a page as SVG elements, in the colours of its style sheet. Raises TTrainError.
-
-    They are made in a process of its own: the engine holds the interpreter's lock, and never frees its memory.
-    """
+    """The drawings of a page as SVG elements, in the colours of its style sheet. Raises TTrainError."""
     colours = [f"var(--run{number})" for number in range(len(COLOURS))]
     frame = {"width": WIDTH, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}, "padding": 2}
     frame["config"] = _look("var(--faint)", "var(--grid)", 10.5)
@@ -217,20 +211,13 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
         scatter_spec(chart, colours) if isinstance(chart, Scatter) else curves_spec(chart, axis, log=log, colours=colours)
         for chart in charts
     )
-    process = subprocess.run(
-        [sys.executable, "-P", "-c", DRAW],
-        input="\n".join(json.dumps(frame | spec) for spec in specs),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-    if process.returncode:
-        error_lines = process.stderr.strip().splitlines() or [f"its process ended with {process.returncode}"]
+    try:
+        svgs = map(parse_json, drawing_process.draw(json.dumps(frame | spec) for spec in specs))
+    except RuntimeError as error:
         raise TTrainError(
-            f"{PACKAGE} {version(PACKAGE)}, which draws charts, does not work here: {error_lines[-1]}; "
+            f"{PACKAGE} {version(PACKAGE)}, which draws charts, does not work here: {error}; "
             f"`pip install --force-reinstall {PACKAGE}`"
-        )
-    svgs = map(parse_json, process.stdout.splitlines())
+        ) from None
     return [_for_page(svg, isinstance(chart, Scatter)) for chart, svg in zip(charts, svgs, strict=True)]
 
 

@@ -135,7 +135,16 @@ def train(
         night=night,
         origin=origin,
     )
-    log.info("optimizer groups %s", trainer.optimizers.groups())
+    for group in trainer.optimizers.groups():
+        log.info(
+            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
+            group["optimizer"],
+            f"{group['parameters']:,}",
+            group["tensors"],
+            ", ".join(group["names"]),
+            group["lr"],
+            group["weight_decay"],
+        )
     try:
         with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
             result = trainer.fit()

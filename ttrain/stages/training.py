@@ -107,7 +107,7 @@ def fit(
     loader = loader_of(batches("train", rows), order, runtime, ranks)
     validation = _validation(config, batches("heldout", heldout), order, runtime)
     extended = _extended(config, job, trained, order.steps)
-    log.info("rows %s", rows.counts())
+    log.info("%s", rows_sentence(rows.counts()))
     watching = language_model_callbacks(
         config, job, model=trained.model, loader=loader, ranks=ranks, precision=computed_in, rows=rows, encoder=encoder
     )
@@ -182,3 +182,11 @@ def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping
     fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
     log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
     return {**warned, "no_effect": 1}
+
+
+def rows_sentence(counts: Mapping[str, float]) -> str:
+    """The counts of the rows as a sentence for the log."""
+    named = ("rows", "row_length", "records", "fill")
+    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    rows, length, records, fill = (counts[name] for name in named)
+    return f"trains on {rows:,} rows of {length:,} tokens, {fill:.1%} full, from {records:,} records; {', '.join(rest)}"

@@ -31,7 +31,7 @@ from ttrain.core.files import (
 )
 from ttrain.core.hashing import DigestCache, digest_of, sha256_file
 from ttrain.core.text import format_size
-from ttrain.errors import ArtifactError, DamagedFile
+from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt
 from ttrain.store import integrity
 from ttrain.store.layout import (
     FORMAT,
@@ -188,8 +188,8 @@ class ArtifactStore:
         for artifact in artifacts:
             if not artifact.lacking(()) and not self.damage(artifact):
                 return artifact
-        problem = "no whole artifact" if artifacts else "no artifact"
-        raise ArtifactError(f"stage {stage} has {problem} in {self.root / 'store'}; {self.advice(stage)}")
+        problem, kind = ("no whole artifact", ArtifactError) if artifacts else ("no artifact", NothingBuilt)
+        raise kind(f"stage {stage} has {problem} in {self.root / 'store'}; {self.advice(stage)}")
 
     def advice(self, stage: str = "*") -> str:
         """What to do where no artifact (of one stage, or of any) can be used; names what is damaged."""

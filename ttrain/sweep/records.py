@@ -49,6 +49,14 @@ class Sweep:
         is_local = process["host"] == platform.node()
         return "crashed" if word == "running" and is_local and not runs.is_alive(process) else word
 
+    @property
+    def has_current_page(self) -> bool:
+        """Whether its page is newer than all that it shows."""
+        if not self.page.exists():
+            return False
+        shown = [path for path in (self.path / FILE, self.journal) if path.exists()]
+        return self.page.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in shown)
+
     def note(self, **values: Any) -> None:
         """Record values about the sweep."""
         self._data.update(values)
