@@ -354,3 +354,20 @@ def test_ten_thousand_alike_and_two_of_20_mb_take_bounded_time_and_memory(tmp_pa
     [(found, peak, seconds)] = measured(recipe, [write_lines(tmp_path / "a.jsonl", rows(texts))], near_duplicates=0.8)
     assert found["skipped"] == {NEAR_DUPLICATE: 10_000} and len(large) > 20_000_000
     assert peak << 20 < (320 << 20) + 64 * len(large) and seconds < 300, (peak, seconds)
+
+
+def test_a_smaller_set_that_repeats_documents_holds_none_out_that_an_earlier_set_trained_on(
+    recipe: BlockRecipe, tmp_path: Path
+) -> None:
+    """`auto` is a fifth of few rows and 2 % of many: the hashes of repeated documents may lie between the two."""
+    rng = random.Random(3)
+    known, new = ([joined(text(rng, 30)) for _ in range(count)] for count in (200, 40))
+    files = [
+        write_lines(tmp_path / f"{n}", [{"text": one} for one in rows]) for n, rows in enumerate((known, [*known, *new]))
+    ]
+    few = Reading(heldout_fraction=0.02, near_duplicates=0.8)
+    build(tmp_path / "first", [files[0]], recipe, few)
+    more = Reading(heldout_fraction=0.2, near_duplicates=0.8)
+    build(tmp_path / "second", [files[1]], recipe, more, earlier=[EarlierSet("first", tmp_path / "first")])
+    held_out = set(texts_in(tmp_path / "second", recipe.tokenizer, "heldout"))
+    assert held_out and held_out <= set(new)
