@@ -171,6 +171,7 @@ def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path
     assert options.setting_words("sft.optim.l") == ["sft.optim.lr="]
     assert options.profile_words("s") == ["small"] and options.suite_words("e") == ["english"]
     assert options.pipeline_words("n") == ["nightly"] and options.sweep_words("") == ["latest"]
+    assert options.pipeline_words("sft.optim.l") == ["sft.optim.lr="]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -76,6 +76,8 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
         written(tmp_path / "a.txt", "a text"),
     ]
     first_rows.check("data.pretrain", "documents", some, Reading())
+    rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
+    first_rows.check("data.dpo", "pairs", [rated], Reading())
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], Reading())
 
 

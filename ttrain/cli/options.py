@@ -173,10 +173,10 @@ def stage_words(incomplete: str) -> list[str]:
 
 
 def pipeline_words(incomplete: str) -> list[str]:
-    """The pipelines that begin so."""
+    """The pipelines that begin so, else the settings, before which `full` may be left out."""
     from ttrain.flows import NAMES
 
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [name for name in NAMES if name.startswith(incomplete)] or setting_words(incomplete)
 
 
 def sweep_words(incomplete: str) -> list[str]:

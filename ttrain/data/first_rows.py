@@ -74,6 +74,8 @@ def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
     """Whether a row is of this kind, or a bad row with its keys, which is counted where it is read."""
     if kind == "documents":
         return any(key in row.values for key in records.document_keys(text_field))
+    if kind == "pairs" and not row.values.keys().isdisjoint(("chosen", "rejected", "label")):
+        return True
     return records.kind_of_row(row.values) == kind or _is_good(row, kind, text_field)
 
 
