@@ -43,7 +43,7 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
     assert data.pretrain == ("book.txt", "docs.jsonl", "more.parquet")
     assert data.sft == ("my chats.jsonl", "qa.jsonl") and data.sft_heldout == ("chats-val.jsonl",)
     assert data.dpo == ("pairs.jsonl",)
-    assert "data.lora" not in loaded.sources and "# lora: [FILE.jsonl]" in text
+    assert data.lora == () and "# lora: [FILE.jsonl]" in text
     assert 12 <= len(text.splitlines()) <= 16 and all("#" in line for line in text.splitlines()[4:])
     assert "left out: other.jsonl: holds no documents, chats or pairs: line 1: no key 'text'" in done.out
     assert "left out: t.csv: is CSV" in done.out
@@ -72,7 +72,7 @@ def test_a_directory_without_data_is_refused_with_an_example(folder: Path, run: 
 
 def test_changed_settings_are_shown_with_where_they_were_set(folder: Path, run: Run) -> None:
     run("init", "docs.jsonl")
-    shown = run("config", "show", "-c", "my.yaml", "sft.epochs=2", "lora.epochs=2", "--changed").out
+    shown = run("config", "show", "-c", "my.yaml", "sft.epochs=2", "lora.epochs=auto", "--changed").out
     lines = shown.splitlines()
     assert 'data.pretrain: ["docs.jsonl"]  # my.yaml' in lines
     assert "sft.epochs: 2.0  # command line" in lines
