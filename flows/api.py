@@ -152,11 +152,13 @@ def plan(
     from ttrain.flows import recipe
     from ttrain.pipeline.artifact_commands import store_of
     from ttrain.pipeline.plan import plan as plan_stages
+    from ttrain.pipeline.plan import settings_of_selection
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
+    settings = settings_of_selection(recipe(pipeline), settings, store, rerun, selection)
     stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection)
     return Plan(pipeline, settings, store, stages, selection, rerun)
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
 from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows import api
 from ttrain.flows.full import full
 from ttrain.flows.run import run_pipeline, run_plain
 from ttrain.pipeline.plan import Planner, plan
@@ -162,6 +163,28 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
     [record] = runs.history(home.store.root)
     assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+
+
+# --- the evaluation of what `--only` names
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks", "evaluated"),
+    [
+        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
+        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
+        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
+    ],
+)
+def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
+    built: House, names: str, lacks: str, evaluated: set[str]
+) -> None:
+    if lacks:
+        shutil.rmtree(built.store.latest(lacks).path)
+    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+    inputs = graph_of(full, planned.settings)["evaluate"]
+    assert inputs == evaluated
+    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
 
 
 # --- the commands

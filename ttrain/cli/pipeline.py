@@ -158,7 +158,7 @@ def pipeline_plan(
             {
                 **planned.to_json(),
                 **needs,
-                "trained_on": trained_on(loaded.settings, planned.stages),
+                "trained_on": trained_on(planned.settings, planned.stages),
                 "auto": auto,
                 "tuned": tuned,
             }
@@ -250,7 +250,7 @@ def plan_and_run(
     from ttrain.flows.run import run_pipeline
 
     run_pipeline(
-        pipeline, loaded.settings, planned.store, planned.stages, console(), planned.rerun, engine=engine, labels=labels
+        pipeline, planned.settings, planned.store, planned.stages, console(), planned.rerun, engine=engine, labels=labels
     )
 
 
