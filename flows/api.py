@@ -171,11 +171,13 @@ def plan(
     from ttrain.pipeline.artifact_commands import store_of
     from ttrain.pipeline.input_files import check_first_rows
     from ttrain.pipeline.plan import plan as plan_stages
+    from ttrain.pipeline.plan import settings_of_selection
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
+    settings = settings_of_selection(recipe(pipeline), settings, store, rerun, selection)
     earlier = run_records.newest_finished(store.root, settings.name)
     stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
     check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)

@@ -83,9 +83,16 @@ class CannotRead(DataError):
 
 
 class TooFewRows(DataError):
-    """A training has fewer rows than one step takes: the settings ask for a larger step than the data can fill."""
+    """A training has fewer rows than one step takes: the settings ask for a larger step than the data can fill.
+
+    `fixes`: settings, key=value, with which it has enough.
+    """
 
     is_usage_error = True
+
+    def __init__(self, message: str = "", fixes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.fixes = tuple(fixes)
 
 
 class NothingNew(TTrainError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -14,14 +15,19 @@ from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
+from ttrain.cli.main import _with_settings
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
 from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows import api
 from ttrain.flows.full import full
 from ttrain.flows.run import run_pipeline, run_plain
+from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.plan import Planner, plan
+from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.recipe import Planned, Selection, graph_of, planned_part
 from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER, Stage
+from ttrain.stages import SHARDS as SHARDS_SETS
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
 
@@ -162,6 +168,48 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
     [record] = runs.history(home.store.root)
     assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+
+
+def test_all_trainings_with_too_few_rows_are_told_at_once_with_the_settings_that_work(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
+    sft_settings = settings.sft.replaced({"tokens_per_step": 256_000})
+    settings = settings.model_copy(update={"sft": sft_settings, "tracking": Tracking(enabled=False)})
+    inputs = {"tokenizer": home.tokenizer}
+    stages = [
+        Planned(stage, "cached", (), artifact.key, artifact, inputs=inputs, reused=True)
+        for stage, artifact in ((SHARDS_PRETRAIN, home.documents), (SHARDS_SETS["sft"], home.chats))
+    ]
+    stages += [Planned(PRETRAIN, "run", ()), Planned(SFT, "run", ())]
+    execution = PipelineRun("full", settings, home.store, Display(Console(quiet=True)), stages)
+    with pytest.raises(TooFewRows, match=r"(?s)pretrain.tokens_per_step is .*\n.*sft.tokens_per_step is ") as raised:
+        execution.check_reused()
+    pretrain, sft = raised.value.fixes
+    assert sft == "sft.tokens_per_step=auto" and re.fullmatch(r"pretrain.tokens_per_step=\d+", pretrain)
+    own = ["pipeline", "run", "full", "sft.tokens_per_step=256000", "data.sft=my chats.jsonl"]
+    assert _with_settings(own, [sft]) == f"ttrain pipeline run full 'data.sft=my chats.jsonl' {sft}"
+
+
+# --- the evaluation of what `--only` names
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks", "evaluated"),
+    [
+        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
+        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
+        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
+    ],
+)
+def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
+    built: House, names: str, lacks: str, evaluated: set[str]
+) -> None:
+    if lacks:
+        shutil.rmtree(built.store.latest(lacks).path)
+    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+    inputs = graph_of(full, planned.settings)["evaluate"]
+    assert inputs == evaluated
+    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
 
 
 # --- the commands

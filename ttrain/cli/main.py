@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -47,6 +48,7 @@ from ttrain.cli.options import (
     server_settings,
     stage_words,
 )
+from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.core.signals import is_native_code_running
 from ttrain.core.terminal import (
@@ -60,7 +62,7 @@ from ttrain.core.terminal import (
     table,
 )
 from ttrain.core.text import invalid_values
-from ttrain.errors import TTrainError, UsageError, exit_code_of, with_fix
+from ttrain.errors import TooFewRows, TTrainError, UsageError, exit_code_of, with_fix
 from ttrain.store import layout
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -280,6 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
         elif not getattr(error, "shown", False):
             _print_error(with_fix(layout.closed_home(error) if isinstance(error, OSError) else error))
+        if isinstance(error, TooFewRows) and error.fixes:
+            print(f"with that set: {escaped_lines(_with_settings(arguments, error.fixes))}", file=sys.stderr)
         sys.exit(exit_code_of(error))
     except (Exception, KeyboardInterrupt) as error:
         if not _is_interrupt(error):
@@ -289,6 +293,13 @@ def main(arguments: list[str] | None = None) -> None:
             os._exit(INTERRUPTED)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _with_settings(arguments: list[str], settings: Sequence[str]) -> str:
+    """The command with these settings, key=value, instead of its own of the same keys."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    words = [word for word in arguments if word.partition("=")[0] not in keys]
+    return shlex.join(["ttrain", *map(redact.text, words), *settings])
 
 
 def _command_path(arguments: list[str]) -> str:

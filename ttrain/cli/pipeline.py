@@ -181,7 +181,7 @@ def pipeline_plan(
             {
                 **planned.to_json(),
                 **needs,
-                "trained_on": trained_on(loaded.settings, planned.stages),
+                "trained_on": trained_on(planned.settings, planned.stages),
                 "auto": auto,
                 "tuned": tuned,
             }
@@ -340,7 +340,7 @@ def plan_and_run(
 
     execution = run_pipeline(
         pipeline,
-        loaded.settings,
+        planned.settings,
         planned.store,
         planned.stages,
         console(),
@@ -351,7 +351,7 @@ def plan_and_run(
     if command is None:
         changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
-    for line in next_steps(command, loaded.settings, execution.artifacts):
+    for line in next_steps(command, planned.settings, execution.artifacts):
         print_escaped(line)
 
 

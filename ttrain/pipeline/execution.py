@@ -16,7 +16,7 @@ from ttrain.config import Settings, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import hashing
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.errors import Interrupted, NothingNew, TTrainError, with_fix
+from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.pipeline import launch, processes, run_summary, system_metrics
 from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
 from ttrain.pipeline.plan import section_of
@@ -114,6 +114,8 @@ class PipelineRun(StopRequest):
 
     def run_stage(self, stage: Stage, inputs: Artifacts, logged: Callable[[str], None]) -> tuple[Artifact, str]:
         """Build one stage, or take it from the store; return the artifact and its state: cached, completed, ..."""
+        if stage.uses_ranks:
+            self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
         watcher = StageWatcher(self, stage, logged)
         forced = stage.name in self.rerun.force or any((a.stage, a.key) in self._forced for a in inputs.values())
         planned = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
@@ -136,6 +138,7 @@ class PipelineRun(StopRequest):
             self._forced.add((stage.name, outcome.artifact.key))
         for training in self._trained_on(stage):
             self._check_rows(training, outcome.artifact, inputs["tokenizer"], watcher)
+        self._raise_too_few_rows()
         return outcome.artifact, outcome.state
 
     def _trained_on(self, shards: Stage) -> list[str]:
@@ -146,7 +149,7 @@ class PipelineRun(StopRequest):
         return [name for name, row in TRAINING_STAGES.items() if name in waiting and row.dataset == shards.dataset]
 
     def _check_rows(self, training: str, shards: Artifact, tokenizer: Artifact, watcher: StageWatcher) -> None:
-        """Fail a training with too few rows as soon as its shards exist, before any other starts."""
+        """Note a training with too few rows as failed as soon as its shards exist. Raises for other faults of the data."""
         shards = self.store.complete(shards, ("train",), report=lambda line: watcher.fetching(STAGES[shards.stage], line))
         tokenizer = self.store.complete(tokenizer, (), report=lambda line: watcher.fetching(STAGES[tokenizer.stage], line))
         stage, inputs = STAGES[training], {"shards": shards, "tokenizer": tokenizer}
@@ -157,7 +160,18 @@ class PipelineRun(StopRequest):
         except TTrainError as error:
             self.failures[training] = error
             StageWatcher(self, STAGES[training], lambda line: None).failed(error)
-            raise
+            if not isinstance(error, TooFewRows):
+                raise
+
+    def _raise_too_few_rows(self) -> None:
+        """Raise TooFewRows for all trainings that have too few, once the shards of all are checked."""
+        errors = [error for error in self.failures.values() if isinstance(error, TooFewRows)]
+        known = {*self.artifacts, *self.failures}
+        to_build = [planned.stage for planned in self.planned if not planned.reused and planned.stage.name not in known]
+        waits = any(map(self._trained_on, to_build))
+        if errors and not waits:
+            fixes = [fix for error in errors for fix in error.fixes]
+            raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
     def check_reused(self) -> None:
         """Fail a training whose reused shards have too few rows, before anything trains."""
@@ -167,6 +181,7 @@ class PipelineRun(StopRequest):
                 for training in self._trained_on(planned.stage):
                     watcher = StageWatcher(self, planned.stage, lambda line: None)
                     self._check_rows(training, planned.artifact, tokenizer, watcher)
+        self._raise_too_few_rows()
 
     def note_reused(self, planned: Planned) -> None:
         """Record a stage that is not run: the selection leaves it out and its artifact is in the store."""

@@ -21,7 +21,7 @@ from ttrain.pipeline.input_files import check_suite, data_files, existing_model,
 from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
-from ttrain.stages import OF_NIGHTS, SHARDS, STAGES, Stage
+from ttrain.stages import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
@@ -145,6 +145,28 @@ def plan(
             f"`ttrain pipeline run full --only {','.join(names)}`"
         )
     return stages
+
+
+def settings_of_selection(
+    recipe: Recipe, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
+) -> Settings:
+    """The settings for stages that `--only` names: without the data of the trainings that it leaves out, where it names
+    evaluate, and others that train, and not all those models are in the store. What is not there is not evaluated.
+    """
+    kept = set[str]()
+    for chosen in selection.only.intersection(settings.trainings):
+        name = chosen
+        while name in TRAINING_STAGES and name not in kept:
+            kept.add(name)
+            name = settings.starts[name]
+    left_out = [name for name in settings.trainings if name not in kept]
+    if EVALUATE.name not in selection.only or not kept or not left_out:
+        return settings
+    planned = plan(recipe, settings, store, rerun)
+    if all(one.state == "cached" for one in planned if one.stage.name in left_out):
+        return settings
+    none = {TRAINING_STAGES[name].dataset: () for name in left_out}
+    return settings.model_copy(update={"data": settings.data.model_copy(update=none)})
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import Training
+from ttrain.config import TRAINING_STAGES, TRAININGS, Training
+from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
@@ -168,13 +169,28 @@ def _check(config: Training, rows: Rows) -> None:
     """Raise where too much is left out, or the rows are too few for one step."""
     check_left_out(config, rows)
     if not len(rows):
-        raise TooFewRows("the training data is empty: it gave no row to learn from")
+        raise TooFewRows(_no_rows(config), _without_stage(config))
     if len(rows) < config.rows_per_step:
+        name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
+        fix = AUTO if config.accepts(tokens_per_step=AUTO) and config.section in TRAININGS else most
         raise TooFewRows(
-            f"{config.section}.tokens_per_step is {config.tokens_per_step}, {config.rows_per_step} rows of "
+            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
             f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "
-            f"set {config.section}.tokens_per_step={len(rows) * config.row_length} or less, or bring more data"
+            f"set {name}={most} or less, or bring more data",
+            [f"{name}={fix}"],
         )
+
+
+def _no_rows(config: Training) -> str:
+    problem = f"{config.section}: the training data is empty: it gave no row to learn from"
+    fixes = _without_stage(config)
+    return f"{problem}; add rows" + (f", or leave the stage out with {fixes[0]}" if fixes else "")
+
+
+def _without_stage(config: Training) -> list[str]:
+    """The setting that leaves a stage out; none for pretraining, which others start from."""
+    row = TRAINING_STAGES.get(config.section)
+    return [f"data.{row.dataset}=none"] if row and row.role != "base" else []
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:
