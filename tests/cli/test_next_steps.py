@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.cli.next_steps import RanCommand, next_steps
 from ttrain.cli.options import RunOptions, SelectionOptions, SettingsOptions
 from ttrain.config.loading import load
+from ttrain.flows.nightly import NightResult
 
 MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
 RUN = ("pipeline", "run", "full")
@@ -68,3 +70,14 @@ def test_every_command_is_one_and_export_writes_where_nothing_is(tmp_path: Path,
             root = root.commands[words.pop(0)]
         root.make_context("ttrain", words)  # raises where it takes no such words
     assert not any(command.startswith("up ") for command in hints("tracking.enabled=false").values())
+
+
+def test_in_a_night_the_decision_stands_before_the_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_night(*_: object, **__: object) -> NightResult:
+        print("kept: worse than the champion")
+        return NightResult("kept", "worse", "night-1")
+
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    monkeypatch.setattr("ttrain.flows.nightly.run_night", run_night)
+    said = CliRunner().invoke(app, ["pipeline", "run", "nightly"]).output
+    assert said.index("kept: worse") < said.index("night-1: kept") < said.index("next:") < said.index("ttrain models list")

@@ -6,6 +6,7 @@ the quickstart's. It is scaled by the FLOPs of a token, which grow with the para
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -127,19 +128,21 @@ class _Estimator:
     def __init__(self, planned: Mapping[str, Planned], settings: Settings, store: ArtifactStore) -> None:
         self.planned, self.settings, self.store = planned, settings, store
         self.tree = settings.model_dump(mode="json")
+        self._made_here = functools.cache(self._newest_made_here)
+        self._bytes = functools.cache(self._bytes_of_data)
         self.rate = "the quickstart's rate on a similar CPU"
 
     def of(self, planned: Planned) -> StageEstimate:
         name = planned.stage.name
         if name in TRAINING_STAGES:
             return self._training(planned)
-        earlier = next(iter(self._made_here(name)), None)
+        earlier = self._made_here(name)
         if name == EVALUATE:
             return StageEstimate(name, self._evaluation(earlier))
         if earlier is None:
             seconds, size = OTHER_SECONDS.get(name), QUICKSTART_BYTES.get(planned.stage.dataset or "", 0)
         else:
-            seconds, size = earlier.manifest["seconds"], _bytes_of(earlier)
+            seconds, size = earlier.manifest.get("seconds"), _bytes_of(earlier)
         data = self._bytes(planned.stage.dataset or "")
         return StageEstimate(name, seconds and seconds * max(1.0, data / size if data and size else 1.0))
 
@@ -162,19 +165,21 @@ class _Estimator:
         if earlier is not None:
             before = _flops_per_token(earlier.provenance["settings"], self.settings.evaluate.row_length)
             scale = max(1.0, flops / before) if flops and before else 1.0
-            return float(earlier.manifest["seconds"]) * scale
+            return float(earlier.manifest.get("seconds", 0)) * scale
         rate = self._quickstart_rate(flops) if flops else None
         return START_SECONDS + EVALUATED_TOKENS / rate if rate else None
 
     def _tokens_per_second(self, stage: str, flops: float) -> float | None:
         """By the newest training of this stage that this machine ran, else of another stage, else the quickstart's."""
         for name in (stage, *TRAININGS):
-            for artifact in self._made_here(name):
-                result, settings = artifact.result, artifact.provenance["settings"]
-                before = _flops_per_token(settings, settings[name]["row_length"]) if name in settings else None
-                if before and result.get("tokens_per_second"):
-                    self.rate = f"the rate of the run {artifact.provenance['run']}"
-                    return float(result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
+            artifact = self._made_here(name)
+            if artifact is None or not artifact.result.get("tokens_per_second"):
+                continue
+            settings = artifact.provenance["settings"]
+            before = _flops_per_token(settings, settings.get(name, {}).get("row_length", 0))
+            if before:
+                self.rate = f"the rate of the run {artifact.provenance['run']}"
+                return float(artifact.result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
         return self._quickstart_rate(flops)
 
     def _quickstart_rate(self, flops: float) -> float | None:
@@ -187,14 +192,15 @@ class _Estimator:
         tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
         return tokens_per_second * math.pow(QUICKSTART_FLOPS / flops, 1 - EFFICIENCY)
 
-    def _made_here(self, stage: str) -> Iterable[Artifact]:
-        """Its artifacts that this machine made with the same devices, newest first."""
+    def _newest_made_here(self, stage: str) -> Artifact | None:
+        """Its newest artifact that this machine made with the same devices."""
         devices = {name: self.tree["runtime"][name] for name in ("device", "devices", "nodes")}
         for artifact in self.store.artifacts(stage):
             made = artifact.provenance
             same = made.get("machine") == machine() and devices.items() <= made.get("runtime", {}).items()
             if same and made.get("settings") and made.get("run"):
-                yield artifact
+                return artifact
+        return None
 
     def _flops_per_token(self, row_length: int) -> float | None:
         base = self.planned.get("base-model")
@@ -218,7 +224,7 @@ class _Estimator:
         is_documents = any(row.dataset == dataset and row.rows == "documents" for row in TRAINING_STAGES.values())
         return round(size / per_token / (1.0 if is_documents else CHAT_FRACTION))
 
-    def _bytes(self, dataset: str) -> int | None:
+    def _bytes_of_data(self, dataset: str) -> int | None:
         """The bytes of a data set; None where they do not say how much is read."""
         settings = self.settings
         if dataset == "tokenizer" and not settings.data.tokenizer:
@@ -227,8 +233,10 @@ class _Estimator:
             return None
         if settings.reads_python_docs(dataset):
             return QUICKSTART_BYTES.get(dataset) if settings.python_docs == PythonDocs() else None
+        if any(map(locations.is_remote, settings.data.paths(dataset))):
+            return None  # a server would have to be asked
         files = data_files(SHARDS[dataset], settings).get(TRAIN, [])
-        plain = all(not locations.is_remote(file.location) and file.location.endswith(PLAIN) for file in files)
+        plain = all(file.location.endswith(PLAIN) for file in files)
         if not plain or any(file.weight is not None for file in files):
             return None
         return sum(locations.local_path(file.location).stat().st_size for file in files)
