@@ -41,8 +41,8 @@ def test_the_card_tells_training_settings_and_lineage_from_the_manifests(tmp_pat
     assert f"base `{base.key[:12]}`" in text
     changed = text.partition("What differs from ttrain's defaults:")[2].partition("<details>")[0]
     assert "model.hidden_size=32" in changed
-    assert "sft.epochs" not in changed
-    assert "sft.epochs: auto" in text
+    assert "sft.packing" not in changed
+    assert 'sft.packing: "best-fit"' in text
     assert str(trained.root) not in text, "no path of the user's disk"
     for licence in ("", "a: b", "mit\ntags: [x]"):  # which would break the card
         with pytest.raises(UsageError, match="but must be one word that names it"):

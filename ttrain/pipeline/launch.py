@@ -303,16 +303,20 @@ def resolved(config: Training, shards: Path, tokenizer: Path) -> Training:
     return rows.resolved(config, _open_rows(config, shards, tokenizer))
 
 
-def rules_of_rows(settings: Settings, stages: Iterable[Planned]) -> dict[str, rules.Rule]:
-    """The rules of the trainings whose batch or passes their rows decide; the value is `auto` where there are no shards."""
+def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool = False) -> dict[str, rules.Rule]:
+    """The rules of the trainings whose batch or passes their rows decide.
+
+    The value is `auto` unless the stage is in the store, or its shards are and `packs`, which loads the libraries for it.
+    """
     found: dict[str, rules.Rule] = {}
     artifacts = {planned.stage.name: planned.artifact for planned in stages}
     for name in settings.trainings:
         config: Training = getattr(settings, name)
-        values = config
+        trained = artifacts.get(name)
+        values = config.replaced(trained.result.get("by_rule", {})) if trained else config
         shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
         tokenizer = artifacts.get(TOKENIZER.name)
-        if shards and tokenizer and not (shards.absent or tokenizer.absent):
+        if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):
             with contextlib.suppress(TTrainError):  # the training says it
                 values = resolved(config, shards.path, tokenizer.path)
         reasons = config.by_rows.reasons(config.row_length)
