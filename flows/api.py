@@ -421,7 +421,7 @@ def _notebook_display() -> StageDisplay | None:
 
     if not Console().is_jupyter:
         return None
-    from IPython.display import HTML, display  # type: ignore[import-not-found]  # there in a notebook
+    from IPython.display import HTML, display  # there in a notebook
 
     from ttrain.pipeline.notebook_display import NotebookDisplay
 
