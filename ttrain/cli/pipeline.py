@@ -173,7 +173,7 @@ def pipeline_plan(
         for key, origin in loaded.sources.items()
         if origin.endswith((IS_SET, IS_NONE)) and (section := key.removesuffix(".start_from")) != key
     }
-    automatic |= launch.rules_of_rows(loaded.settings, planned.stages)
+    automatic |= launch.rules_of_rows(planned.settings, planned.stages, packs=show_rules)
     tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}
