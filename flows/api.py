@@ -169,7 +169,7 @@ def plan(
     """
     from ttrain.flows import recipe
     from ttrain.pipeline.artifact_commands import store_of
-    from ttrain.pipeline.input_files import check_first_rows
+    from ttrain.pipeline.input_files import check_first_rows, named_shards
     from ttrain.pipeline.plan import plan as plan_stages
     from ttrain.pipeline.plan import settings_of_selection
 
@@ -179,7 +179,11 @@ def plan(
     rerun = Rerun(_stage_names(force), extend, resume_key)
     settings = settings_of_selection(recipe(pipeline), settings, store, rerun, selection)
     earlier = run_records.newest_finished(store.root, settings.name)
-    stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
+    try:
+        stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
+    except UsageError:
+        check_first_rows(named_shards(settings), settings)  # a file of another kind explains more than what is missing
+        raise
     check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)
     name = str(earlier["run"]) if earlier else ""
     return Plan(pipeline, settings, store, stages, selection, rerun, name)

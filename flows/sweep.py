@@ -15,7 +15,7 @@ from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
 from ttrain.flows import recipe
-from ttrain.pipeline.input_files import check_first_rows, file_digests
+from ttrain.pipeline.input_files import check_first_rows, file_digests, named_shards
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_dependencies
@@ -69,7 +69,8 @@ class SweepRequest:
 
     def check_data(self) -> None:
         """Raise UsageError for data that the trials cannot read, before the first of them."""
-        check_first_rows([STAGES[name] for name in self.graph()], self.settings(self.first))
+        settings = self.settings(self.first)
+        check_first_rows(named_shards(settings), settings)
 
     def graph(self) -> dict[str, frozenset[str]]:
         """The stages of a trial, each with those that it reads."""

@@ -238,7 +238,8 @@ def test_what_a_checkpoint_does_not_restore_is_found(fault: dict[str, Any], diff
 
 def test_one_batch_is_learnt_with_a_fitting_learning_rate_only() -> None:
     def with_rate(lr: float) -> Learner:
-        config = settings_of_training(optim=Optim(lr=lr), schedule=Schedule(warmup_steps=1000))
+        optim = Optim().model_copy(update={"lr": lr})  # settings end at 1
+        config = settings_of_training(optim=optim, schedule=Schedule(warmup_steps=1000))
         return replace(SOUND, config=config, build=partial(build, layers=1))
 
     assert ok(model.learns(with_rate(1e-2), ROWS, FP32))

@@ -130,7 +130,7 @@ def test_the_card_of_many_nights_tells_the_newest_of_their_artifacts() -> None:
 def test_the_card_scores_the_model_itself_and_not_what_was_trained_on_top_of_it() -> None:
     metrics = {"bits_per_byte": 1.5, "chat_loss_base": 3.0, "chat_loss_sft": 2.0, "chat_loss_lora": 2.5}
     said = {"sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}], "lora": [{"prompt": "x", "answer": "never shown"}]}
-    scored = artifact("evaluate", result={"metrics": metrics, "counts": {}, "samples": said})
+    scored = artifact("evaluate", result={"metrics": metrics, "counts": {"chats": 50}, "samples": said})
     text = card(EXPORTED, History((artifact("pretrain"), artifact("sft")), scored, {}))
     assert "| chats loss, sft | 2.000 | -1.000 |" in text
     assert "lora" not in text

@@ -32,7 +32,7 @@ def settings_of(home: Home, texts: Sequence[str]) -> Settings:
     path = home.store.root.parent / "docs.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return Settings.model_validate({
-        "tracking": {"enabled": False}, "data": {"pretrain": str(path)}, "reading": {"near_duplicates": 0.8},
+        "tracking": {"enabled": False}, "data": {"pretrain": str(path)}, "reading": {"near_duplicates": 0.8, "heldout_fraction": 0.02},
         "runtime": {"workers": 1},
     })  # fmt: skip
 

@@ -329,7 +329,7 @@ def compared_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate((A, B, C)):
         trained, samples = Made("pretrain", falling(8, 3.0 - number)), evaluation({"Hello": f"world {number}"})
-        metrics, settings = {**METRICS, BITS: 2.5 - number / 4}, {"pretrain": {"optim": {"lr": 0.001 + number}}}
+        metrics, settings = {**METRICS, BITS: 2.5 - number / 4}, {"pretrain": {"optim": {"lr": 0.001 + number / 10}}}
         made = [shards(rows=295 - number), trained, samples]
         make_run(tmp_path, name, made, number=number, metrics=metrics, settings=settings)
     return tmp_path
@@ -350,7 +350,7 @@ def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_th
     found = json.loads(said("compare", A, B, "--json"))
     assert found.pop("page") is None
     assert found == json.loads(json.dumps(compared(compared_home, A, B).to_json()))
-    assert found["settings"] == [{"name": "pretrain.optim.lr", "values": ["0.001", "1.001"]}]
+    assert found["settings"] == [{"name": "pretrain.optim.lr", "values": ["0.001", "0.101"]}]
 
 
 def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:

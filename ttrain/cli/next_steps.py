@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttrain.config import rules
+
 if TYPE_CHECKING:
     from ttrain.config import Settings
 
@@ -57,8 +59,9 @@ def next_steps(command: RanCommand, settings: Settings, made: Collection[str]) -
 def _one_thing(settings: Settings, stage: str) -> tuple[str, str]:
     """A setting of a stage, and a value that is worth a try."""
     section = getattr(settings, stage)
-    if stage != "pretrain" and (section.epochs or MOST_EPOCHS) < MOST_EPOCHS:
-        return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * section.epochs):g}"
+    epochs = section.by_rows.epochs if section.epochs == rules.AUTO else section.epochs
+    if stage != "pretrain" and (epochs or MOST_EPOCHS) < MOST_EPOCHS:
+        return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * epochs):g}"
     return f"{stage}.seed", str(section.seed + 1)
 
 

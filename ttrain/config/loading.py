@@ -492,7 +492,9 @@ def _as_written(override: Override, meaning: Meaning | None) -> str:
     if meaning:
         factor_key = f"{key.partition('.')[0]}.{meaning.times}"
         count, factor = as_count(text), _default_values().get(factor_key)
-        if isinstance(count, int) and factor:
+        if factor == rules.AUTO and key.partition(".")[0] in TRAINING_STAGES:
+            factor = TRAINING_STAGES[key.partition(".")[0]].settings.by_rows.tokens_per_step
+        if isinstance(count, int) and isinstance(factor, int):
             notes = [f"{text} x {factor_key} {factor}"]
             text = str(count * factor)
         text = meaning.value(text)

@@ -18,7 +18,7 @@ from ttrain.data.records import Kind
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
-from ttrain.stages import Stage
+from ttrain.stages import SHARDS, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import tensor_shapes
 
@@ -81,6 +81,11 @@ def _no_documents(settings: Settings) -> UsageError:
         f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
         f"ttrain{existing_model}"
     )
+
+
+def named_shards(settings: Settings) -> list[Stage]:
+    """The stages that make shards of files which the user named."""
+    return [stage for name, stage in SHARDS.items() if settings.data.paths(name)]
 
 
 def check_first_rows(stages: Iterable[Stage], settings: Settings) -> None:
