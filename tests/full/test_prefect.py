@@ -53,6 +53,7 @@ def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(f
     stages = [stage["name"] for stage in run["stages"]]
     id_, name, state, labels = newest_run(finished)
     assert name == f"tiny-test: {run['run']}"
+    name = run["run"]
     assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
     assert json.loads(labels)["ttrain.pid"] > 1
     [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
