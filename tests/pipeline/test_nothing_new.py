@@ -31,10 +31,14 @@ WHY = "data.pretrain: 40 of 40 rows are near-duplicates, most of documents that 
 def settings_of(home: Home, texts: Sequence[str]) -> Settings:
     path = home.store.root.parent / "docs.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return Settings.model_validate({
-        "tracking": {"enabled": False}, "data": {"pretrain": str(path)}, "reading": {"near_duplicates": 0.8, "heldout_fraction": 0.02},
-        "runtime": {"workers": 1},
-    })  # fmt: skip
+    return Settings.model_validate(
+        {
+            "tracking": {"enabled": False},
+            "data": {"pretrain": str(path)},
+            "reading": {"near_duplicates": 0.8, "heldout_fraction": 0.02},
+            "runtime": {"workers": 1},
+        }
+    )
 
 
 def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifact) -> PipelineRun:
