@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ttrain.config import rules
-
 if TYPE_CHECKING:
     from ttrain.config import Settings
 
@@ -58,6 +56,8 @@ def next_steps(command: RanCommand, settings: Settings, made: Collection[str]) -
 
 def _one_thing(settings: Settings, stage: str) -> tuple[str, str]:
     """A setting of a stage, and a value that is worth a try."""
+    from ttrain.config import rules
+
     section = getattr(settings, stage)
     epochs = section.by_rows.epochs if section.epochs == rules.AUTO else section.epochs
     if stage != "pretrain" and (epochs or MOST_EPOCHS) < MOST_EPOCHS:
