@@ -22,7 +22,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run sft.batch_size=32", ("'sft.batch_size'", "Write sft.tokens_per_step=8192")),
     ("run sft.max_steps=100", ("'sft.max_steps'", "Write sft.tokens=409600")),
     ("run num_hidden_layers=8", ("'num_hidden_layers'", "Write model.layers=8")),
-    ("run model.size=small", ("'model.size'", "Write model.preset=small")),
+    ("run model.size=small", ("'model.size'", "Write model.preset=10m")),
     ("run schedule=cosine", ("'schedule'", "pretrain.schedule.kind=cosine")),
     ("run output_dir=out", ("'output_dir'", "TTRAIN_HOME=DIR")),
     ("run sft.optim.lr=2", ("sft.optim.lr is 2", "at most 1", "1e-5 to 5e-2")),

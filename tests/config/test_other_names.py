@@ -41,7 +41,7 @@ def test_every_name_of_another_library_means_settings_that_exist_or_has_a_note()
         ("per_device_train_batch_size=8", "runtime.rows_per_device=8"),
         ("num_train_epochs=3", "pretrain.epochs=3"),
         ("num_hidden_layers=8", "model.layers=8"),
-        ("model.size=small", "model.preset=small"),
+        ("model.size=small", "model.preset=10m"),
         ("schedule=cosine", "pretrain.schedule.kind=cosine"),
         ("sft.schedule=cosine", "sft.schedule.kind=cosine"),
         ("pretrain.optim=adamw_torch", "pretrain.optim.kind=adamw"),

@@ -24,7 +24,11 @@ SERVERS = {  # run by test_interruptions, test_schedules_pipeline and soak/test_
     "ttrain pipeline serve",
     "ttrain pipeline schedule nightly --cron '0 2 * * *' --timezone Europe/Berlin -c my.yaml",
 }
-ALONE = {"ttrain doctor", "ttrain train regression"}  # run by test_doctor and test_cli_train
+ALONE = {  # run by test_doctor, test_cli_train and test_init
+    "ttrain doctor",
+    "ttrain train regression",
+    "ttrain init docs.jsonl chats.jsonl",
+}
 OTHERS = (  # run by soak/test_serve_kills, test_gate, test_import; test_ui, test_compare, test_sweep, test_lineage_pipeline
     "ttrain serve ", "ttrain gate train ", "ttrain models import ",
     "ttrain compare ", "ttrain sweep ", "ttrain reproduce ",

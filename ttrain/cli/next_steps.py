@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,8 +32,13 @@ class RanCommand:
         return shlex.join(["ttrain", *self.words, *kept, f"{key}={value}"])
 
 
-def next_steps(command: RanCommand, settings: Settings, made: Collection[str]) -> list[str]:
-    """The lines after a run that made, or took from the store, the artifacts of these stages."""
+def next_steps(
+    command: RanCommand, settings: Settings, made: Collection[str], passes: Mapping[str, float] = MappingProxyType({})
+) -> list[str]:
+    """The lines after a run that made, or took from the store, the artifacts of these stages.
+
+    `passes`: those over the rows that a rule decided, by stage.
+    """
     from ttrain.config import TRAINING_STAGES
 
     lines = ["next:"]
@@ -47,19 +53,20 @@ def next_steps(command: RanCommand, settings: Settings, made: Collection[str]) -
     else:
         lines.append("  curves, samples and metrics, as a page: ttrain report latest")
     if models:
-        changed = command.with_setting(*_one_thing(settings, models[-1].name))
+        stage = models[-1].name
+        changed = command.with_setting(*_one_thing(settings, stage, passes.get(stage)))
         lines.append(f"  change one thing, rerun what it touches: {changed}")
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
     return lines
 
 
-def _one_thing(settings: Settings, stage: str) -> tuple[str, str]:
+def _one_thing(settings: Settings, stage: str, passes: float | None) -> tuple[str, str]:
     """A setting of a stage, and a value that is worth a try."""
     from ttrain.config import rules
 
     section = getattr(settings, stage)
-    epochs = section.by_rows.epochs if section.epochs == rules.AUTO else section.epochs
+    epochs = (passes or section.by_rows.epochs) if section.epochs == rules.AUTO else section.epochs
     if stage != "pretrain" and (epochs or MOST_EPOCHS) < MOST_EPOCHS:
         return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * epochs):g}"
     return f"{stage}.seed", str(section.seed + 1)

@@ -351,7 +351,9 @@ def plan_and_run(
     if command is None:
         changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
-    for line in next_steps(command, planned.settings, execution.artifacts):
+    by_rule = {name: artifact.result.get("by_rule", {}) for name, artifact in execution.artifacts.items()}
+    passes = {name: values["epochs"] for name, values in by_rule.items() if "epochs" in values}
+    for line in next_steps(command, planned.settings, execution.artifacts, passes):
         print_escaped(line)
 
 

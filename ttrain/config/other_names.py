@@ -101,7 +101,7 @@ NAMES: Mapping[str, Meaning] = {
     **_named("max_length", "*.row_length", "model.max_length"),
     **_named("seed random_seed random_state", "*.seed"),
     # model
-    **_named("size model_size", "model.preset"),
+    **_named("size model_size", "model.preset", tiny="1m", small="10m", medium="124m", large="350m"),
     **_named("model", "model.preset", "model.kind"),
     **_named("model_type arch architecture", "model.kind"),
     **_named("n_layer n_layers num_layers num_hidden_layers depth", "model.layers"),

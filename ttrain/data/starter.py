@@ -84,7 +84,7 @@ DATA = (
     ("lora", "chats of one domain: an adapter learns them"),
 )
 NEXT = (
-    ("# model: {preset: small}", "a larger model; ttrain models size lists them"),
+    ("# model: {preset: 10m}", "a larger model; ttrain models size lists them"),
     ("# tokenizer: {vocab_size: 4096}", "more words, for more text"),
     ("# pretrain: {epochs: 4}", "passes over the documents"),
     ("# sft: {epochs: 2}", "passes over the chats"),
