@@ -63,7 +63,6 @@ class JinjaTemplate(Template):
     def __init__(self, encoder: Encoder) -> None:
         """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
         self._encoder = encoder
-        self._specials = encoder.special_ids()
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
