@@ -62,14 +62,14 @@ def in_one_process(cli: Cli, *commands: list[str]) -> list[str]:
         "for words in json.loads(sys.argv[1]):\n"
         "    try: main(words)\n"
         "    except SystemExit as end: assert not end.code\n"
-        "    print(chr(7))"
+        "    print('--- next ---')"
     )
     words = [cli.command(*command, settings=command[0] == "pipeline")[4:] for command in commands]
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, json.dumps(words)],
         env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, text=True, check=True, timeout=600,
     )  # fmt: skip
-    return done.stdout.split("\a\n")
+    return done.stdout.split("--- next ---\n")
 
 
 @pytest.mark.soak

@@ -348,8 +348,13 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     with temporary_directory("doctor") as directory:
         deadline = time.monotonic() + RANK_SECONDS
         launch: Any = start_processes  # not forked: a fork of a process with threads hangs
+        added = SAFE_PATH.keys() - os.environ.keys()
         os.environ |= SAFE_PATH
-        ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
+        try:
+            ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
+        finally:
+            for name in added:  # what else this process starts is not ours
+                del os.environ[name]
         try:
             while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
