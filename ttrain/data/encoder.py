@@ -144,16 +144,14 @@ class Encoder:
 
     def encode_markup(self, text: str) -> list[int]:
         """Ids of a piece of a chat template, in which special tokens count. Never use it for text from outside."""
-        self._reference.encode_special_tokens = False
-        try:
-            return list(self._reference.encode(text, add_special_tokens=False).ids)
-        finally:
-            self._reference.encode_special_tokens = True
+        encoding, _ = self._with_exact_specials(text)
+        return list(encoding.ids.tolist())
 
     def encode_in_one_piece(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoding]:
         """Encode whole chats as transformers does; within the spans `contents` special tokens are plain text.
 
-        Twenty times as slow as `encode_flat`, and the only way where a token depends on what stands before it.
+        A tenth as fast as `encode_flat` (0.75 million tokens a second), and the only way where a token depends on what
+        stands before it.
         """
         encoded: list[Encoding] = []
         for text, spans in zip(texts, contents, strict=True):

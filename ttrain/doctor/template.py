@@ -26,7 +26,7 @@ def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> 
 
     One whose text spells a special token is left out: for transformers that text is the token.
     """
-    found: list[Messages] = []
+    conversations: list[Messages] = []
     for record in records:
         turns = record.get("messages") or [*record.get("prompt", ()), *record.get("chosen", ())]
         messages = tuple(map(Message.from_json, turns))
@@ -34,10 +34,10 @@ def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> 
             messages = messages[:-1]
         spells = any(encoder.specials_behind("", turn.content) for turn in messages)
         if messages and not spells and chat.refusals(encoder, [messages]) == [""]:
-            found.append(messages)
-        if len(found) == COMPARED:
+            conversations.append(messages)
+        if len(conversations) == COMPARED:
             break
-    return found
+    return conversations
 
 
 def check(encoder: Encoder, conversations: Sequence[Messages]) -> Check:
