@@ -10,10 +10,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
-from ttrain.core import files
-from ttrain.core.files import ProgressWriter
-from ttrain.pipeline.run_progress import FILE, progress_of
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.pipeline.run_progress import progress_of
 from ttrain.store.runs import RunRecord, read
 
 
@@ -24,29 +21,22 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     run = RunRecord(tmp_path, "full", ["pretrain", "sft"], {})
     run.stage("pretrain", outcome="completed", key="p", seconds=3.0)
     run.stage("sft", outcome="running", key="s")
-    work = ArtifactStore(tmp_path).work("sft", "s")
-    work.mkdir(parents=True)
-    clock = iter([100.0, 110.0])
-    monkeypatch.setattr(files.time, "monotonic", lambda: next(clock))
-    progress = ProgressWriter(work / FILE)
-    progress.update(1000, 9000, "tokens", start=True)
-    progress.update(3000, 9000, "tokens", loss=2.5)
-    monkeypatch.undo()
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    run.progressed("sft", done=3000, total=9000, unit="tokens", first=1000, seconds=10.0)
     return run
 
 
 def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training: RunRecord, tmp_path: Path) -> None:
-    (sft,) = progress_of(tmp_path, read(tmp_path, training.run) or {})
+    (sft,) = progress_of(read(tmp_path, training.run) or {})
     assert (sft.stage, sft.per_second, sft.seconds_left) == ("sft", 200.0, 30.0)
     assert sft.percent == pytest.approx(100 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
-def test_a_run_that_has_ended_or_crashed_and_a_damaged_file_have_no_progress(training: RunRecord, tmp_path: Path) -> None:
-    (ArtifactStore(tmp_path).work("sft", "s") / FILE).write_text('{"done": "x"}')
-    assert progress_of(tmp_path, read(tmp_path, training.run) or {}) == []
+def test_a_stage_that_has_noted_nothing_and_a_run_that_has_ended_have_no_progress(
+    training: RunRecord, tmp_path: Path
+) -> None:
+    assert [each.stage for each in progress_of(read(tmp_path, training.run) or {})] == ["sft"]
     training.finish("failed", {})
-    assert progress_of(tmp_path, read(tmp_path, training.run) or {}) == []
+    assert progress_of(read(tmp_path, training.run) or {}) == []
 
 
 def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(

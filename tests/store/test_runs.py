@@ -216,7 +216,7 @@ def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(
     nights.skipped(None, "a reason")
     with serving.serve_lock(tmp_path):
         paths = [path for root in (runs_directory, night.parent) for path in (root, *root.rglob("*"))]
-        assert len(paths) == 12
+        assert len(paths) == 13
         paths += [served, served.parent]
         assert {path: oct(path.stat().st_mode & 0o777) for path in paths if path.stat().st_mode & 0o077} == {}
     private_directory(weights.parent, closes_files=False)

@@ -228,7 +228,7 @@ def _with_progress(run: Run) -> Run:
     """The run with the progress of its running stages, also in place of their figures."""
     from ttrain.pipeline.run_progress import progress_of
 
-    found = {each.stage: each for each in progress_of(run.store.root, run.record)}
+    found = {each.stage: each for each in progress_of(run.record)}
     if not found:
         return run
     stages = [

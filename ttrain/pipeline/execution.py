@@ -33,6 +33,8 @@ from ttrain.store.runs import NOTHING_NEW, RunLog, RunRecord
 
 log = logging.getLogger("ttrain")
 
+NOTE_SECONDS = 2.0  # between two notes of a stage's progress
+
 
 class PipelineRun(StopRequest):
     """A pipeline run in progress."""
@@ -339,6 +341,7 @@ class StageWatcher(DisplayObserver):
         self._followers: list[tracking.MetricsFollower] = []
         self.log_path: Path | None = None
         self._samples: tracking.SampleFollower | None = None
+        self._noted = 0.0  # when its progress was noted last
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         run = self._execution
@@ -360,6 +363,10 @@ class StageWatcher(DisplayObserver):
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         super().progressed(stage, progress)
+        if time.monotonic() - self._noted > NOTE_SECONDS:
+            self._noted = time.monotonic()
+            names = ("done", "total", "unit", "first", "seconds")
+            self._execution.record.progressed(stage.name, **{name: progress[name] for name in names if name in progress})
         if self._samples:
             self._samples.log_new(only_if_changed=True)
 

@@ -1,18 +1,12 @@
-"""How far the stages of a run in progress are, from any process: read from the files that the stages write."""
+"""How far the stages of a run in progress are, from any process: the newest progress among its events."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from ttrain.core.files import JsonDict, misfit, read_object
+from ttrain.core.files import JsonDict
 from ttrain.core.text import format_duration
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RecordedRun
-
-FILE = "progress.json"  # in the work directory of a stage
-NUMBER = int | float
-TYPES = {**dict.fromkeys(("done", "total", "first", "seconds"), NUMBER), "unit": str}
 
 
 @dataclass(frozen=True)
@@ -35,17 +29,12 @@ class StageProgress:
         return ", ".join(parts)
 
 
-def progress_of(home: Path, run: RecordedRun) -> list[StageProgress]:
+def progress_of(run: RecordedRun) -> list[StageProgress]:
     """The progress of the stages that are running, in the order of the run; stages that have told nothing are left out."""
     if run["outcome"] != "running":
         return []
-    store, found = ArtifactStore(home), []
-    for stage in run["stages"]:
-        if stage["outcome"] == "running" and stage.get("key"):
-            progress = read_object(store.work(stage["name"], stage["key"]) / FILE)
-            if misfit(progress, TYPES) is None:
-                found.append(_progress(stage["name"], progress))
-    return found
+    at_work = (stage for stage in run["stages"] if stage["outcome"] == "running" and stage.get("progress"))
+    return [_progress(stage["name"], stage["progress"]) for stage in at_work]
 
 
 def _progress(stage: str, progress: JsonDict) -> StageProgress:

@@ -24,13 +24,12 @@ from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, re
 from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup, resend_ignored
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
-from ttrain.pipeline import run_progress
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
 from ttrain.stages.job import StageContext
 from ttrain.store import integrity
 from ttrain.train import watchdog
 
-JOB, PROGRESS = "job.json", run_progress.FILE
+JOB, PROGRESS = "job.json", "progress.json"
 
 TRACKED = "tracking.json"  # in a work directory: the tracked run and ttrain's run that work there
 # A system that stops all processes (systemd, a batch queue) signals this one, and its parent forwards its own signal.

@@ -1,10 +1,11 @@
-"""The history of pipeline runs: one JSON file each, `runs/<run>.json`, readable while the run goes on and after a crash."""
+"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of (`events`)."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import glob
+import json
 import logging
 import os
 import platform
@@ -12,7 +13,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
+from ttrain.store import events
 from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
@@ -69,9 +71,11 @@ ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is
 
 
 class RunRecord:
-    """The file of one run, rewritten at each change. A disk that is full then costs the note, not the run.
+    """What one run writes about itself: `events.jsonl`, to which each event is appended, and its record, which is what a fold
+    over the events gives. The record is a file of its own only at the beginning, which claims the name, and at the end.
 
-    It is made under the lock that cleaning holds, so that cleaning removes nothing which this run may need.
+    One process writes, others read (`read`). A disk that is full costs the note, not the run. The record is made under the
+    lock that cleaning holds, so that cleaning removes nothing which this run may need.
     """
 
     def __init__(
@@ -91,19 +95,19 @@ class RunRecord:
             self._data = _create(home, {**_new(pipeline, pending, settings), **labels})
         self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
+        self._append(events.BEGAN, self.snapshot())
 
     def stage(self, name: str, **values: Any) -> None:
-        """Note something about a stage: outcome, seconds, key, path, log, metric, error."""
-        with self._lock:
-            entry = next(stage for stage in self._data["stages"] if stage["name"] == name)
-            entry.update(values)
-            self._write()
+        """Note what happened to a stage: outcome, seconds, key, path, log, metric, error."""
+        self._append(events.kind_of(values), values, name)
+
+    def progressed(self, name: str, **values: Any) -> None:
+        """Note how far a stage is; readers see the newest."""
+        self._append(events.PROGRESSED, {"progress": values}, name)
 
     def note(self, **values: Any) -> None:
         """Note something about the run."""
-        with self._lock:
-            self._data.update(values)
-            self._write()
+        self._append(events.NOTED, values)
 
     def snapshot(self) -> JsonDict:
         """A copy of the record as it is now."""
@@ -111,12 +115,25 @@ class RunRecord:
             return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
-        """Record the end of the run."""
-        self.note(outcome=outcome, seconds=round(time.monotonic() - self._began, 2), metrics=dict(metrics))
+        """Note the end of the run, and write its record."""
+        seconds = round(time.monotonic() - self._began, 2)
+        self._append(events.ENDED, {"outcome": outcome, "seconds": seconds, "metrics": dict(metrics)})
+        self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
-    def _write(self) -> None:
+    def note_afterwards(self, **values: Any) -> None:
+        """Note something about a run that has ended: where it is tracked, what a night decided about it."""
+        self.note(**values)
+        self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
+
+    def _append(self, event: str, values: JsonObject, stage: str | None = None) -> None:
+        with self._lock:
+            if event != events.BEGAN:
+                events.apply(self._data, values, stage)
+            self._attempt(lambda: events.append(events.path_of(self.path), event, values, stage))
+
+    def _attempt(self, write: Callable[[], object]) -> None:
         try:
-            write_json(self.path, self._data, PRIVATE_FILE)
+            write()
         except OSError as error:
             if not self._warned:
                 log.warning("the run's record %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
@@ -192,11 +209,21 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict
     """
     for name in names(home):
         with contextlib.suppress(OSError):
-            data = (home / "runs" / f"{name}.json").read_bytes()
-            if all(phrase.encode() in data for phrase in phrases):
-                run = parse_object(data)
-                if misfit(run, TYPES) is None:
+            path = home / "runs" / f"{name}.json"
+            data = path.read_bytes()
+            is_open = b'"outcome": "running"' in data  # or crashed: only its events have what it noted
+            if is_open or all(phrase.encode() in data for phrase in phrases):
+                run = _record_in(path, data)
+                if run and (not is_open or all(phrase in json.dumps(run) for phrase in phrases)):
                     yield run
+
+
+def _record_in(path: Path, data: bytes) -> JsonDict | None:
+    """The record of a file, or of its events where the run has not ended; None if it is not one of this version."""
+    run = parse_object(data)
+    if misfit(run, TYPES) is not None:
+        return None
+    return events.fold(events.path_of(path), run) if run["outcome"] == "running" else run
 
 
 def names(home: Path) -> list[str]:
@@ -235,8 +262,11 @@ def time_in_name(name: str) -> tuple[str, ...]:
 
 def read(home: Path, name: str) -> JsonDict | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
-    run = read_object(home / "runs" / f"{name}.json")
-    return _as_it_is_now(home, run) if misfit(run, TYPES) is None else None
+    path = home / "runs" / f"{name}.json"
+    with contextlib.suppress(OSError):
+        if run := _record_in(path, path.read_bytes()):
+            return _as_it_is_now(home, run)
+    return None
 
 
 def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
@@ -258,7 +288,7 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
     """Whether a run's process runs; one of another machine, which shares this home, is assumed to for some days."""
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
-    last_written = (home / "runs" / f"{run['run']}.json").stat().st_mtime
+    last_written = events.path_of(home / "runs" / f"{run['run']}.json").stat().st_mtime
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
