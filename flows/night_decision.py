@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from ttrain import tracking
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
-from ttrain.errors import TrackingError
 from ttrain.evaluate import candidates
 from ttrain.evaluate.candidates import Judged
 from ttrain.evaluate.scores import Evaluation
@@ -19,11 +16,11 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.run_models import REGISTERED
-from ttrain.pipeline.run_summary import log_page
 from ttrain.reports import summary
 from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.registry import Registry
 
 
 def judge(
@@ -54,15 +51,14 @@ def judge(
 
 
 def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, judged: Judged) -> Judged:
-    """Record the decision in the night and in MLflow, and return it. Promotes nothing yet. `name`: of the pipeline.
+    """Record the decision in the night, its run and the registry; return it. Promotes nothing yet. `name`: of the pipeline.
 
     Where another version became champion during the night, it is a decision not to promote.
     """
     decision, version = judged.decision, execution.model_set
-    if version is None:
-        raise TrackingError(f"{night.name} cannot be decided: its models are not registered in MLflow (see above)")
-    champions = tracking.Champions(home)
-    now = champions.champion(name)
+    assert version is not None, "a run that came to its end has registered its models"
+    registry = Registry(home)
+    now = registry.champion(name)
     previous_version = night.frozen.champion.version if night.frozen.champion else None
     if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
         reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
@@ -72,13 +68,10 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     base, run = judged.base or None, execution.record.run
     keys = {stage: artifact.key for stage, artifact in execution.artifacts.items() if stage in REGISTERED}
     night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts, base=base)
+    execution.record.note(decision=decision.to_json())
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
-        run_id = execution.tracked_run
-        page = partial(log_page, home=home, name=run)  # again, with the decision
-        champions.log_decision(
-            name, version, decision.to_json(), table, run_id=run_id, figures="\n\n".join(figures), log_more=page
-        )
+        registry.decide(name, version, decision.to_json(), run=run, table=table, figures="\n\n".join(figures))
     return judged
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ttrain import tracking
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.errors import UsageError
@@ -41,6 +40,7 @@ from ttrain.stages import (
 )
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,6 @@ def _adapter_bases(bases: Artifacts) -> dict[str, Artifact]:
 def check(settings: Settings) -> None:
     """Raise UsageError for settings that a night cannot have."""
     promotion.check_metric(settings)
-    if not settings.tracking.enabled:
-        raise UsageError(
-            "tracking.enabled is false, but a night needs to know the champion, which is an alias in MLflow; set it to true"
-        )
     if settings.runtime.nodes > 1:
         raise UsageError(
             f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
@@ -238,7 +234,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     nothing = "; ".join(filter(None, (nothing, left_out)))
     read = nights.read()
     if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
-        return None, nothing  # most nights: MLflow, 2 s of a core, is not even asked
+        return None, nothing  # most nights
     champion = current_champion(settings, store)
     if champion is None:
         night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
@@ -279,7 +275,7 @@ def _average(settings: Settings, champion: Champion | None, files: Mapping[str, 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
-    champion = tracking.Champions(store.root).champion(settings.name)
+    champion = Registry(store.root).champion(settings.name)
     if champion is None:
         return None
     return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})

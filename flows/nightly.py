@@ -1,7 +1,7 @@
 """A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
 
 `night_plan.py` has the inputs and the recipe, `night_decision.py` the decision, by the rules of
-`ttrain/evaluate/promotion.py`; records and slots are in `ttrain/nightly/records.py`, the champion is in the tracker. This
+`ttrain/evaluate/promotion.py`; records and slots are in `ttrain/nightly/records.py`, the champion is in the registry. This
 module brings them together, and is the same with and without Prefect.
 
 A process can be killed anywhere here. Before a night's record is written, nothing happened; after it, the next slot goes on
@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ttrain import tracking
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import print_plain
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
@@ -36,6 +35,7 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.registry import Registry
 from ttrain.store.runs import NOTHING_NEW
 
 NAME = "nightly"
@@ -257,7 +257,7 @@ class NightRun:
             prefect_run.show_decision(text, night.name, in_flow=self.in_flow)
         if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"
-            tracking.Champions(self.store.root).promote(self.settings.name, execution.model_set)
+            Registry(self.store.root).promote(self.settings.name, execution.model_set)
         return decided.decision
 
     def _named(self, night: NightRecord) -> NightRecord:

@@ -10,12 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from ttrain import tracking
 from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
-from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.errors import Interrupted, UsageError
 from ttrain.flows import recipe
 from ttrain.nightly import notify
 from ttrain.pipeline.execution import PipelineRun
@@ -88,9 +87,6 @@ def run_pipeline(
             _print_summary(execution, execution.outcome, console)
             if pipeline != NIGHTLY:  # a night sends its own
                 notify.send_end_of_run(settings.notify, settings.name, execution.record.snapshot())
-        if execution.model_set:
-            with contextlib.suppress(TTrainError):
-                tracking.list_sets(store.root)  # so that the first `ttrain models list` need not load MLflow
     return execution
 
 

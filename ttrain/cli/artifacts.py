@@ -252,9 +252,10 @@ def artifacts_clean(
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
     import platform
 
-    from ttrain import tracking
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
+    from ttrain.store.registry import Registry
+    from ttrain.tracking.outbox import undelivered_keys
 
     store = _store()
     if not store.root.is_dir():
@@ -267,7 +268,7 @@ def artifacts_clean(
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
         raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
     record = references.need_run(store.root, run) if run else None
-    registered = tracking.registered_keys(store.root)
+    registered = Registry(store.root).keys() | undelivered_keys(store.root)
     if record:
         cleaned = garbage_collection.clean_run(
             store, registered, record, needed_by_nights=records.needed_keys, dry_run=dry_run

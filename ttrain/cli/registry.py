@@ -21,7 +21,7 @@ from ttrain.store.layout import home
 if TYPE_CHECKING:
     from ttrain.pipeline.lineage import Lineage, LineageData, Link
     from ttrain.pipeline.reproduce import Reproduction
-    from ttrain.tracking import Member, ModelSet
+    from ttrain.store.registry import ModelSet, Version
 
 models_app = command_group(
     "models",
@@ -41,11 +41,11 @@ def models_list(
     as_json: AsJson = False,
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
-    from ttrain import tracking
     from ttrain.config.training import BITS_PER_BYTE
+    from ttrain.store.registry import CHAMPION, Registry
 
     metric = metric or BITS_PER_BYTE.name
-    model_sets = tracking.list_sets(home(), name)
+    model_sets = Registry(home()).sets(name)
     if as_json:
         print_json([model_set.to_json() for model_set in model_sets])
         return
@@ -60,7 +60,7 @@ def models_list(
     metric_names = sorted({figure for model_set in model_sets for figure in model_set.metrics})
     if metric_names and metric not in metric_names:
         print_escaped(f"no evaluation has '{metric}'; --metric can be {', '.join(metric_names)}")
-    if not any(tracking.CHAMPION in model_set.aliases for model_set in model_sets):
+    if not any(CHAMPION in model_set.aliases for model_set in model_sets):
         newest = model_sets[0]
         print_escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
 
@@ -96,23 +96,23 @@ def models_promote(
     as_json: AsJson = False,
 ) -> None:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
-    from ttrain import tracking
+    from ttrain.store.registry import CHAMPION, Registry
 
     root = home()
-    chosen = _find_set(root, tracking.list_sets(root, name), which, name)
-    already = tracking.CHAMPION in chosen.aliases
-    promoted = tracking.Champions(root).promote(chosen.name, chosen.version)
+    registry = Registry(root)
+    chosen = _find_set(root, registry.sets(name), which, name)
+    already = CHAMPION in chosen.aliases
+    promoted = registry.promote(chosen.name, chosen.version)
     _print(promoted, "is already champion" if already else "is champion", as_json)
 
 
 @command(models_app, "Example:  ttrain models rollback")
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
-    from ttrain import tracking
+    from ttrain.store.registry import Registry
 
-    root = home()
-    model_sets = tracking.list_sets(root, name)
-    _print(tracking.Champions(root).rollback(_only_name(model_sets, name)), "is champion again", as_json)
+    registry = Registry(home())
+    _print(registry.rollback(_only_name(registry.sets(name), name)), "is champion again", as_json)
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
     )
 
 
-def _members(model_set: ModelSet) -> list[Member]:
+def _members(model_set: ModelSet) -> list[Version]:
     from ttrain.config.training import MODEL_STAGES
 
     return [model_set.members[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in model_set.members]

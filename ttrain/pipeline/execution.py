@@ -23,7 +23,7 @@ from ttrain.pipeline.plan import section_of
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
-from ttrain.pipeline.run_models import EXAMPLES, RunModels
+from ttrain.pipeline.run_models import EXAMPLES, RunModels, check_names
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
@@ -59,7 +59,9 @@ class PipelineRun(StopRequest):
         super().__init__(display.say)
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.rerun = rerun
-        self.registers = registers  # whether its models go to the tracker, and become versions there
+        self.registers = registers and settings.runtime.node_rank == 0  # whether its models become versions
+        if self.registers:
+            check_names(store, settings.name)
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.labels = labels
         self.record = RunRecord(
@@ -71,7 +73,7 @@ class PipelineRun(StopRequest):
         )
         self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
-        self.model_set: str | None = None  # version of the registered set of models, if the run was tracked to its end
+        self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.planned = stages
         self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
@@ -328,7 +330,7 @@ class PipelineRun(StopRequest):
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
             self.model_set = self._models.register_set(self.artifacts, self.record.run, self.metrics(), self._parent)
-            self.record.note(model_set=self.model_set and f"{self.settings.name}/{self.model_set}")
+            self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
 
 
 class StageWatcher(DisplayObserver):
@@ -413,7 +415,7 @@ class StageWatcher(DisplayObserver):
         if self.child:
             tracking.log_result(self.child, artifact)
             if run.registers:
-                run._models.register(artifact, self.child)
+                run._models.register(artifact, self.child, run.record.run)
             self.child.finish("FINISHED")
         else:
             run._parent.link_made_by(name, artifact.key)

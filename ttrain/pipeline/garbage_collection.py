@@ -103,7 +103,7 @@ def clean(
     needed_by_nights: Callable[[Path], Collection[str]],
     dry_run: bool = False,
 ) -> CleanupResult:
-    """Remove what is no longer needed. `registered`: keys of `tracking.registered_keys`; `needed_by_nights`: keys that the
+    """Remove what is no longer needed. `registered`: keys of `Registry.keys`; `needed_by_nights`: keys that the
     next nights of a home read (`nightly.records.needed_keys`), called while no run can begin.
 
     Kept for their runs are the newest `keep_runs` that differ in their artifacts and all of the last `older_than_days` days.

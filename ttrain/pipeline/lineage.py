@@ -21,9 +21,9 @@ from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
+from ttrain.store.registry import Version
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.model_sets import KEY
 
 BASE_MODEL = "base-model"  # the stage that imports an existing model
 
@@ -71,20 +71,15 @@ class _Walk:
         for stage, key in sorted(names, key=_models_first):
             if key not in self._begun:
                 self._begun.add(key)
-                in_set = (
-                    tag.removeprefix(KEY) for tag, of in self._target.tags.items() if tag.startswith(KEY) and of == key
-                )
-                yield self._link(stage or next(in_set, ""), key)
+                yield self._link(stage, key)
 
     def _link(self, stage: str, key: str) -> Link:
         path = self._store.path(stage, key)
-        if stage and (stored := self._store.at(path)):
+        if stored := self._store.at(path):
             return link_of(stored, STORE)
-        if stage and (recorded := self._tracked.recorded(stage, key)):
+        if recorded := self._tracked.recorded(stage, key):
             return link_of(Artifact(stage, key, path, recorded), TRACKER)
-        is_target = self._target.tags.get("ttrain.key") == key
-        tags = self._target.tags if is_target else {"ttrain.stage": stage, "ttrain.key": key}
-        return link_of_tags(tags, self._target.run_id if is_target else None)
+        return link_of_version(stage, key, next((of for of in self._target.versions if of.key == key), None))
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
@@ -169,7 +164,7 @@ def _started_from(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None
     return None
 
 
-STORE, TRACKER, TAGS = "store", "mlflow", "tags"  # sources of a link; tags alone hold little
+STORE, TRACKER, REGISTRY = "store", "mlflow", "registry"  # sources of a link; the registry holds little
 
 
 @dataclass(frozen=True)
@@ -192,7 +187,7 @@ class Link:
     stage: str
     key: str
     content: str | None
-    known_from: str  # STORE, TRACKER or TAGS
+    known_from: str  # STORE, TRACKER or REGISTRY
     made_unix: float | None  # seconds since 1970
     run: str | None  # name of the pipeline's run
     run_id: str | None  # MLflow's, of the stage
@@ -258,22 +253,21 @@ def link_of(artifact: Artifact, known_from: str) -> Link:
     )
 
 
-def link_of_tags(tags: Mapping[str, str], run_id: str | None) -> Link:
-    """Build a link from the tags of a registered version whose manifest cannot be found."""
-    input_keys = {name.removeprefix("ttrain.input."): key for name, key in tags.items() if name.startswith("ttrain.input.")}
+def link_of_version(stage: str, key: str, version: Version | None) -> Link:
+    """Build a link of an artifact whose manifest cannot be found, from its registered version if it has one."""
     return Link(
-        stage=tags.get("ttrain.stage", ""),
-        key=tags.get("ttrain.key", ""),
-        content=tags.get("ttrain.content"),
-        known_from=TAGS,
+        stage=stage,
+        key=key,
+        content=version.content if version else None,
+        known_from=REGISTRY,
         made_unix=None,
-        run=tags.get("ttrain.run"),
-        run_id=run_id,
-        code=tags.get("ttrain.code"),
+        run=version.run if version else None,
+        run_id=None,
+        code=None,
         commit=None,
         seed=None,
         settings={},
-        inputs={name: ("", key) for name, key in input_keys.items()},
+        inputs={},
         data=(),
         libraries={},
         notes=("neither the store nor MLflow has its manifest: only what the registered version says is known",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,15 @@ from typing import Any
 from ttrain import tracking
 from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import user_path
-from ttrain.errors import TTrainError, UsageError
+from ttrain.errors import UsageError
 from ttrain.pipeline.artifact_commands import HEX
 from ttrain.stages import RUNNABLE, STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
+from ttrain.store.registry import Registry, Version
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.model_sets import KEY, KIND, SET
 
 SHORTEST_KEY = 6
 
@@ -39,8 +39,7 @@ class LineageTarget:
     name: str  # in full: NAME/VERSION, a run's name, STAGE/KEY
     roots: tuple[tuple[str, str], ...]
     run: str | None = None  # name of the pipeline's run
-    tags: Mapping[str, str] = field(default_factory=dict, repr=False)  # of a registered version
-    run_id: str | None = None
+    versions: tuple[Version, ...] = field(default=(), repr=False)  # registered, of these artifacts
     notes: tuple[str, ...] = ()
 
 
@@ -107,28 +106,14 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
 
 
 def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
-    """Find a registered set or model in MLflow; a set's version also in the run records."""
-    try:
-        model_version = tracking.find_version(home, model)
-    except TTrainError as error:
-        # The run that registered this set; an alias is on record in MLflow alone
-        run_record = next((run for run in runs.newest_first(home) if run.get("model_set") == str(model)), None)
-        if run_record is None:
-            raise
-        done = [stage for stage in run_record["stages"] if stage.get("key") and _is_done(stage["outcome"])]
-        roots = tuple((stage["name"], stage["key"]) for stage in done)
-        note = f"{error}: taken from the run's record"
-        return LineageTarget(text, SET, str(model), roots, run_record["run"], notes=(note,))
-    full, tags = f"{model_version.name}/{model_version.version}", model_version.tags
-    if tags.get(KIND) == SET:
-        keys = ((stage, tags.get(f"{KEY}{stage}")) for stage in ("tokenizer", *MODEL_STAGES))
-        roots = tuple((stage, key) for stage, key in keys if key is not None)
-        return LineageTarget(text, SET, full, roots, tags.get("ttrain.run"), tags)
-    if not tags.get("ttrain.key"):
-        raise UsageError(f"the registered model {full} was not made by ttrain: it has no tag ttrain.key")
-    return LineageTarget(
-        text, "model", full, ((tags["ttrain.stage"], tags["ttrain.key"]),), None, tags, model_version.run_id
-    )
+    """Find a registered set or model."""
+    found = Registry(home).resolve(model)
+    if isinstance(found, Version):
+        return LineageTarget(text, "model", str(found), ((found.stage, found.key),), versions=(found,))
+    stages = [stage for stage in ("tokenizer", *MODEL_STAGES) if stage in found.keys]
+    roots = tuple((stage, found.keys[stage]) for stage in stages)
+    versions = tuple(found.members.values())
+    return LineageTarget(text, "set", f"{found.name}/{found.version}", roots, found.run, versions)
 
 
 def _is_done(outcome: str) -> bool:

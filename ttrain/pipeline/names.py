@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ttrain import tracking
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
@@ -39,6 +38,7 @@ from ttrain.store.model_files import (
     weight_files,
     weights_digest,
 )
+from ttrain.store.registry import ModelSet, Registry
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
@@ -217,28 +217,24 @@ class _Resolver:
         raise UsageError(f"the {missing} left no model that is still in {self.store.root}; {self._listed()}")
 
     def _registered(self, text: str, model: references.Registered) -> Reference:
-        """The artifact in the store if it is there, else the files in MLflow."""
-        tracked = tracking.find_version(self.store.root, model)
-        if (last := tracking.last_of(tracked)) is not None:  # a set of models: its last one
-            return self._registered(text, references.Registered(last.name, None, last.version))
-        stage, key = tracked.tags.get("ttrain.stage", ""), tracked.tags.get("ttrain.key", "")
-        artifact = self.store.find(stage, key) if stage and key else None
-        if artifact and artifact.absent.isdisjoint(artifact.files_of(())):
-            return self._of_artifact(text, artifact)
-        if tracked.source is None or not tracked.source.is_dir():
-            if artifact := self._fetched(stage, key):
-                return self._of_artifact(text, artifact)
+        """The artifact in the store if it is there, else the files in MLflow. A set stands for its last model."""
+        resolved = Registry(self.store.root).resolve(model)
+        version = resolved.last if isinstance(resolved, ModelSet) else resolved
+        assert version is not None, "a set has a model"
+        artifact = self.store.find(version.stage, version.key)
+        if artifact is None or not artifact.absent.isdisjoint(artifact.files_of(())):
+            artifact = self._fetched(version.stage, version.key)
+        if artifact is None:
             raise UsageError(
-                f"the files of {model.name}/{tracked.version} are neither in the store {self.store.root} nor on a disk of "
-                f"this machine ({tracked.source or 'MLflow keeps them elsewhere'}); run its pipeline again, or name a "
-                f"directory"
+                f"the files of {version} are neither in the store {self.store.root} nor in MLflow; run its pipeline again, "
+                f"or name a directory"
             )
-        return self._of_directory(text, tracked.source)
+        return self._of_artifact(text, artifact)
 
     def _fetched(self, stage: str, key: str) -> Artifact | None:
         """Fetch the model's files from MLflow, with the base model of an adapter; None if they are not there."""
         store = ArtifactStore(self.store.root, InTracker(self.store.root))
-        artifact = store.find(stage, key) if stage and key else None
+        artifact = store.find(stage, key)
         if artifact is None:
             return None
         base = store.input_of(artifact, "base")

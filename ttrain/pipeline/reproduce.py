@@ -24,7 +24,7 @@ from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
 from ttrain.pipeline.input_files import HELDOUT, TRAIN, file_digests
-from ttrain.pipeline.lineage import TAGS, Lineage, Link
+from ttrain.pipeline.lineage import REGISTRY, Lineage, Link
 from ttrain.pipeline.names import with_secrets
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.recipe import Planned
@@ -204,7 +204,7 @@ def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
 
 def _recipe(link: Link, home: Path) -> RebuildRecipe:
     """The recipe of one stage. Raises ArtifactError if too little is recorded."""
-    if link.known_from == TAGS:
+    if link.known_from == REGISTRY:
         raise ArtifactError(
             f"stage {link.stage or 'unknown'} {link.key[:SHOWN]} cannot be made again: its manifest is neither in the store "
             f"{home / 'store'} nor in MLflow, so its settings are not known"

@@ -19,6 +19,7 @@ from ttrain.pipeline.names import base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
+from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.model_description import ADAPTER, MODEL, loadable, shares_disk
 
@@ -131,6 +132,12 @@ class Registered:
         )
 
 
+def check_names(store: ArtifactStore, pipeline: str) -> None:
+    """Raise UsageError where models of another pipeline bear the name of this one, or of its models."""
+    suffixes = sorted({suffix for suffix, _ in REGISTERED.values()})
+    Registry(store.root).check_names(pipeline, [f"{pipeline}-{suffix}" for suffix in suffixes])
+
+
 EXAMPLES = ("Return the", "Hello! Who are you?")  # of what a model takes, where runtime.sample_prompts is empty
 
 
@@ -146,34 +153,33 @@ class RunModels:
     versions: dict[str, str] = field(default_factory=dict)  # that this run registered, by name
     _opened_by_mlflow: set[str] = field(default_factory=set)  # stages whose registered models MLflow can open
 
-    def register(self, artifact: Artifact, run: tracking.AnyRun) -> None:
+    def register(self, artifact: Artifact, run: tracking.AnyRun, run_name: str) -> None:
         """Log the artifact's files to the tracker, and register a model or tokenizer."""
         run.log_directory(artifact.path, artifact.stage)
         if artifact.stage not in REGISTERED:
             return
         self._runs[artifact.stage] = run
         model = self._registered(artifact)
+        self._note(Registry(self._store.root).register_model(model.name, artifact, run_name))
         extra_files = model.extra_files(run, self._prompts)
         for file, text in extra_files.texts.items():
             run.log_text(text, f"{model.path}/{file}")
         for file, source in extra_files.files.items():
             run.log_file(source, str(PurePosixPath(model.path, file).parent))
         self._opened_by_mlflow |= {artifact.stage} if extra_files.is_whole else set()
-        version = self._tracker.register_model(
+        self._tracker.register_model(
             model.name,
             run=run,
             artifact_path=model.path,
             tags={**model.tags, **extra_files.tags},
             **model.descriptions(opens=extra_files.is_whole),
         )
-        self._note(model.name, version)
 
     def _registered(self, artifact: Artifact) -> Registered:
         return Registered(artifact, self._pipeline, self._store)
 
-    def _note(self, name: str, version: str | None) -> None:
-        if version is not None:
-            self.versions[name] = version
+    def _note(self, registered: Version | ModelSet) -> None:
+        self.versions[registered.name] = registered.version
 
     def log_cards(self, artifacts: Artifacts) -> None:
         """Rewrite the cards of the models that this run made, now with their evaluation."""
@@ -187,30 +193,35 @@ class RunModels:
         run_name: str,
         metrics: Mapping[str, float],
         run: tracking.AnyRun,
-    ) -> str | None:
-        """Register the models of a run as one set, from the tracked `run` of the pipeline; return its version.
+    ) -> str:
+        """Register the models of a run as one set; return its version. `run`: the tracked run of the pipeline.
 
-        Existing versions are reused. A model that another run made under another `name`, or untracked, is registered from
-        the store. A base that a night chose stands for the one that it trained.
+        Existing versions are reused. A model that another run made under another `name` is registered from the store.
+        A base that a night chose stands for the one that it trained.
         """
         members = [self._registered(artifacts[stage]) for stage in ("tokenizer", *MODEL_STAGES) if stage in artifacts]
         by_name = {model.name: model for model in members}
+        keys = {name: artifact.key for name, artifact in artifacts.items()}
+        figures = dict(artifacts["evaluate"].result["metrics"])
+        registry = Registry(self._store.root)
+        versions = [registry.register_model(name, model.artifact, run_name) for name, model in by_name.items()]
+        model_set = registry.register_set(self._pipeline, run_name, versions, keys, figures)
+        self._note(model_set)
         models = [self._registration(model, run) for model in by_name.values()]
         self._tracker.finish_uploads()
-        version = self._tracker.register_models(
+        self._tracker.register_models(
             self._pipeline,
             run=run,
             run_name=run_name,
             models=models,
-            keys={name: artifact.key for name, artifact in artifacts.items()},
-            metrics=dict(artifacts["evaluate"].result["metrics"]),
+            keys=keys,
+            metrics=figures,
             description=registration.of_set(
                 self._pipeline, run_name, {name: model.artifact for name, model in by_name.items()}, metrics
             ),
             about=registration.SETS.format(name=self._pipeline),
         )
-        self._note(self._pipeline, version)
-        return version
+        return model_set.version
 
     def _registration(self, model: Registered, run: tracking.AnyRun) -> JsonDict:
         """The model as `register_models` takes it, with its extra files if this run registers it from the store."""

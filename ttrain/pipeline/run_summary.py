@@ -23,6 +23,7 @@ from ttrain.reports import facts, summary
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.registry import Registry
 from ttrain.store.runs import RecordedRun, read_rows
 from ttrain.tracking.mlflow_views import by_weight
 
@@ -200,9 +201,10 @@ def of(evaluation: Artifact, name: str, store: ArtifactStore) -> dict[str, JsonD
     """Return {STAGE: recorded scores of the champion of this name} on the same records and in suites; nothing is computed.
 
     A night scores its champion on its own held-out data instead. Returns {} if the champion is the evaluated model,
-    if MLflow is reachable only over the network, or if the champion's evaluation is not in the local store.
+    or if the champion's evaluation is not in the local store.
     """
-    key = tracking.champion_keys_here(store.root, name).get("evaluate")
+    model_set = Registry(store.root).champion(name)
+    key = model_set.keys.get("evaluate") if model_set else None
     champion = store.read(store.path("evaluate", key)) if key and key != evaluation.key else None
     return {} if champion is None else {STAGE: _comparable_results(evaluation, champion)}
 

@@ -192,6 +192,6 @@ class _RunReplay:
                 with contextlib.suppress(FileNotFoundError):  # many stages write none
                     run.log_metrics(runs.read_rows(artifact.path / "run" / name))
             if "sweep" not in self.record:  # whose trials keep no models in MLflow
-                self._models.register(artifact, run)
+                self._models.register(artifact, run, self.record["run"])
         run.finish(tracking.status_of(entry["outcome"]), at=ended)
         return artifact is not None or entry["outcome"] not in runs.BUILT

@@ -1,0 +1,110 @@
+"""The commands of sets of models: list, promote, roll back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.champion_sets import SUFFIXES, register
+from support.data_commands import Run, in_process
+
+from ttrain.store.registry import Registry
+
+DECISION = {"promote": True, "reason": "better by 0.10000"}
+
+
+@pytest.fixture
+def models(capsys: pytest.CaptureFixture[str]) -> Run:
+    return partial(in_process(capsys), "models")
+
+
+def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -> None:
+    assert "no champion; to choose one: ttrain models promote 3 --name mine" in models("list").out
+    (sets_home / "runs").mkdir()
+    record = {
+        "run": "again",
+        "pipeline": "full",
+        "outcome": "completed",
+        "started_unix": 0,
+        "stages": [{"name": stage, "key": f"{stage}-1", "outcome": "cached"} for stage in SUFFIXES],
+        "process": {"pid": 1, "started": 0},
+    }
+    (sets_home / "runs" / "again.json").write_text(json.dumps(record))
+    for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
+        said = models("promote", which).out
+        assert said.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")
+    assert "is already champion" in models("promote", "1").out
+    assert models("rollback", "--json").json["version"] == "3"
+    Registry(sets_home).decide("mine", "3", DECISION, run="full-3", table="")
+    listed = models("list", "--json").json
+    assert [(one["version"], one["aliases"]) for one in listed] == [("3", ["champion"]), ("2", []), ("1", [])]
+    assert listed[0]["decision"] == DECISION
+    done = models("list")
+    assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
+
+
+def test_the_json_of_a_set_has_its_models_keys_metrics_and_the_id_of_its_run_in_mlflow(
+    sets_home: Path, models: Run
+) -> None:
+    (sets_home / "runs").mkdir()
+    record = {
+        "run": "full-3",
+        "pipeline": "full",
+        "outcome": "completed",
+        "started_unix": 0,
+        "stages": [],
+        "process": {"pid": 1, "started": 0},
+        "tracking": {"run_id": "abc"},
+    }
+    (sets_home / "runs" / "full-3.json").write_text(json.dumps(record))
+    newest = models("list", "--json").json[0]
+    assert newest.pop("created_unix") > 0
+    assert newest == {
+        "name": "mine",
+        "version": "3",
+        "aliases": ["challenger"],
+        "models": {"lora": "mine-lora/3", "pretrain": "mine-base/3"},
+        "keys": {
+            "evaluate": "evaluate-3",
+            "lora": "lora-3",
+            "pretrain": "pretrain-3",
+            "shards-pretrain": "shards-3",
+        },
+        "run": "full-3",
+        "run_id": "abc",
+        "metrics": {"bits_per_byte": 1.7},
+        "decision": None,
+    }
+
+
+def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -> None:
+    for words, said in (
+        (("promote", "7"), "mine has no set '7'; there are 3, 2, 1"),
+        (("promote", "../x"), "there is no registered set of the run '../x'"),
+        (("rollback",), "mine has no earlier champion"),
+        (("rollback", "--name", "other"), "no sets of models named other are registered"),
+    ):
+        refused = models(*words)
+        assert refused.code == 2 and said in refused.err, words
+
+
+def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None:
+    register(sets_home, 1, name="other")
+    refused = models("promote", "1")
+    assert refused.code == 2 and "there are sets of mine, other; choose one with --name" in refused.err
+    assert models("promote", "1", "--name", "other").code == 0
+    champion = Registry(sets_home).champion("other")
+    assert champion is not None and champion.version == "1"
+    assert Registry(sets_home).champion("mine") is None
+
+
+def test_no_command_asks_a_tracker(
+    sets_home: Path, models: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # an import would fail
+    for words in (("list",), ("promote", "1"), ("promote", "2"), ("rollback",)):
+        assert models(*words).code == 0

@@ -1,0 +1,335 @@
+"""The registry of a home: sets of models, aliases, the way back, decisions; one file, replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.champion_sets import SUFFIXES, artifact_of, register
+
+from ttrain.errors import UsageError
+from ttrain.store import layout
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.references import Registered, registered
+from ttrain.store.registry import ModelSet, Registry, Version
+
+DECISION = {
+    "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1,
+    "interval": [0.05, 0.15], "samples": 40, "margin": 0.0, "confidence": 0.95, "reason": "better by 0.10000",
+}  # fmt: skip
+
+
+def aliases(home: Path, name: str = "mine") -> dict[str, str]:
+    return dict(Registry(home).read()["sets"][name]["aliases"])
+
+
+def history(home: Path) -> list[str]:
+    return list(Registry(home).read()["sets"]["mine"]["champions"])
+
+
+def resolved(home: Path, text: str) -> str:
+    reference = registered(text)
+    assert reference is not None
+    found = Registry(home).resolve(reference)
+    return f"{found.name}/{found.version}"
+
+
+# --- registering ------------------------------------------------------------------------------------
+
+
+def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home: Path) -> None:
+    again = register(sets_home, 2, accuracy=0.5)
+    assert again == Registry(sets_home).find("mine", "2")
+    assert again.metrics == {"bits_per_byte": 1.8, "accuracy": 0.5}
+    assert again.run == "full-2"
+    assert [each.version for each in Registry(sets_home).sets()] == ["3", "2", "1"]
+
+
+def test_the_same_key_with_other_bytes_is_another_version(sets_home: Path) -> None:
+    again = Registry(sets_home).register_model("mine-base", artifact_of("pretrain", "pretrain-1", "other"), "again")
+    assert again == Version("mine-base", "4", "pretrain", "pretrain-1", again.content, "again")
+
+
+def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> None:
+    assert aliases(sets_home) == {"challenger": "3"}
+    Registry(sets_home).promote("mine", "3")
+    register(sets_home, 3)
+    assert aliases(sets_home) == {"champion": "3"}, "the champion challenges nobody"
+
+
+def test_a_name_that_models_of_another_pipeline_bear_is_refused(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    with pytest.raises(UsageError, match="name is mine-base, but mine-base already names models of another pipeline"):
+        registry.check_names("mine-base", ["mine-base-base"])
+    with pytest.raises(UsageError, match=r"name is mi, but mine already names .*; .*set another `name`"):
+        registry.check_names("mi", ["mine"])
+    registry.check_names("mine", ["mine-base"])
+
+
+def test_a_set_of_another_home_keeps_its_numbers_where_they_are_free(sets_home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for number in (7, 8, 1):
+        register(other, number)
+    first, second, same = (Registry(other).find("mine", version) for version in ("1", "2", "3"))
+    registry = Registry(sets_home)
+    free = replace(second, version="9", decision=DECISION)
+    assert registry.adopt(free, ["champion", "best"]) == replace(
+        free, aliases=("best", "champion"), members=registry.find("mine", "9").members
+    )
+    adopted = registry.adopt(first)
+    assert (adopted.version, adopted.run, adopted.members["lora"].key) == ("10", "full-7", "lora-7")
+    assert registry.adopt(same).version == "1", "it is the set that is here"
+    assert registry.adopt(first).version == "10"
+    assert aliases(sets_home) == {"challenger": "3", "champion": "9", "best": "9"}
+
+
+# --- promoting and going back -----------------------------------------------------------------------
+
+
+def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    assert registry.champion("mine") is None
+    for version in ("2", "3", "3"):
+        promoted = registry.promote("mine", version)
+        assert (promoted.version, promoted.aliases) == (version, ("champion",))
+        assert registry.champion("mine") == promoted
+        names = ("mine", *(f"mine-{suffix}" for suffix in SUFFIXES.values()))
+        assert [resolved(sets_home, f"{name}@champion") for name in names] == [f"{name}/{version}" for name in names]
+        assert promoted.keys["lora"] == f"lora-{version}"
+    assert history(sets_home) == ["2", "3"], "promoted twice is promoted once"
+    last = registry.resolve(Registered("mine", "champion", None))
+    assert isinstance(last, ModelSet) and last.last is not None
+    assert (str(last.last), last.last.stage, last.last.key) == ("mine-lora/3", "lora", "lora-3")
+    assert registry.rollback("mine").version == "2"
+
+
+def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    for version in ("1", "2", "1", "3"):
+        registry.promote("mine", version)
+    for expected in ("1", "2", "1"):
+        rolled_back = registry.rollback("mine")
+        assert (rolled_back.version, rolled_back.aliases) == (expected, ("champion",))
+    with pytest.raises(UsageError, match="mine has no earlier champion to go back to"):
+        registry.rollback("mine")
+    assert aliases(sets_home)["champion"] == "1"
+
+
+def test_a_champion_whose_alias_was_taken_away_is_the_one_that_rolling_back_leaves(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    for version in ("3", "1"):
+        registry.promote("mine", version)
+    registry.remove_alias("mine", "champion")
+    assert registry.champion("mine") is None
+    assert registry.rollback("mine").version == "3"
+
+
+def test_another_alias_holds_for_the_models_of_its_set(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    assert registry.move_alias("mine", "best", "1").aliases == ("best",)
+    registry.move_alias("mine", "best", "2")
+    assert resolved(sets_home, "mine-base@best") == "mine-base/2"
+    registry.remove_alias("mine", "best")
+    assert aliases(sets_home) == {"challenger": "3"} and history(sets_home) == []
+
+
+def test_a_set_without_an_adapter_leaves_none_champion(sets_home: Path) -> None:
+    version = register(sets_home, 4, stages=("pretrain",)).version
+    Registry(sets_home).promote("mine", version)
+    assert resolved(sets_home, "mine-base@champion") == "mine-base/4"
+    with pytest.raises(UsageError, match="no registered model 'mine-lora@champion'"):
+        resolved(sets_home, "mine-lora@champion")
+
+
+def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    for act in (registry.promote, registry.find):
+        with pytest.raises(UsageError, match=r"mine has no version 7 that is a set.*3 \(challenger, full-3\), 2"):
+            act("mine", "7")
+    with pytest.raises(UsageError, match="there are none yet"):
+        registry.promote("other", "1")
+    assert registry.champion("other") is None
+    assert registry.champion("mine-base") is None
+
+
+def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, tmp_path: Path) -> None:
+    existing = "there are mine/3, mine@challenger, mine-base/3, mine-base@challenger, mine-lora/3"
+    for text in ("mine-reward@challenger", "other@champion", "mine-base@best", "mine/7", "mine-base/7"):
+        with pytest.raises(UsageError, match=f"no registered model '{text}'.*{existing}"):
+            resolved(sets_home, text)
+    with pytest.raises(UsageError, match="no set of models is champion before `ttrain models promote`"):
+        resolved(sets_home, "mine@champion")
+    with pytest.raises(UsageError, match=f"nothing is registered in {re.escape(str(tmp_path))}: begin with"):
+        resolved(tmp_path, "mine/1")
+
+
+# --- decisions --------------------------------------------------------------------------------------
+
+
+def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    registry.decide("mine", "3", {**DECISION, "promote": False}, run="night", table="| kept |", figures="| a |")
+    registry.decide("mine", "3", DECISION, run="full-3", table="| promoted |")
+    decided = registry.find("mine", "3")
+    assert decided.decision == DECISION == decided.to_json()["decision"]
+    assert decided.decided == {"run": "full-3", "table": "| promoted |", "figures": ""}
+    assert registry.find("mine", "2").decision is None
+    with pytest.raises(UsageError, match="mine has no version 7"):
+        registry.decide("mine", "7", DECISION, run="full-7", table="")
+
+
+# --- what cleaning keeps ----------------------------------------------------------------------------
+
+
+def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_data(tmp_path: Path) -> None:
+    store, registry = ArtifactStore(tmp_path / "home"), Registry(tmp_path / "home")
+    assert registry.keys() == frozenset()
+
+    def publish(stage: str, key: str, **inputs: layout.Artifact) -> layout.Artifact:
+        (output := tmp_path / key).mkdir()
+        (output / "x.txt").write_text(key)
+        used = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in inputs.items()}
+        return store.publish(stage, key, output, {"result": {}, "inputs": used, "ingredients": {"code": {}}})
+
+    tokenizer, shards, base = (publish(stage, f"{stage}-1") for stage in ("tokenizer", "shards-sft", "pretrain"))
+    adapter = publish("lora", "lora-1", base=base, tokenizer=tokenizer, shards=shards)
+    member = registry.register_model("mine-lora", adapter, "full-1")
+    expected = {"lora-1", "pretrain-1", "tokenizer-1"}
+    assert registry.keys() == expected, "a model is useless without them, but not without its training data"
+    keys = {"lora": "lora-1", "evaluate": "evaluate-1", "shards-sft": "shards-sft-1", "source": "s"}
+    registry.register_set("mine", "full-1", [member], keys, {})
+    assert registry.keys() == expected | {"evaluate-1"}
+    registry.promote("mine", "1")
+    assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}, "which a night must not take for new"
+
+
+# --- the file ---------------------------------------------------------------------------------------
+
+
+def test_a_home_without_a_registry_has_no_sets_and_reading_makes_none(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    assert registry.champion("mine") is None and registry.sets() == []
+    with pytest.raises(UsageError):
+        registry.rollback("mine")
+    assert not (tmp_path / "registry.json").exists()
+
+
+def test_the_file_is_for_its_owner_and_is_not_written_when_nothing_changes(sets_home: Path) -> None:
+    path = sets_home / "registry.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    written = path.stat()
+    Registry(sets_home).promote("mine", "2")
+    promoted = path.stat()
+    assert promoted.st_ino != written.st_ino
+    Registry(sets_home).promote("mine", "2")
+    assert path.stat().st_ino == promoted.st_ino
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "Expecting|Unterminated|delimiter"),
+        (lambda text: "[]", "not a JSON object"),
+        (lambda text: text.replace('"champions"', '"champs"'), "sets.mine.champions"),
+        (lambda text: "", "Expecting value"),
+    ],
+)
+def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(
+    sets_home: Path, damage: Callable[[str], str], reason: str
+) -> None:
+    path = sets_home / "registry.json"
+    path.write_text(damaged := damage(path.read_text()))
+    registry = Registry(sets_home)
+    acts: list[Callable[[], Any]] = [registry.sets, registry.keys, lambda: registry.promote("mine", "1")]
+    for act in (*acts, lambda: register(sets_home, 4)):
+        with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*is damaged.*({reason}).*; restore it") as raised:
+            act()
+        assert "\n" not in str(raised.value)
+    assert path.read_text() == damaged
+
+
+def test_what_was_pushed_is_noted_for_each_tracker(sets_home: Path) -> None:
+    registry = Registry(sets_home)
+    assert registry.pushed("http://a") == {}
+    registry.note_pushed("http://a", {"mine": {"champion": "1"}})
+    registry.note_pushed("http://b", {"mine": {"champion": "2"}})
+    registry.note_pushed("http://a", {"mine": {"champion": "3"}})
+    assert (registry.pushed("http://a"), registry.pushed("http://b")) == (
+        {"mine": {"champion": "3"}},
+        {"mine": {"champion": "2"}},
+    )
+
+
+def test_the_registry_loads_no_mlflow(sets_home: Path) -> None:
+    code = f"import sys; from pathlib import Path; from ttrain.store.registry import Registry; \
+assert len(Registry(Path({str(sets_home)!r})).sets()) == 3; assert 'mlflow' not in sys.modules"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def _killed_at_the_rename(act: Callable[[], object], when: str) -> None:
+    rename = Path.replace
+
+    def dying(path: Path, target: Path) -> Path:
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(path, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return path
+
+    Path.replace = dying  # type: ignore[assignment,method-assign]  # in a process of its own
+    act()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("action", ["promote", "rollback", "alias"])
+def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_again(
+    sets_home: Path, action: str, when: str
+) -> None:
+    registry = Registry(sets_home)
+    registry.promote("mine", "1")
+    registry.promote("mine", "2")
+    before = registry.read()
+    acts: dict[str, Callable[[], object]] = {
+        "promote": lambda: registry.promote("mine", "3"),
+        "rollback": lambda: registry.rollback("mine"),
+        "alias": lambda: registry.move_alias("mine", "challenger", "1"),
+    }
+    process = multiprocessing.get_context("fork").Process(target=_killed_at_the_rename, args=(acts[action], when))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left = registry.read()
+    assert (left == before) == (when == "before")
+    if left == before:
+        acts[action]()
+    champion = registry.champion("mine")
+    assert champion is not None
+    assert champion.version == {"promote": "3", "rollback": "1", "alias": "2"}[action] == history(sets_home)[-1]
+    assert len(registry.sets()) == 3
+
+
+def _register(home: Path, number: int) -> None:
+    register(home, number)
+
+
+def test_sets_that_several_processes_register_at_once_are_all_there(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_register, args=(tmp_path, number % 3)) for number in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sets = Registry(tmp_path).sets()
+    assert sorted(each.version for each in sets) == ["1", "2", "3"]
+    assert sorted(each.run for each in sets) == ["full-0", "full-1", "full-2"]
+    assert json.loads((tmp_path / "registry.json").read_text())["models"]["mine-lora"].keys() == {"1", "2", "3"}
