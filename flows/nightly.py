@@ -32,6 +32,7 @@ from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
+from ttrain.pipeline.pusher import push_noted
 from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
@@ -239,7 +240,7 @@ class NightRun:
             engine=self.engine,
             own_recipe=recipe,
             on_begin=on_begin,
-            extra_tags={"ttrain.night": night.name},
+            night=night.name,
             labels=self.labels,
             in_flow=self.in_flow,
             stop_at=self.stop_at,
@@ -258,6 +259,8 @@ class NightRun:
         if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"
             Registry(self.store.root).promote(self.settings.name, execution.model_set)
+        if execution.is_tracked:
+            push_noted(self.store.root, execution.record.run)
         return decided.decision
 
     def _named(self, night: NightRecord) -> NightRecord:

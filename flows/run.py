@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -39,7 +38,7 @@ def run_pipeline(
     engine: str = "prefect",
     own_recipe: Recipe | None = None,
     on_begin: Callable[[PipelineRun], object] = lambda execution: None,
-    extra_tags: Mapping[str, str] = MappingProxyType({}),
+    night: str = "",
     labels: Labels = NO_LABELS,
     in_flow: bool = False,
     stop_at: float | None = None,
@@ -48,7 +47,7 @@ def run_pipeline(
     """Run the plan `stages`, then print the evaluation; returns the execution.
 
     `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `on_begin` gets the run before its
-    first stage. `extra_tags` go to its tracked run, and so do the user's `labels`. `in_flow`: the stages join the Prefect
+    first stage. `night`: of which it is a part. The user's `labels` go to its record. `in_flow`: the stages join the Prefect
     flow run that this is called in. `display` shows the stages, instead of the console. At `stop_at`, in seconds since the
     epoch, the stages are asked to save and stop.
     Raises what the first failed stage raised, or Interrupted.
@@ -67,7 +66,8 @@ def run_pipeline(
             from ttrain.flows import prefect_run
 
             wait_for_server = (lambda: None) if in_flow else prefect_run.begin(store.root, settings.servers.auth)
-        execution = _begin(pipeline, settings, store, shown_on, stages, rerun, extra_tags=extra_tags, labels=labels)
+        part_of = {"night": night} if night else {}
+        execution = _begin(pipeline, settings, store, shown_on, stages, rerun, part_of=part_of, labels=labels)
         try:
             with _recorded(execution):
                 for planned in stages:
@@ -78,7 +78,6 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(stop_at):
                     if engine == "prefect":
-                        night = extra_tags.get("ttrain.night", "")
                         prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow, night=night)
                     else:
                         with execution.catching_signals():

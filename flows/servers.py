@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from ttrain import tracking
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.errors import TTrainError
@@ -35,6 +34,7 @@ from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded
 from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
+from ttrain.tracking import client as mlflow_client
 
 log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
@@ -75,7 +75,7 @@ def prefect_app(*, final: bool) -> Any:
 
 def tracker_app() -> Any:
     """MLflow's server application over the home's database, in the process of the server that `up` starts."""
-    app = tracking.server_app(Path(os.environ[HOME]))
+    app = mlflow_client.server_app(Path(os.environ[HOME]))
     return guarded_app(BodyLimited(app, uploads=UPLOADS), "mlflow", without=[ASSISTANT])
 
 
@@ -197,8 +197,8 @@ def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> li
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
-    tracking.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
-    private_directory(tracking.database_of(home).parent, closes_files=False)
+    mlflow_client.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
+    private_directory(mlflow_client.database_of(home).parent, closes_files=False)
     hosts = hosts_of(port)
     environment = {
         HOME: str(home),

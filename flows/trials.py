@@ -11,14 +11,14 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ttrain import tracking
 from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
@@ -26,18 +26,21 @@ from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
+from ttrain.pipeline.pusher import Pusher
 from ttrain.pipeline.recipe import planned_part
 from ttrain.pipeline.stop_request import StopRequest
+from ttrain.pipeline.tracked_runs import NOTE, id_of, status_of
 from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.runs import this_process
+from ttrain.store.runs import MetricRow, this_process
 from ttrain.sweep import measure as measures
 from ttrain.sweep import records, report_page, summary
 from ttrain.sweep import study as studies
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import format_value
 from ttrain.sweep.study import Study, Trial
+from ttrain.tracking.mirror import Bound, TrackedRun
 
 POLL_SECONDS, CURVE_SECONDS = 0.1, 0.5
 
@@ -76,20 +79,11 @@ class TrialRunner:
         self._running: dict[int, RunningTrial] = {}  # by slot
         self._failed_in_a_row = 0
         self._error: BaseException | None = None  # that every other trial would have, too
-        settings = request.settings(request.first).tracking
-        self._tracker = tracking.open_store(store.root, settings.experiment) if settings.enabled else tracking.NullStore()
-        self.parent = self._tracker.start_run(
-            sweep.name,
-            identity=(sweep["tracking"] or {}).get("identity"),
-            tags={"ttrain.pipeline": "sweep", "ttrain.sweep": sweep.name},
-            params={
-                **request.space.texts,
-                "metric": request.measure.metric,
-                "sampler": request.sampler,
-                "seed": request.seed,
-            },
-        )
-        sweep.note(outcome="running", process=this_process(), tracking=self._tracked())
+        sweep.note(outcome="running", process=this_process())
+        self._pusher: Pusher | None = None
+        if request.settings(request.first).tracking.enabled:
+            self._pusher = Pusher(store.root, sweep.name, self._note_tracked, self._tracked)
+            self._pusher.start()
 
     def run(self) -> None:
         """Run all trials to their ends. Raises Interrupted once they are saved, or an error that every trial would have."""
@@ -197,37 +191,61 @@ class TrialRunner:
             "the best so far" if best == trial else f"the best is trial {best.number}, {best.value:.4f}" if best else ""
         )
         self.display.say(f"trial {number}: {figure} in {format_duration(seconds)}; {standing}".rstrip("; "))
-        done = sum(t.outcome != studies.RUNNING for t in trials)
-        points = {"sweep/value": trial.value, "sweep/best": best and best.value}
-        if metrics := {name: value for name, value in points.items() if value is not None}:
-            self.parent.log_metrics([{"step": done, "time": time.time(), "metrics": metrics}])
 
     def _finish(self, outcome: str) -> None:
         while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
             self._stop_trials(self._stop_signal() or signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        best, trials = self.study.best(), self.study.trials()
         self.sweep.note(outcome=outcome)
-        header, rows = summary.trial_table(trials, self.request.space, self.request.measure)
-        table = report.markdown(rows, header)
-        self.parent.log_text(json.dumps([trial.to_json() for trial in trials], indent=1), "trials.json")
-        self.parent.log_text(report_page.render(self.sweep, trials), self.sweep.page.name)
-        self.parent.set_tags({tracking.NOTE: f"{summary.verdict(trials, self.request.measure)}\n\n{table}"})
-        if best and best.value is not None:
-            # Its figures, so that the sweep stands in MLflow's table beside other runs. The step is the number of trials
-            # that ended: of a sweep that goes on, the newest figures count.
-            record = (runs.read(self.store.root, best.run) if best.run else None) or {}
-            figures = {self.request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
-            self.parent.log_metrics([{"step": _done(trials), "time": time.time(), "metrics": figures}])
-            self.parent.set_tags({"ttrain.best": best.run or ""})
-        self.parent.set_tags({"ttrain.outcome": outcome})
-        self.parent.finish(tracking.status_of(outcome))
-        self._tracker.close()
-        self.sweep.note(tracking=self._tracked())
+        if self._pusher:
+            self._pusher.finish()
 
-    def _tracked(self) -> dict[str, str | None]:
-        """The sweep's tracked run; no id as long as the tracker's server is silent."""
-        return {"identity": self.parent.identity, "run_id": self.parent.id, "url": self.parent.url}
+    def _tracked(self) -> TrackedRun:
+        """The sweep as trackers show it: the values of its trials by the number of those that ended, the table of them, and
+        the metrics of the best, so that it stands beside other runs."""
+        request, trials, outcome = self.request, self.study.trials(), self.sweep.outcome
+        ended = [trial for trial in trials if trial.outcome != studies.RUNNING]
+        header, rows = summary.trial_table(trials, request.space, request.measure)
+        text = f"{summary.verdict(trials, request.measure)}\n\n{report.markdown(rows, header)}"
+        run = TrackedRun(
+            self.sweep.name,
+            self.sweep.name,
+            self.sweep.name,
+            request.settings(request.first).tracking.experiment,
+            datetime.fromisoformat(self.sweep["started"]).timestamp(),
+            status_of(outcome),
+            tags={"ttrain.pipeline": "sweep", "ttrain.sweep": self.sweep.name, NOTE: text, "ttrain.outcome": outcome},
+            params={
+                **request.space.texts,
+                "metric": request.measure.metric,
+                "sampler": request.sampler,
+                "seed": request.seed,
+            },
+            rows=[*_points(ended, maximize=request.measure.maximize)],
+            texts={"trials.json": json.dumps([trial.to_json() for trial in trials], indent=1)},
+        )
+        best = self.study.best()
+        if outcome != "running" and best and best.value is not None:
+            record = (runs.read(self.store.root, best.run) if best.run else None) or {}
+            metrics = {request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
+            run.rows = [*run.rows, {"step": len(ended), "time": time.time(), "metrics": metrics}]
+            run.tags = {**run.tags, "ttrain.best": best.run or ""}
+        if outcome != "running":
+            run.texts = {**run.texts, self.sweep.page.name: report_page.render(self.sweep, trials)}
+        return run
+
+    def _note_tracked(self, bound: Bound) -> None:
+        self.sweep.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id})
+
+
+def _points(trials: Sequence[Trial], *, maximize: bool) -> Iterator[MetricRow]:
+    """The value of each trial that ended and the best so far, by the number of those that ended."""
+    best: float | None = None
+    for number, trial in enumerate(trials, 1):
+        if trial.value is not None:
+            best = trial.value if best is None else (max if maximize else min)(best, trial.value)
+        values = {"sweep/value": trial.value, "sweep/best": best}
+        yield {"step": number, "metrics": {name: value for name, value in values.items() if value is not None}}
 
 
 def _opening(request: SweepRequest, sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
@@ -327,6 +345,7 @@ class RunningTrial:
         with runner.planning:
             stages = self.request.plan(values, runner.store, self.slot)
         earlier = runs.read(runner.store.root, self.trial.run) if self.trial.run else None
+        sweep = {"name": runner.sweep.name, "trial": self.trial.number}
         execution = PipelineRun(
             self.request.pipeline,
             self.request.settings(values, self.slot),
@@ -334,11 +353,8 @@ class RunningTrial:
             _TrialDisplay(runner.display, self.trial.number, self._shared),
             stages,
             registers=False,
-            parent_identity=runner.parent.identity,
-            continues=((earlier or {}).get("tracking") or {}).get("identity"),  # an interrupted trial's own tracked run
-            extra_tags={"ttrain.sweep": runner.sweep.name, "ttrain.trial": str(self.trial.number)},
+            part_of={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
         )
-        execution.record.note(sweep={"name": runner.sweep.name, "trial": self.trial.number})
         # Before its stages begin, so that a trial which is killed in one continues this run.
         runner.study.note(self.trial.number, run=execution.record.run)
         self.trial = replace(self.trial, run=execution.record.run)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import typer.main
 
-from ttrain import tracking
+from ttrain.tracking import client as mlflow_client
 from ttrain.reports import drawing_process, drawings
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
@@ -36,7 +36,7 @@ pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them
 # Two workers on two cores, each in one thread: threads that wait for a core that another one has take three times as long.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 # Before anything imports MLflow: it would write an installation id into the user's ~/.config. No server of the user's.
-os.environ |= tracking.ENVIRONMENT
+os.environ |= mlflow_client.ENVIRONMENT
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 # The processes of stages find `support`, too, whatever server forks them: one of its own, with torch, takes 5 s of CPU.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -130,8 +130,8 @@ def real_drawings() -> Iterator[None]:
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
     home = tmp_path_factory.mktemp("migrated")
-    tracking.prepare(home)
-    return tracking.database_of(home)
+    mlflow_client.prepare(home)
+    return mlflow_client.database_of(home)
 
 
 @pytest.fixture(scope="session")
@@ -139,9 +139,8 @@ def add_database(migrated_database: Path) -> Callable[[Path], None]:
     """Give a home a database of MLflow, as a copied one: copying and claiming it takes 10 ms."""
 
     def add(home: Path) -> None:
-        tracking.database_of(home).parent.mkdir(parents=True)
-        shutil.copy(migrated_database, tracking.database_of(home))
-        tracking.repair_moved_home(home)
+        mlflow_client.database_of(home).parent.mkdir(parents=True)
+        shutil.copy(migrated_database, mlflow_client.database_of(home))
 
     return add
 

@@ -255,7 +255,6 @@ def artifacts_clean(
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
     from ttrain.store.registry import Registry
-    from ttrain.tracking.outbox import undelivered_keys
 
     store = _store()
     if not store.root.is_dir():
@@ -268,7 +267,7 @@ def artifacts_clean(
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
         raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
     record = references.need_run(store.root, run) if run else None
-    registered = Registry(store.root).keys() | undelivered_keys(store.root)
+    registered = Registry(store.root).keys()
     if record:
         cleaned = garbage_collection.clean_run(
             store, registered, record, needed_by_nights=records.needed_keys, dry_run=dry_run

@@ -16,7 +16,7 @@ from ttrain.store.layout import home
 
 if TYPE_CHECKING:
     from ttrain.reports.compare import ComparedMetric, Difference, RunComparison
-    from ttrain.tracking import RunView
+    from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
 SIDE_BY_SIDE = 4  # runs that are columns; more are rows
@@ -46,7 +46,7 @@ def compare(
 
         drawing_process.start()
     from ttrain.reports.compare import compare as compared
-    from ttrain.tracking import read_runs
+    from ttrain.store.run_views import read_runs
 
     if len(runs) < 2:
         raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
@@ -124,7 +124,7 @@ def report(
 
     drawing_process.start()
     from ttrain.reports.report import report_of
-    from ttrain.tracking import read_run
+    from ttrain.store.run_views import read_run
 
     view = read_run(home(), names[0])
     path = options.out or Path(f"{view.name}.html")
@@ -142,7 +142,7 @@ def _draw(runs: list[str], options: ReportOptions) -> None:
     """Draw curves of runs into a PNG file."""
     from ttrain.reports import drawings
     from ttrain.reports.charts import panels_of
-    from ttrain.tracking import read_runs
+    from ttrain.store.run_views import read_runs
 
     views = read_runs(home(), runs)
     rows = panels_of(views, options.metric or (), options.stage or ())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, app, argument, command, option, suite_words
-from ttrain.core.files import JsonDict, JsonObject, output_file, read_json, user_path
+from ttrain.core.files import JsonDict, JsonObject, output_file, user_path
 from ttrain.core.terminal import bar, print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -266,40 +266,34 @@ def names_of(references: Sequence[Reference]) -> list[str]:
     return [text if texts.count(text) == 1 else f"{text} ({number})" for number, text in enumerate(texts, 1)]
 
 
-def track_results(
-    references: Sequence[Reference], parents: Sequence[tuple[str, str]], results: Results, store: ArtifactStore
-) -> list[str]:
-    """Log each model's results in MLflow as a child of the run that made it, which `_tracked` found; returns the names of
-    the new runs."""
-    import orjson
-
-    from ttrain import tracking
+def track_results(references: Sequence[Reference], runs: Sequence[str], results: Results, store: ArtifactStore) -> list[str]:
+    """Keep each model's results with the run that made it, and push that to MLflow; returns their names there."""
     from ttrain.evaluate.results import Results
-    from ttrain.pipeline.registration import EVALUATION_TABLE, tag_of_tables
+    from ttrain.pipeline import pusher
+    from ttrain.pipeline.registration import EVALUATION_TABLE
+    from ttrain.store.run_evaluations import RunEvaluation
 
-    run_names = []
-    for reference, name, (run_id, experiment) in zip(references, names_of(references), parents, strict=True):
-        tracker = tracking.open_store(store.root, experiment)
-        artifact = reference.artifact
-        tags = {"ttrain.stage": "eval", "ttrain.evaluated": f"{artifact.stage} {artifact.key}" if artifact else ""}
-        model_results = Results(
-            [outcome for outcome in results.outcomes if outcome.subject == name], results.rule, results.read
-        )
-        run = tracker.start_run(f"eval {name}", parent_run_id=run_id, tags=tags, params={"model": reference.text})
-        run.log_summary({f"eval/{key}": value for key, value in model_results.metrics().items()})
-        run.log_inputs(tracking.of_tasks(model_results.to_json()["tasks"]))
-        tables = {EVALUATION_TABLE: model_results.table()}
+    names = []
+    for reference, name, run in zip(references, names_of(references), runs, strict=True):
+        own = Results([outcome for outcome in results.outcomes if outcome.subject == name], results.rule, results.read)
+        tables = {EVALUATION_TABLE: own.table()}
         if len(references) > 1:
             tables |= {COMPARISON_TABLE: results.comparison_table()}
-        for file, (header, rows) in tables.items():
-            run.log_text(orjson.dumps({"columns": header, "data": rows}).decode(), file)
-        run.set_tags(tag_of_tables(tables))
-        run.log_text(orjson.dumps(model_results.to_json(), option=orjson.OPT_INDENT_2).decode(), "evaluation.json")
-        run.log_text("".join(orjson.dumps(row).decode() + "\n" for row in model_results.rows()), "items.jsonl")
-        run.finish("FINISHED")
-        tracker.close()
-        run_names.append(f"eval {name}")
-    return run_names
+        artifact = reference.artifact
+        evaluation = RunEvaluation(
+            run=run,
+            name=f"eval {name}",
+            model=reference.text,
+            evaluated=f"{artifact.stage} {artifact.key}" if artifact else "",
+            metrics={f"eval/{key}": value for key, value in own.metrics().items()},
+            results=own.to_json(),
+            items=list(own.rows()),
+            tables={file: {"columns": header, "data": rows} for file, (header, rows) in tables.items()},
+        )
+        evaluation.write(store.root)
+        pusher.push_noted(store.root, run)
+        names.append(evaluation.name)
+    return names
 
 
 def check_writable(path: Path, loaded_suites: Sequence[suites.LoadedSuite]) -> None:
@@ -358,13 +352,14 @@ def _held_out(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Arti
     return shard_artifacts
 
 
-def _tracked(reference: Reference, store: ArtifactStore) -> tuple[str, str]:
-    """(id of the tracked run that made the model, its experiment). Raises UsageError if there is none."""
+def _tracked(reference: Reference, store: ArtifactStore) -> str:
+    """The run that made the model. Raises UsageError if there is none, or if it was not tracked."""
+    from ttrain.store import runs
+
     name = reference.artifact.provenance.get("run") if reference.artifact else None
-    record = (read_json(store.root / "runs" / f"{name}.json") if name else None) or {}
-    run_id = (record.get("tracking") or {}).get("run_id")
-    if not run_id:
+    record = (runs.read(store.root, name) if name else None) or {}
+    if not record.get("settings", {}).get("tracking", {}).get("enabled", bool(record)):
         raise UsageError(
             f"--track keeps results with the run that made the model, but '{reference.text}' is not from a tracked run"
         )
-    return str(run_id), str(record["settings"]["tracking"]["experiment"])
+    return str(name)

@@ -34,6 +34,7 @@ from ttrain.config.settings import (
     SourceConfig,
     TokenizerConfig,
     UserTaskConfig,
+    by_weight,
 )
 from ttrain.config.training import (
     CHOSEN_BASE,
@@ -108,5 +109,6 @@ __all__ = [
     "UserTaskConfig",
     "Weighted",
     "as_tuple",
+    "by_weight",
     "flatten",
 ]

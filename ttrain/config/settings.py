@@ -43,6 +43,16 @@ OPTIONAL = tuple(name for name, row in TRAINING_STAGES.items() if row.optional)
 # Sections that shape no result, and so are part of no key.
 SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify", "servers")
 
+# Sections that shape the models, in the order of the pipeline.
+SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
+
+
+def by_weight(name: str) -> tuple[int, str]:
+    """Sort key of a setting: those that shape the models first, in the order of the pipeline; those of the machine last."""
+    group = name.partition(".")[0]
+    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
+
+
 # Sections and settings that name code, a command, a file with code, or a machine that sends code: who may start a flow run
 # through Prefect's API or UI cannot set them, since all that they name runs as the account that serves.
 NAMES_CODE = (

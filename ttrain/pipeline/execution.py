@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain import tracking
-from ttrain.config import Settings, flatten
+from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.core import hashing
 from ttrain.core.files import JsonDict, read_object, write_json
+from ttrain.core.redact import masked, without_user
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
-from ttrain.pipeline import launch, processes, run_summary, system_metrics
-from ttrain.pipeline.labels import NIGHT, NO_LABELS, Labels, trained_at_night
-from ttrain.pipeline.plan import section_of
+from ttrain.pipeline import launch, processes, run_summary
+from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
+from ttrain.pipeline.pusher import Pusher
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
-from ttrain.pipeline.run_models import EXAMPLES, RunModels, check_names
+from ttrain.pipeline.run_models import RunModels, check_names
+from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
-from ttrain.store.runs import NOTHING_NEW, RunLog, RunRecord
+from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
+from ttrain.tracking.book import Book
+from ttrain.tracking.client import tracking_uri
+from ttrain.tracking.mirror import Bound
 
 log = logging.getLogger("ttrain")
 
@@ -48,14 +51,12 @@ class PipelineRun(StopRequest):
         stages: Sequence[Planned],
         rerun: Rerun = NOTHING_AGAIN,
         *,
-        extra_tags: Mapping[str, str] = MappingProxyType({}),
+        part_of: Mapping[str, Any] = MappingProxyType({}),
         labels: Labels = NO_LABELS,
         registers: bool = True,
-        parent_identity: str | None = None,
-        continues: str | None = None,
     ) -> None:
-        """`stages`: the plan of the run. `parent_identity`: identity of the parent tracked run. `continues`: identity of an
-        interrupted run whose tracked run this one continues."""
+        """`stages`: the plan of the run. `part_of`: what is noted in its record of the night or the sweep that it is a part
+        of, and as `continues` the interrupted run with which trackers show it as one."""
         super().__init__(display.say)
         self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
         self.rerun = rerun
@@ -79,38 +80,17 @@ class PipelineRun(StopRequest):
         self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
         self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
-        self._tracked: dict[str, tracking.AnyRun] = {}  # by stage
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
         self._began = time.monotonic()
         self._forced: set[tuple[str, str]] = set()  # (stage, key) of artifacts that --force rebuilt
-        self._tracker = (
-            tracking.open_store(store.root, settings.tracking.experiment)
-            if settings.tracking.enabled and settings.runtime.node_rank == 0
-            else tracking.NullStore()
-        )
-        self._tracker.on_upload(self._uploading)
-        self._changed = tracking.masked(run_summary.deviations(settings))
-        everything = dict(flatten(settings.model_dump(mode="json")))
-        self._tags = {"ttrain.run": self.record.run, "ttrain.host": platform.node(), "ttrain.commit": commit() or ""}
-        tags = {**self._tags, **extra_tags, **labels.tags}
-        if labels.note:  # at the end of the run the rest of the description stands below it
-            tags[tracking.NOTE] = run_summary.note(labels.note)
-        night = extra_tags.get("ttrain.night")
-        if night:
-            self.record.note(night=night)
-        self._parent = run_summary.start_run(
-            self._tracker,
-            night or self.record.run,
-            pipeline,
-            everything,
-            self._changed,
-            tags,
-            identity=continues,
-            parent=tracking.NullRun(identity=parent_identity) if parent_identity else None,
-        )
-        self._models = RunModels(settings.name, settings.runtime.sample_prompts or EXAMPLES, store, self._tracker)
-        self._note_tracked()
+        self._changed = masked(run_summary.deviations(settings))
+        self.record.note(commit=commit(), user=user_name(), **part_of)
+        self._models = RunModels(settings.name, store, self.record.run)
+        self._pusher: Pusher | None = None
+        if settings.tracking.enabled and settings.runtime.node_rank == 0:
+            self._pusher = Pusher(store.root, self.record.run, self._note_tracked)
+            self._pusher.start()
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
@@ -199,33 +179,23 @@ class PipelineRun(StopRequest):
             metric=summary.key_figures(planned.stage.name, planned.artifact.result),
             why=list(planned.why),
         )
-        self._parent.link_made_by(planned.artifact.stage, planned.artifact.key)
 
-    def _note_tracked(self) -> None:
-        """Record the tracked run's id, URL and identity; the id is None until its server answers."""
-        reference = {"run_id": self._parent.id, "url": self._parent.url, "identity": self._parent.identity}
-        self.record.note(tracking=reference)
-
-    def _uploading(self, done: int, total: int) -> None:
-        """Display the progress of an upload of artifacts to a remote tracker."""
-        progress = {"done": done / 1e6, "total": total / 1e6, "unit": "MB", "figures": {}}
-        self.display.progressed("uploading", progress)
+    def _note_tracked(self, bound: Bound) -> None:
+        """Note where MLflow has the run."""
+        uri = without_user(tracking_uri(self.store.root))
+        url = f"{uri.rstrip('/')}/{bound.page}" if uri.startswith("http") else None
+        tracked = {"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url}
+        if self.outcome == "running":
+            self.record.note(tracking=tracked)
+        else:
+            self.record.note_afterwards(tracking=tracked)
 
     def note_prefect(self, flow_run_id: str, url: str | None) -> None:
-        """Record the Prefect flow run, also in the tags of the tracked runs."""
-        self.record.note(prefect={"flow_run_id": flow_run_id})
-        tags = {"ttrain.prefect.flow_run_id": flow_run_id, **({"ttrain.prefect.url": url} if url else {})}
-        self._tags |= tags
-        self._parent.set_tags(tags)
+        """Record the Prefect flow run."""
+        self.record.note(prefect={"flow_run_id": flow_run_id, "url": url})
 
     def _add_artifact(self, artifact: Artifact) -> None:
         self.artifacts[artifact.stage] = artifact
-        self._parent.log_inputs(tracking.data_of(artifact))
-
-    @property
-    def tracked_run(self) -> str | None:
-        """Id of the tracked run; None if nothing is tracked."""
-        return self._parent.id
 
     @property
     def seconds(self) -> float:
@@ -287,62 +257,55 @@ class PipelineRun(StopRequest):
             self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
+        self.record.note(evaluation=[list(row) for row in self.evaluation_table()])
         self.record.finish(outcome, self.metrics())
-        if "evaluate" in self.artifacts and self.registers:
-            self._models.log_cards(self.artifacts)
-        table, versions = self.evaluation_table(), self._models.versions
-        record = self.record.snapshot()
-        run_summary.log_end(self._parent, record, self.store.root, self.artifacts, self._changed, table, versions=versions)
-        self._tracker.close()
-        tracking.refresh_views(self._tracker)
-        self._note_tracked()
+        if self._pusher and self._pusher.finish():
+            Book(self.store.root, tracking_uri(self.store.root)).note_pushed(self.record.run)
         self.store.cache.save()
 
-    def page_of(self, stage: str | None = None) -> str | None:
-        """URL of the tracked run, or of a stage's; None if no server displays it."""
-        run = self._tracked.get(stage) if stage else self._parent
-        if run is None or run.url or not (run.page and self.mlflow_url):
-            return run.url if run else None
-        return f"{self.mlflow_url}/{run.page}"
+    @property
+    def is_tracked(self) -> bool:
+        """Whether MLflow shows the run."""
+        return self._pusher is not None
 
-    def start_child(self, stage: Stage, planned: Planned, work: Path) -> tracking.AnyRun:
-        """Start the tracked run of a stage, or continue it if the stage continues."""
-        state = read_object(work / "tracking.json")
-        child = run_summary.start_stage_run(
-            self._tracker,
-            self._parent,
-            self.record.run,
-            stage.name,
-            planned.key,
-            section_of(stage, self.settings).model_dump(mode="json"),
-            planned.inputs,
-            {**self._tags, "ttrain.code": hashing.digest_of(planned.ingredients["code"])},
-            run_id=state.get("run_id"),
-            identity=state.get("identity"),
-            keeps_files=self.registers,
-        )
-        reference = {"run_id": child.id, "identity": child.identity, "run": self.record.run}
-        write_json(work / "tracking.json", {**reference, "experiment": self.settings.tracking.experiment})
-        self._tracked[stage.name] = child
-        return child
+    def page_of(self, stage: str | None = None) -> str | None:
+        """URL of the run in MLflow, or of a stage's; None if no server displays it."""
+        uri = without_user(tracking_uri(self.store.root))
+        server = uri.rstrip("/") if uri.startswith("http") else self.mlflow_url
+        if self._pusher is None or server is None:
+            return None
+        page = self._pusher.page(stage)
+        return f"{server}/{page}" if page else None
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
-            self.model_set = self._models.register_set(self.artifacts, self.record.run, self.metrics(), self._parent)
+            self.model_set = self._models.register_set(self.artifacts)
             self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
+
+    def track_stage(self, stage: Stage, work: Path) -> str:
+        """The id by which trackers know the stage: that of the run which began its training, if it continues one."""
+        earlier = read_object(work / TRACKED).get("id")
+        tracked = str(earlier or f"{self.record.run}/{stage.name}")
+        experiment = self.settings.tracking.experiment
+        write_json(work / TRACKED, {"run": self.record.run, "id": tracked, "experiment": experiment})
+        return tracked
+
+
+def user_name() -> str | None:
+    """Who started the run; None where, as in some containers, the user has no name."""
+    with contextlib.suppress(KeyError, OSError):
+        return getpass.getuser()
+    return None
 
 
 class StageWatcher(DisplayObserver):
-    """Reports the events of one stage to the display, the record, the log and the tracker."""
+    """Reports the events of one stage to the display, the record and the log."""
 
     def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
         super().__init__(execution.display, execution, execution.settings.runtime.log_level)
         self._execution, self._stage, self._logged = execution, stage, logged
-        self.child: tracking.AnyRun | None = None
-        self._followers: list[tracking.MetricsFollower] = []
         self.log_path: Path | None = None
-        self._samples: tracking.SampleFollower | None = None
         self._noted = 0.0  # when its progress was noted last
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
@@ -353,13 +316,16 @@ class StageWatcher(DisplayObserver):
         log_path = self.log_path = work / "output" / "run" / "log.txt"
         run.display.started(stage.name, summary.shortened(planned.why))
         run.log.add(stage.name, f"started: {'; '.join(planned.why)}")
-        run.record.stage(stage.name, outcome="running", key=planned.key, log=str(log_path), why=list(planned.why))
-        self.child = run.start_child(stage, planned, work)
-        self._samples = tracking.SampleFollower(log_path.with_name("samples"), self.child, f"{stage.name}/run/samples")
-        later = run.store.path(stage.name, planned.key or "") / "run"
-        for name in ("metrics.jsonl", *system_metrics.files(run.settings.runtime.nodes)):
-            follower = tracking.MetricsFollower(log_path.with_name(name), self.child, later_at=[later / name])
-            self._followers.append(follower)
+        tracked = run.track_stage(stage, work)
+        run.record.stage(
+            stage.name,
+            outcome="running",
+            started_unix=time.time(),
+            key=planned.key,
+            log=str(log_path),
+            why=list(planned.why),
+            tracked=tracked,
+        )
         if run.make_parts_elsewhere and stage.reuses_parts:
             run.make_parts_elsewhere(stage, work)
 
@@ -369,8 +335,6 @@ class StageWatcher(DisplayObserver):
             self._noted = time.monotonic()
             names = ("done", "total", "unit", "first", "seconds")
             self._execution.record.progressed(stage.name, **{name: progress[name] for name in names if name in progress})
-        if self._samples:
-            self._samples.log_new(only_if_changed=True)
 
     def logged(self, stage: Stage, line: str) -> None:
         super().logged(stage, line)
@@ -384,18 +348,6 @@ class StageWatcher(DisplayObserver):
     def fetching(self, stage: Stage, line: str) -> None:
         super().fetching(stage, line)
         self.logged(stage, line)
-
-    def process_ended(self, stage: Stage) -> None:
-        for follower in self._followers:  # before publishing, which moves the followed file
-            follower.stop()
-        self._followers = []
-        may_be_night = self._execution.settings.runtime.night is not None
-        if may_be_night and self.log_path and trained_at_night(self.log_path.with_name("metrics.jsonl")):
-            self._execution._parent.set_tags({NIGHT: "1"})
-            if self.child:
-                self.child.set_tags({NIGHT: "1"})
-        if self._samples:
-            self._samples.log_new()
 
     def ended(self, outcome: launch.StageOutcome) -> None:
         run, artifact, name = self._execution, outcome.artifact, self._stage.name
@@ -412,13 +364,8 @@ class StageWatcher(DisplayObserver):
             metric=figures,
             resumed_from_step=artifact.result.get("resumed_from_step"),
         )
-        if self.child:
-            tracking.log_result(self.child, artifact)
-            if run.registers:
-                run._models.register(artifact, self.child, run.record.run)
-            self.child.finish("FINISHED")
-        else:
-            run._parent.link_made_by(name, artifact.key)
+        if outcome.state in BUILT and run.registers:
+            run._models.register(artifact)
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""
@@ -426,8 +373,6 @@ class StageWatcher(DisplayObserver):
         run.log.add(name, f"{NOTHING_NEW}: {error}")
         run.record.stage(name, outcome=NOTHING_NEW, metric=str(error))
         run.display.ended(name, NOTHING_NEW, 0.0, "")
-        if self.child:
-            self.child.finish(tracking.status_of(NOTHING_NEW))
 
     def failed(self, error: BaseException) -> None:
         run, name = self._execution, self._stage.name
@@ -440,13 +385,3 @@ class StageWatcher(DisplayObserver):
         run.display.failed(name, message)
         if isinstance(error, TTrainError | OSError):
             error.shown = True  # type: ignore[union-attr]
-        if self.child:
-            self.child.set_tags({"ttrain.error": message[:1000]})
-            if self.log_path:  # as it is now; a finished artifact has it among its files
-                try:
-                    self.child.log_text(self.log_path.read_text(encoding="utf-8", errors="replace"), self.log_path.name)
-                except FileNotFoundError:
-                    pass  # its process did not begin
-                except OSError as error:
-                    log.warning("the log %s does not reach MLflow: %s", self.log_path, error.strerror)
-            self.child.finish(tracking.status_of(outcome))

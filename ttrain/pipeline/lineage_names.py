@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain import tracking
 from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import user_path
 from ttrain.errors import UsageError
@@ -18,6 +17,7 @@ from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 from ttrain.store.registry import Registry, Version
+from ttrain.store.run_views import read_run
 from ttrain.tracking.artifact_source import MlflowArtifacts
 
 SHORTEST_KEY = 6
@@ -54,7 +54,7 @@ def find_target(home: Path, text: str) -> LineageTarget:
     if model := references.registered(text):
         return _registered(home, text, model)
     run, stage = references.run_and_stage(text)
-    view = tracking.read_run(home, run)
+    view = read_run(home, run)
     roots = tuple((name, of.key) for name, of in view.stages.items() if of.key and _is_done(of.status))
     if not roots:
         raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")

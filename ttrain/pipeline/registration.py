@@ -12,11 +12,9 @@ from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
 from ttrain.reports.facts import REFERENCE
 from ttrain.store.layout import Artifact, Artifacts
-from ttrain.tracking import data_of
-from ttrain.tracking.datasets import DataInput
-from ttrain.tracking.model_description import HERE
-from ttrain.tracking.runs import AnyRun
+from ttrain.tracking.datasets import DataInput, data_of
 
+HERE = "<NAME/VERSION>"  # in a text: the version that it describes
 LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
 EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
@@ -178,14 +176,3 @@ def _through_mlflow(*, chats: bool) -> str:
 def _lineage_hint(*, card: bool) -> str:
     card_note = "The model card is `README.md` among its files. " if card else ""
     return f"{card_note}What it was made of: `ttrain lineage {HERE}`; the same again: `ttrain reproduce {HERE}`."
-
-
-def log_evaluation(run: AnyRun, evaluation: Artifact, rows: Sequence[report.EvaluationRow]) -> None:
-    """Log the evaluation's table and samples to the pipeline's tracked run."""
-    run.log_text(report.markdown(rows, ("metric", "value", "")), "evaluation.md")
-    tables = evaluation_tables(rows, evaluation.result.get("samples", {}))
-    for name, text in tables.items():
-        run.log_text(text, name)
-    run.set_tags(tag_of_tables(tables))
-    if "samples.json" not in evaluation.absent:  # otherwise the run that made it has logged it to MLflow
-        run.log_file(evaluation.path / "samples.json")

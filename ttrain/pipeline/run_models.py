@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TypeVar
 
-from ttrain import tracking
 from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
-from ttrain.core.files import JsonDict, read_object
-from ttrain.core.hashing import digest_of
+from ttrain.core.files import read_object
 from ttrain.pipeline import registration
-from ttrain.pipeline.lineage import History, seed_of
+from ttrain.pipeline.lineage import History
 from ttrain.pipeline.model_card import Exported, card, numbers_in, parameters_of
 from ttrain.pipeline.names import base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
-from ttrain.store.registry import ModelSet, Registry, Version
-from ttrain.tracking.calls import attempt, first_line
-from ttrain.tracking.model_description import ADAPTER, MODEL, loadable, shares_disk
+from ttrain.store.registry import Registry, Version
+from ttrain.tracking.client import first_line
+from ttrain.tracking.loadable import ADAPTER, MODEL, LoadableModel, loadable
 
 log = logging.getLogger("ttrain")
 
@@ -60,18 +57,8 @@ class Registered:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Tags of the version: its artifact and provenance."""
-        manifest, provenance = self.artifact.manifest, self.artifact.provenance
-        seed = seed_of(self.artifact.stage, manifest["ingredients"].get("settings", {}))
-        optional_tags = {"ttrain.seed": seed, "ttrain.commit": provenance.get("commit"), "ttrain.run": provenance.get("run")}
-        return {
-            "ttrain.stage": self.artifact.stage,
-            "ttrain.key": self.artifact.key,
-            "ttrain.content": self.artifact.content,
-            **{f"ttrain.input.{name}": entry["key"] for name, entry in manifest["inputs"].items()},
-            "ttrain.code": digest_of(manifest["ingredients"].get("code", {})),
-            **{name: str(value) for name, value in optional_tags.items() if value is not None},
-        }
+        """Tags of the version: its artifact. The run that it names has the rest."""
+        return {"ttrain.key": f"{self.artifact.stage}/{self.artifact.key}"}
 
     def card(self) -> str:
         """The model card, with any evaluation; "" for a tokenizer, or if the files cannot be read."""
@@ -92,29 +79,30 @@ class Registered:
 
         return {} if self.artifact.absent else self._attempt("a description", words) or {}
 
-    def extra_files(self, run: tracking.AnyRun, examples: Sequence[str]) -> tracking.LoadableModel:
+    def extra_files(self, examples: Sequence[str], *, is_local: bool) -> LoadableModel:
         """Extra files for the model's directory; none for a tokenizer, or if its files are not on this disk.
 
-        An adapter includes its base if the run's files are on the same disk, where that takes no space. A model whose files
-        cannot be described is registered without them: the run does not depend on it.
+        An adapter includes its base where the tracker's files are on this disk (`is_local`), which takes no space there. A
+        model whose files cannot be described is registered without them: the run does not depend on it.
         """
-        if not self.directory or self.artifact.absent or isinstance(run, tracking.NullRun):
-            return tracking.LoadableModel()
+        if not self.directory or self.artifact.absent:
+            return LoadableModel()
 
-        def described() -> tracking.LoadableModel:
+        def described() -> LoadableModel:
             below = self.artifact.manifest["inputs"].get("base") if self.directory == ADAPTER else None
-            base = self.store.path(below["stage"], below["key"]) / MODEL if below else None
-            if base is not None and not ((base / "config.json").is_file() and shares_disk(run, base)):
+            base = self.store.path(below["stage"], below["key"]) / MODEL if below and is_local else None
+            if base is not None and not (base / "config.json").is_file():
                 base = None
             return loadable(self.artifact, self.directory, base=base, card=self.card(), examples=examples)
 
-        return self._attempt("a description of its files", described) or tracking.LoadableModel()
+        return self._attempt("a description of its files", described) or LoadableModel()
 
     def _attempt(self, what: str, action: Callable[[], Result]) -> Result | None:
-        result, error = attempt(action)
-        if error is not None:
+        try:
+            return action()
+        except Exception as error:  # of a damaged file, or of a plug-in's
             log.warning("%s is registered without %s: %s", self.name, what, first_line(error))
-        return result
+            return None
 
     def _exported(self) -> Exported:
         model_directory = self.artifact.path / self.directory
@@ -143,100 +131,37 @@ EXAMPLES = ("Return the", "Hello! Who are you?")  # of what a model takes, where
 
 @dataclass
 class RunModels:
-    """Registers the models of one run. `pipeline` is its setting `name`, `prompts` are examples of what its models take."""
+    """Registers the models of one run in the home. `pipeline` is its setting `name`."""
 
-    _pipeline: str
-    _prompts: Sequence[str]
-    _store: ArtifactStore
-    _tracker: tracking.AnyStore
-    _runs: dict[str, tracking.AnyRun] = field(default_factory=dict)  # tracked runs that registered a model, by stage
+    pipeline: str
+    store: ArtifactStore
+    run: str
     versions: dict[str, str] = field(default_factory=dict)  # that this run registered, by name
-    _opened_by_mlflow: set[str] = field(default_factory=set)  # stages whose registered models MLflow can open
 
-    def register(self, artifact: Artifact, run: tracking.AnyRun, run_name: str) -> None:
-        """Log the artifact's files to the tracker, and register a model or tokenizer."""
-        run.log_directory(artifact.path, artifact.stage)
-        if artifact.stage not in REGISTERED:
-            return
-        self._runs[artifact.stage] = run
-        model = self._registered(artifact)
-        self._note(Registry(self._store.root).register_model(model.name, artifact, run_name))
-        extra_files = model.extra_files(run, self._prompts)
-        for file, text in extra_files.texts.items():
-            run.log_text(text, f"{model.path}/{file}")
-        for file, source in extra_files.files.items():
-            run.log_file(source, str(PurePosixPath(model.path, file).parent))
-        self._opened_by_mlflow |= {artifact.stage} if extra_files.is_whole else set()
-        self._tracker.register_model(
-            model.name,
-            run=run,
-            artifact_path=model.path,
-            tags={**model.tags, **extra_files.tags},
-            **model.descriptions(opens=extra_files.is_whole),
-        )
+    def register(self, artifact: Artifact) -> None:
+        """Register a model or tokenizer, as soon as it is made."""
+        if artifact.stage in REGISTERED:
+            self._register(artifact)
 
-    def _registered(self, artifact: Artifact) -> Registered:
-        return Registered(artifact, self._pipeline, self._store)
+    def register_set(self, artifacts: Artifacts) -> str:
+        """Register the models of a run as one set; return its version.
 
-    def _note(self, registered: Version | ModelSet) -> None:
-        self.versions[registered.name] = registered.version
-
-    def log_cards(self, artifacts: Artifacts) -> None:
-        """Rewrite the cards of the models that this run made, now with their evaluation."""
-        for stage, run in self._runs.items():
-            if stage in artifacts and (card := (model := self._registered(artifacts[stage])).card()):
-                run.log_text(card, f"{model.path}/{tracking.CARD}")
-
-    def register_set(
-        self,
-        artifacts: Artifacts,
-        run_name: str,
-        metrics: Mapping[str, float],
-        run: tracking.AnyRun,
-    ) -> str:
-        """Register the models of a run as one set; return its version. `run`: the tracked run of the pipeline.
-
-        Existing versions are reused. A model that another run made under another `name` is registered from the store.
-        A base that a night chose stands for the one that it trained.
+        Existing versions are reused.
         """
-        members = [self._registered(artifacts[stage]) for stage in ("tokenizer", *MODEL_STAGES) if stage in artifacts]
-        by_name = {model.name: model for model in members}
+        of_set = [artifacts[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in artifacts]
+        by_name = {self._registered(artifact).name: artifact for artifact in of_set}
         keys = {name: artifact.key for name, artifact in artifacts.items()}
-        figures = dict(artifacts["evaluate"].result["metrics"])
-        registry = Registry(self._store.root)
-        versions = [registry.register_model(name, model.artifact, run_name) for name, model in by_name.items()]
-        model_set = registry.register_set(self._pipeline, run_name, versions, keys, figures)
-        self._note(model_set)
-        models = [self._registration(model, run) for model in by_name.values()]
-        self._tracker.finish_uploads()
-        self._tracker.register_models(
-            self._pipeline,
-            run=run,
-            run_name=run_name,
-            models=models,
-            keys=keys,
-            metrics=figures,
-            description=registration.of_set(
-                self._pipeline, run_name, {name: model.artifact for name, model in by_name.items()}, metrics
-            ),
-            about=registration.SETS.format(name=self._pipeline),
-        )
+        metrics = dict(artifacts["evaluate"].result["metrics"])
+        members = [self._register(artifact) for artifact in by_name.values()]
+        model_set = Registry(self.store.root).register_set(self.pipeline, self.run, members, keys, metrics)
+        self.versions[model_set.name] = model_set.version
         return model_set.version
 
-    def _registration(self, model: Registered, run: tracking.AnyRun) -> JsonDict:
-        """The model as `register_models` takes it, with its extra files if this run registers it from the store."""
-        stage, extra_files = model.artifact.stage, tracking.LoadableModel()
-        opens = stage in self._opened_by_mlflow
-        if stage not in self._runs:  # otherwise that tracked run has registered it
-            extra_files = model.extra_files(run, self._prompts)
-            opens = extra_files.is_whole
-        return {
-            "name": model.name,
-            "stage": stage,
-            "artifact_path": model.path,
-            "path": None if model.artifact.absent else str(model.artifact.path),
-            "tags": {**model.tags, **extra_files.tags},
-            "texts": dict(extra_files.texts),
-            "files": {name: str(path) for name, path in extra_files.files.items()},
-            **model.descriptions(opens=opens),
-        }
+    def _registered(self, artifact: Artifact) -> Registered:
+        return Registered(artifact, self.pipeline, self.store)
+
+    def _register(self, artifact: Artifact) -> Version:
+        name = self._registered(artifact).name
+        version = Registry(self.store.root).register_model(name, artifact, self.run)
+        self.versions[name] = version.version
+        return version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,21 +10,17 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from ttrain import tracking
-from ttrain.config import Settings, flatten
+from ttrain.config import Settings, by_weight, flatten
 from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import JsonDict, read_object
 from ttrain.core.redact import HIDDEN
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, scores_in
-from ttrain.pipeline import registration
 from ttrain.reports import facts, summary
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
-from ttrain.store.runs import RecordedRun, read_rows
-from ttrain.tracking.mlflow_views import by_weight
+from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
 
@@ -71,47 +66,6 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
             if QUICK in names and offset is not None and row["metrics"][QUICK] is not None:
                 metrics[CURVES[QUICK].format(stage=stage)] += offset
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
-
-
-def start_run(
-    tracker: tracking.AnyStore,
-    name: str,
-    pipeline: str,
-    settings: Mapping[str, Any],
-    changed: Mapping[str, Any],
-    tags: Mapping[str, str],
-    **options: Any,
-) -> tracking.AnyRun:
-    """Start the tracked run of a pipeline run. `settings`: all of them; `changed`: those that differ from the defaults."""
-    run = tracker.start_run(
-        name,
-        tags={"ttrain.pipeline": pipeline, **tracking.source_tags(pipeline), **tags},
-        params=facts.parameters(settings),  # nothing that differs in every run: runs are compared
-        **options,
-    )
-    run.log_text(as_yaml(changed, tracking.masked(settings)), "settings.yaml")
-    return run
-
-
-def start_stage_run(
-    tracker: tracking.AnyStore,
-    parent: tracking.AnyRun,
-    run: str,
-    stage: str,
-    key: str | None,
-    settings: Mapping[str, Any],
-    inputs: Artifacts,
-    tags: Mapping[str, str],
-    **options: Any,
-) -> tracking.AnyRun:
-    """Start the tracked run of a stage of the pipeline run `run`, or continue it."""
-    tags = {**tags, "ttrain.stage": stage, "ttrain.key": key or ""}
-    tags |= {f"ttrain.parent.{name}": f"{source.stage} {source.content}" for name, source in inputs.items()}
-    name = f"{stage} {run.rpartition('-')[2]}"  # so that stages of two runs differ in MLflow's legends
-    child = tracker.start_run(name, parent=parent, tags=tags, params=dict(flatten(settings)), **options)
-    child.link_to_parent(stage)
-    child.log_inputs(tracking.read_by(inputs, trains=stage in STAGES and STAGES[stage].uses_ranks))
-    return child
 
 
 def deviations(settings: Settings) -> JsonDict:
@@ -237,54 +191,13 @@ def _comparable_results(evaluation: Artifact, champion: Artifact) -> JsonDict:
     return comparable
 
 
-def log_end(
-    run: tracking.AnyRun,
-    record: RecordedRun,
-    home: Path,
-    artifacts: Artifacts,
-    changed: Mapping[str, Any],
-    evaluation_table: Sequence[summary.EvaluationRow],
-    *,
-    versions: Mapping[str, str] = MappingProxyType({}),
-    ended: float | None = None,
-) -> None:
-    """Log all that a run has at its end to its tracked run, from its record. `versions`: of the models that it registered.
-
-    `ended`: in seconds since 1970, if not now.
-    """
-    run.log_summary(record["metrics"])
-    # After the summary: MLflow's compare page begins with the metric that was logged first.
-    log_curves(run, artifacts.values())
-    if evaluation := artifacts.get("evaluate"):
-        registration.log_evaluation(run, evaluation, evaluation_table)
-    run.note_stages({name: artifact.key for name, artifact in artifacts.items()})
-    log_page(run, home, record["run"])
-    if (log_file := home / "runs" / f"{record['run']}.log").is_file():  # there is none if everything was cached
-        run.log_file(log_file)
-    cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
-    text = description(record, changed, record["metrics"], evaluation_table, versions)
-    run.set_tags({tracking.NOTE: text, "ttrain.cached": cached})
-    run.set_tags({"ttrain.outcome": record["outcome"]})  # last: without it, a repair logs the run again
-    run.finish(tracking.status_of(record["outcome"]), at=ended)
-
-
-def log_curves(run: tracking.AnyRun, artifacts: Iterable[Artifact]) -> None:
-    """Log the loss curves of all trainings to the pipeline's tracked run, also of cached ones."""
-    for artifact in artifacts:
-        curve = artifact.path / "run" / "metrics.jsonl"
-        with contextlib.suppress(OSError):  # the stage did not train, or the file is elsewhere or unreadable
-            run.log_metrics(list(curves(artifact.stage, read_rows(curve))))
-
-
-def log_page(run: tracking.AnyRun, home: Path, name: str) -> None:
-    """Log the run's page as `report.html`. It is made from this disk alone; a failure does not end the run."""
-    if isinstance(run, tracking.NullRun):
-        return
+def page_of(home: Path, name: str) -> str:
+    """The page of a run as a text, from this disk alone; "" if it cannot be made, which ends nothing."""
     try:
         from ttrain.reports.report import report_of  # the import may fail if a library was changed during the run
+        from ttrain.store.run_views import read_run
 
-        page = report_of(home, tracking.read_local(home, name))
+        return report_of(home, read_run(home, name))
     except Exception:
         log.warning("the run's page could not be made; `ttrain report %s` tries again", name, exc_info=True)
-        return
-    run.log_text(page, REPORT)
+        return ""

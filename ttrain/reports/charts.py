@@ -11,7 +11,7 @@ from ttrain.errors import UsageError
 from ttrain.reports import facts
 from ttrain.reports.compare import labels
 from ttrain.reports.facts import QUICK
-from ttrain.tracking import Point, RunView
+from ttrain.store.run_views import Point, RunView
 
 TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 

@@ -20,9 +20,8 @@ from ttrain.reports import facts
 from ttrain.reports.sections import Answers, Block, Cell, Heading, Section, Table, Text
 from ttrain.reports.summary import rounded
 from ttrain.store.layout import Manifest
+from ttrain.store.run_views import RunView, StageView
 from ttrain.store.runs import BUILT
-from ttrain.tracking import RunView
-from ttrain.tracking.views import StageView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
@@ -226,7 +225,7 @@ def _gone(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[
 
 
 def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[Difference]:
-    """Files by their digests, and counts of their rows; of a stage without a manifest, what MLflow lists of its data."""
+    """Files by their digests, and counts of their rows."""
     return _differences(
         [
             {f"{name}: {label}": value for name in stages for label, value in _data_of(view.stages[name], stages[name])}
@@ -238,8 +237,6 @@ def _data(views: Sequence[RunView], manifests: Sequence[Manifests]) -> Iterator[
 def _data_of(stage: StageView, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if not (stage.stage in ("tokenizer", "heldout", "source") or stage.stage.startswith("shards-")):
         return
-    if not manifest:
-        yield from stage.data.items()
     result = manifest.get("result", {})
     for role, name, digest in facts.files_of(manifest):
         yield (f"{name} ({role})" if role != "train" else name), digest

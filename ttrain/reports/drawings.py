@@ -17,7 +17,7 @@ from ttrain.core.terminal import escaped
 from ttrain.errors import TTrainError
 from ttrain.reports import drawing_process
 from ttrain.reports.charts import Chart, Line
-from ttrain.tracking import Point, mlflow_views
+from ttrain.store.run_views import Point
 
 Spec = dict[str, Any]  # of Vega-Lite
 
@@ -33,7 +33,9 @@ POINTS_OF_CHART = 12_000  # of all lines
 
 MARKED = 60  # points up to which each of a line is marked
 
-COLOURS = mlflow_views.COLOURS[:8]  # those of page.css on a light page
+COLOURS = (  # those of page.css on a light page
+    "#2563eb", "#d9480f", "#0f8a5f", "#9333ea", "#b7791f", "#0891b2", "#db2777", "#4b5563",
+)  # fmt: skip
 
 INK, FAINT, GRID = "#16202c", "#5d6b7c", "#edf1f5"
 

@@ -16,7 +16,7 @@ from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, 
 from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text, table_of
 from ttrain.store import runs
 from ttrain.store.layout import Manifest
-from ttrain.tracking import RunView
+from ttrain.store.run_views import RunView
 
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 

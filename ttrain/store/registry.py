@@ -43,7 +43,6 @@ WITH_A_SET = ("evaluate",)  # its metrics are compared with those of the next se
 # The files that the champion was trained on, and the held-out rows: the next night needs both.
 WITH_A_CHAMPION = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
-Pushed = Mapping[str, Mapping[str, str]]  # {name: {alias: version}}
 MODEL = dict.fromkeys(("stage", "key", "content", "run"), str)
 SET = {
     "members": {"*": [str]},  # by stage: [name, version]
@@ -57,7 +56,6 @@ SET = {
 TYPES: JsonObject = {
     "models": {"*": {"*": MODEL}},  # by name and version
     "sets": {"*": {"versions": {"*": SET}, "champions": [str], "aliases": {"*": str}}},  # by name
-    "pushed": {"*": {"*": {"*": str}}},  # {address of a tracker: {name: {alias: version}}}
 }
 
 
@@ -173,6 +171,13 @@ class Registry:
                 stages = (*WITH_A_SET, *WITH_A_CHAMPION) if is_champion else WITH_A_SET
                 keys |= {entry["keys"][stage] for stage in stages if stage in entry["keys"]}
         return frozenset(keys)
+
+    def models_of(self, run: str) -> Iterator[Version]:
+        """The models that a run made, in the order of their names and versions."""
+        for name, versions in self.read()["models"].items():
+            for version, facts in versions.items():
+                if facts["run"] == run:
+                    yield Version(name, version, **facts)
 
     def check_names(self, name: str, models: Iterable[str]) -> None:
         """Raise UsageError where the models of another pipeline already bear one of these names."""
@@ -294,16 +299,6 @@ class Registry:
             entry = _need_set(state, name, version)
             entry["decision"] = dict(decision)
             entry["decided"] = {"run": run, "table": table, "figures": figures}
-
-    def pushed(self, uri: str) -> Pushed:
-        """The aliases that were last brought to the tracker at this address."""
-        pushed: Pushed = self.read()["pushed"].get(uri, {})
-        return pushed
-
-    def note_pushed(self, uri: str, aliases: Pushed) -> None:
-        """Note the aliases that the tracker at this address has now."""
-        with self._changing() as state:
-            state["pushed"][uri] = {name: dict(by_alias) for name, by_alias in aliases.items()}
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[JsonDict]:

@@ -11,11 +11,11 @@ from ttrain.reports import html
 from ttrain.reports.charts import Chart, Line
 from ttrain.reports.drawings import Scatter
 from ttrain.reports.sections import Cell
+from ttrain.store.run_views import Point
 from ttrain.sweep import summary
 from ttrain.sweep.records import Sweep
 from ttrain.sweep.space import Dimension, IntegerRange, Interval, ValueList, format_value
 from ttrain.sweep.study import COMPLETED, Trial, best_of
-from ttrain.tracking import Point
 
 CURVES = 16  # of trials on one chart, the best of them
 

@@ -1,5 +1,4 @@
-"""Read runs and files that are not in the home, by MLflow's client; and artifacts by stage and key: the files of finished
-child runs, whose tags name both.
+"""Artifacts by stage and key from MLflow: the files of finished runs of stages, whose tags name both.
 
 MLflow is asked through its client. For the home's own database that is done only if its files, which lie in the home,
 have the key: so a miss loads no MLflow (1.5 s of imports). A server that does not answer is queried once and then no
@@ -14,133 +13,56 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ttrain.core.files import JsonObject, parse_object, temporary_directory
+from ttrain.core.files import JsonObject, temporary_directory
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
-from ttrain.tracking.calls import Tags, all_pages, first_line
-from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.database import database_of
-from ttrain.tracking.tracker import open_reader
-from ttrain.tracking.uploads import local_path, place_file
+from ttrain.tracking.client import database_of, first_line, local_path, own_uri, tracking_uri
+from ttrain.tracking.mirror import Mirror, place_file
+from ttrain.tracking.registered import all_pages
 
 log = logging.getLogger("ttrain")
 
 CANDIDATES = 5  # runs that may hold a key: more than one where it was forced, or built on two machines
 
 
-RUNS_PER_PAGE, RUNS_PER_QUERY = 1000, 100
-
-
 @dataclass(frozen=True)
 class StoredRun:
-    """One MLflow run as it is stored."""
+    """One finished MLflow run as it is stored."""
 
     run_id: str
-    name: str
-    status: str  # RUNNING, FINISHED, FAILED, KILLED
-    started: float  # seconds since 1970
-    ended: float | None
+    ended: float  # seconds since 1970
     artifact_uri: str
-    params: Mapping[str, str]
-    metrics: Mapping[str, float]  # last values
-    tags: Tags  # "" for one that the run does not have
-    data: Mapping[str, str]  # digest and counts of each data set that it read, by name
+    tags: Mapping[str, str]
 
 
 class MlflowSource:
-    """Read-only access to one MLflow, or to one experiment. Raises MLflow's errors; a silent server costs one probe."""
+    """Read-only access to the finished runs and files of one MLflow, or of one experiment. Raises MLflow's errors."""
 
     def __init__(self, home: Path, experiment: str | None = None) -> None:
-        self._store, self._experiment = open_reader(home), experiment
+        self.mirror, self._experiment = Mirror(home), experiment
 
-    def runs(self, ids: Iterable[str]) -> dict[str, StoredRun]:
-        """The existing runs with these ids, without deleted ones, by id."""
-        run_ids = [*dict.fromkeys(ids)]
-        batches = [run_ids[start : start + RUNS_PER_QUERY] for start in range(0, len(run_ids), RUNS_PER_QUERY)]
-        queries = ("attributes.run_id IN ({})".format(", ".join(f"'{run_id}'" for run_id in batch)) for batch in batches)
-        return {run.run_id: run for query in queries for run in self.search(query)}
-
-    def with_tags(self, key: str, values: Iterable[str]) -> list[StoredRun]:
-        """The runs whose tag has one of these values, the newest first."""
-        # MLflow's filter language cannot escape a quote, and no value of ttrain contains one
-        queries = (f"tags.`{key}` = '{value}'" for value in dict.fromkeys(values) if "'" not in value)
-        return sorted((run for query in queries for run in self.search(query)), key=lambda run: run.started, reverse=True)
-
-    def history(self, run_id: str, metric: str) -> list[tuple[int, int, float]]:
-        """(step, milliseconds since 1970, value) of a metric, as logged; from all pages."""
-        points = self._call("get_metric_history", run_id, metric)
-        return sorted((point.step, point.timestamp, point.value) for point in points)
-
-    def curves(self, run_id: str) -> list[str]:
-        """Names of the metrics that were logged at a step; the metrics of a whole run are at step 0."""
-        metrics = self._call("get_run", run_id).data.to_proto().metrics
-        return sorted(metric.key for metric in metrics if metric.step > 0)
-
-    def text(self, run_id: str, path: str) -> str:
-        """The text of one of the run's files."""
-        with temporary_directory("tracking") as folder:
-            return self.download(run_id, path, str(folder)).read_text(encoding="utf-8", errors="replace")
-
-    def download(self, run_id: str, path: str, folder: str) -> Path:
-        """Write one of the run's files below a folder; return its path there."""
-        return Path(self._call("download_artifacts", run_id, path, folder))
-
-    def files(self, run_id: str, under: str) -> dict[str, int]:
-        """Bytes of the run's files below a directory, by path."""
-        sizes: dict[str, int] = {}
-        for entry in self._call("list_artifacts", run_id, under or None):
-            sizes |= self.files(run_id, entry.path) if entry.is_dir else {entry.path: entry.file_size}
-        return sizes
-
-    def search(self, query: str) -> list[StoredRun]:
-        """The runs that match a query in MLflow's language, without deleted ones."""
-        if not self._experiments:
-            return []
-        page = partial(self._store.client.search_runs, self._experiments, query, max_results=RUNS_PER_PAGE)
-        return [_stored_run(run) for run in self._answer(lambda: all_pages(page))]
+    def finished(self, query: str) -> list[StoredRun]:
+        """The finished runs that match a query in MLflow's language, the newest first."""
+        query = f"{query} AND attributes.status = 'FINISHED'"
+        found = all_pages(partial(self.mirror.call, "search_runs", self._experiments, query)) if self._experiments else []
+        listed = [
+            StoredRun(run.info.run_id, (run.info.end_time or 0) / 1000, run.info.artifact_uri, dict(run.data.tags))
+            for run in found
+        ]
+        return sorted(listed, key=lambda run: run.ended, reverse=True)
 
     @cached_property
     def _experiments(self) -> list[str]:
         name = self._experiment
-        answer = [self._call("get_experiment_by_name", name)] if name else self._call("search_experiments")
-        return [experiment.experiment_id for experiment in answer if experiment]
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return self._answer(lambda: getattr(self._store.client, method)(*arguments))
-
-    def _answer(self, action: Callable[[], Any]) -> Any:
-        answer, error = self._store.caller.try_call(action)
-        if error is not None:
-            raise error
-        return answer
-
-
-def _stored_run(run: Any) -> StoredRun:
-    info, data = run.info, run.data
-    datasets = [entry.dataset for entry in (run.inputs.dataset_inputs if run.inputs else ())]
-    return StoredRun(
-        info.run_id,
-        info.run_name or "",
-        info.status,
-        (info.start_time or 0) / 1000,
-        info.end_time / 1000 if info.end_time else None,
-        info.artifact_uri,
-        dict(data.params),
-        dict(data.metrics),
-        defaultdict(str, data.tags),
-        {dataset.name: f"{dataset.digest} {_counts_in(dataset.profile or '')}".strip() for dataset in datasets},
-    )
-
-
-def _counts_in(profile: str) -> str:
-    return ", ".join(f"{name} {count}" for name, count in parse_object(profile).items())
+        found = [self.mirror.call("get_experiment_by_name", name)] if name else self.mirror.call("search_experiments")
+        return [experiment.experiment_id for experiment in found if experiment]
 
 
 class LocalCopies:
@@ -279,7 +201,7 @@ class MlflowArtifacts:
 
     def _may_hold(self, stage: str | None, key: str) -> bool:
         """Whether to ask MLflow: it answers, and the home's own has files of that key, or keeps its files elsewhere."""
-        if self._is_silent or self._uri != f"sqlite:///{database_of(self._home)}":
+        if self._is_silent or self._uri != own_uri(self._home):
             return not self._is_silent
         return database_of(self._home).exists() and (self._copies.is_empty or bool(self._copies.find(stage, key)))
 
@@ -293,8 +215,7 @@ class MlflowArtifacts:
 
     def _finished(self, query: str) -> list[StoredRun]:
         """Finished runs, the newest first."""
-        runs = self._source.search(f"{query} AND attributes.status = 'FINISHED'")
-        return sorted(runs, key=lambda run: run.ended or 0.0, reverse=True)
+        return self._source.finished(query)
 
     @cached_property
     def _source(self) -> MlflowSource:
@@ -318,12 +239,12 @@ class MlflowArtifacts:
         root = match.directory
         if root:
             return {path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()}
-        listed = self._source.files(match.run_id, stage)
-        return {path.removeprefix(f"{stage}/"): size for path, size in listed.items()}
+        listed = self._source.mirror.sizes(match.run_id, stage)
+        return {path.removeprefix(f"{stage}/"): size for path, size in listed}
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-            shutil.move(self._source.download(run_id, path, folder), to)
+            shutil.move(self._source.mirror.call("download_artifacts", run_id, path, folder), to)
 
 
 def _is_whole(manifest: Manifest, stage: str, key: str, sizes: Mapping[str, int]) -> bool:

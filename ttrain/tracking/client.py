@@ -1,89 +1,31 @@
-"""Call MLflow one request at a time, track whether it is silent, and warn once about each failure."""
+"""MLflow's client as ttrain opens it: which MLflow, the home's own database, and the names and texts that it accepts.
+
+MLflow is a view of the home. Its own database in the home is made by MLflow itself; one that it refuses to open (damaged,
+of another version, not a database) is renamed aside and made anew, and the pushes fill it again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-import threading
-from collections.abc import Callable
-from functools import partial
-from http import HTTPStatus
+import re
+import sqlite3
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
+from ttrain.core import redact
+from ttrain.core.files import exclusive, private_directory
 from ttrain.core.redact import without_user
-from ttrain.core.sqlite_files import is_damage
+from ttrain.core.sqlite_files import set_aside
 from ttrain.errors import TrackingError, is_disk_full
 from ttrain.store.server_records import with_token
-from ttrain.tracking.calls import attempt, first_line, is_out_of_use, is_refusal
-from ttrain.tracking.database import REPAIR, database_of, try_to_write
 
 log = logging.getLogger("ttrain")
-
-Result = TypeVar("Result")
-
-PROBE_SECONDS = 3.0  # one request to a silent server, instead of the client's ten seconds
-
-
-class MlflowCaller:
-    """Makes the calls of all threads of this process to one MLflow."""
-
-    def __init__(self, uri: str, *, is_own: bool = False) -> None:
-        """`is_own`: it is the home's own database, which `ttrain track repair` can replace."""
-        self.uri, self.is_http, self.is_own = uri, uri.startswith(("http://", "https://")), is_own
-        # Whether the last call got no answer: from a server, which /health has not shown to be up yet, or from a
-        # SQLite file that is damaged, or that another program keeps locked, for which MLflow would wait 20 s at each
-        # call
-        self.is_silent = self.is_http
-        self.last_error = ""
-        self._warned: set[str] = set()
-        # SQLite has one writer anyway; without a lock, threads met "database is locked" in 6 of 1803 (mlflow #20014)
-        lock: contextlib.AbstractContextManager[object] = threading.RLock()
-        self.lock = contextlib.nullcontext() if self.is_http else lock
-
-    def try_call(self, action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """Call MLflow once; return (result, error) instead of raising, without a warning. Fails fast while it is silent."""
-        if self.is_silent and (silence := self.probe()) is not None:
-            return None, silence
-        with self.lock:
-            result, error = attempt(action)
-        self.is_silent = error is not None and (is_out_of_use(error) or (self.is_http and not is_refusal(error)))
-        return result, error
-
-    def warn(self, label: str, error: Exception) -> None:
-        """Warn once for each label, and once about a server that does not answer or a disk that is full."""
-        cause = first_line(error)
-        if self.is_own and is_damage(cause) and REPAIR not in cause:
-            cause = f"{cause}; {REPAIR}"
-        if is_disk_full(error):
-            cause = f"{cause}; free some space on its disk"
-        self.last_error = f"{label} failed: {cause}"
-        kind = "silent" if self.is_silent else "full disk" if is_disk_full(error) else label
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("MLflow at %s: %s failed, the pipeline continues: %s", without_user(self.uri), label, cause)
-
-    def probe(self) -> Exception | None:
-        """Send one short request to the server, or to a locked database file; None when it answers."""
-        if not self.is_http:
-            _, error = attempt(lambda: try_to_write(Path(self.uri.removeprefix("sqlite:///"))))
-            error = error if error is not None and is_out_of_use(error) else None
-            return self._note_answer(error)
-        request, host = import_module("mlflow.utils.rest_utils"), import_module("mlflow.utils.credentials")
-        ask = partial(request.http_request, timeout=PROBE_SECONDS, max_retries=0, raise_on_status=False)
-        answer, error = attempt(lambda: ask(host.get_default_host_creds(self.uri), "/health", "GET"))
-        if answer is not None and answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            error = ConnectionError(f"the server answers with HTTP {answer.status_code}")
-        return self._note_answer(error)
-
-    def _note_answer(self, error: Exception | None) -> Exception | None:
-        self.is_silent = error is not None
-        self.last_error = first_line(error) if error else self.last_error
-        return error
-
 
 # Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s and more when the server is dead.
 ENVIRONMENT = {
@@ -92,9 +34,19 @@ ENVIRONMENT = {
     "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated request to create a run creates two
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the next push is the retry
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
+KEY_CHARACTERS = 250  # of a name, by MLflow's rule
+DIGEST_CHARACTERS = 8  # 32 bits, among the few names that differ in refused characters alone
+MADE = re.compile(rf"--[0-9a-f]{{{DIGEST_CHARACTERS}}}$")  # the end of a name that `clean` made
+# Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
+LOCATIONS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
 
 
 def tracking_uri(home: Path) -> str:
@@ -103,18 +55,20 @@ def tracking_uri(home: Path) -> str:
     The URI of the home's own server has the token as its password, so write it only through `without_user`.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
-    return with_token(home, uri) if uri else f"sqlite:///{database_of(home)}"
+    return with_token(home, uri) if uri else own_uri(home)
 
 
-def cannot_be_queried(uri: str, subject: str, error: Exception) -> TrackingError:
-    """The error of a question that MLflow did not answer. `subject`: what it was asked for."""
-    cause = first_line(error)
-    fix = "; start it, or set MLFLOW_TRACKING_URI to the one that holds them" if uri.startswith("http") else ""
-    if any(f"error code {status.value} " in cause for status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)):
-        fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    if "database is locked" in cause:
-        fix = "; end the other program that is writing to it, and run the command again"
-    return TrackingError(f"MLflow at {without_user(uri)} cannot be queried {subject}: {cause}{fix}")
+def own_uri(home: Path) -> str:
+    return f"sqlite:///{database_of(home)}"
+
+
+def database_of(home: Path) -> Path:
+    return home.resolve() / "mlflow" / "mlflow.db"
+
+
+def artifacts_of(home: Path) -> str:
+    """The artifact root as a URI: a plain path with a space, % or # would be misread."""
+    return (home.resolve() / "mlflow" / "artifacts").as_uri()
 
 
 def is_installed() -> bool:
@@ -124,10 +78,9 @@ def is_installed() -> bool:
 
 
 def need_mlflow(purpose: str) -> None:
-    """Silence MLflow. Raises TrackingError if it is not installed; `purpose`: the beginning of the message."""
+    """Raises TrackingError if MLflow is not installed; `purpose`: the beginning of the message."""
     if not is_installed():
         raise TrackingError(f"{purpose} MLflow, which is not installed; pip install mlflow")
-    silence()
 
 
 def silence() -> None:
@@ -138,3 +91,117 @@ def silence() -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logging.NullHandler()], False
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns at each retry
+
+
+def open_client(uri: str, home: Path) -> tuple[Any, bool]:
+    """(client, whether this call made the home's own database, so that MLflow knows no run). Raises MLflow's errors."""
+    silence()
+    if uri != own_uri(home):
+        return import_module("mlflow").MlflowClient(uri, uri), False
+    database = database_of(home)
+    private_directory(database.parent, closes_files=False)
+    with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
+        is_new = not database.exists() or not database.stat().st_size
+        try:
+            client = _open_own(uri)
+        except Exception as error:
+            if "locked" in str(error) or is_disk_full(error) or is_new:
+                raise
+            rename_aside(home, error)
+            client, is_new = _open_own(uri), True
+        _move_into(home, client)
+    return client, is_new
+
+
+def rename_aside(home: Path, error: Exception) -> None:
+    """Rename a database that MLflow cannot use; the runs are in the home, and are pushed again."""
+    aside = set_aside(database_of(home))
+    log.warning(
+        "MLflow's database could not be used (%s): it is kept as %s, and made anew from the home", first_line(error), aside
+    )
+
+
+def prepare(home: Path) -> None:
+    """Make or open the home's own database before a server does, which would refuse a damaged one."""
+    if is_installed():
+        open_client(own_uri(home), home)
+
+
+def _open_own(uri: str) -> Any:
+    client = import_module("mlflow").MlflowClient(uri, uri)
+    client.search_experiments(max_results=1)
+    client.search_registered_models(max_results=1)  # opens the registry's half too, before threads start
+    return client
+
+
+def _move_into(home: Path, client: Any) -> None:
+    """Rewrite the locations of a home that was moved or copied: MLflow stores absolute ones and cannot change them."""
+    place = artifacts_of(home)
+    theirs = {experiment.artifact_location for experiment in client.search_experiments()}
+    for old in (location for location in theirs if location.endswith("/mlflow/artifacts") and location != place):
+        with contextlib.closing(sqlite3.connect(database_of(home), timeout=10)) as database, database:
+            for table, column in LOCATIONS:
+                new = f"? || substr({column}, {len(old) + 1})"
+                database.execute(
+                    f"UPDATE {table} SET {column} = {new} WHERE substr({column}, 1, {len(old)}) = ?", (place, old)
+                )
+
+
+def server_app(home: Path) -> Any:
+    """MLflow's server application over the home's own database and files, as `mlflow server` runs it, for uvicorn.
+
+    Used instead of that command, which imports all of MLflow once more before it starts this. Raises MLflow's errors.
+    """
+    names: Any = import_module("mlflow.server.constants")
+    uri, artifacts = own_uri(home), artifacts_of(home)
+    os.environ[names.BACKEND_STORE_URI_ENV_VAR] = uri
+    os.environ[names.ARTIFACT_ROOT_ENV_VAR] = os.environ[names.ARTIFACTS_DESTINATION_ENV_VAR] = artifacts
+    os.environ[names.SERVE_ARTIFACTS_ENV_VAR] = "true"
+    import_module("mlflow.server.handlers").initialize_backend_stores(uri, uri, artifacts)
+    return import_module("mlflow.server.fastapi_app").app
+
+
+def cannot_be_asked(uri: str, error: Exception) -> str:
+    """One line: which MLflow, what it answered, what helps."""
+    cause, fix = first_line(error), ""
+    if uri.startswith("http"):
+        fix = "; start it, or set MLFLOW_TRACKING_URI to another one"
+    if "error code 401 " in cause or "error code 403 " in cause:
+        fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    if is_disk_full(error):
+        fix = "; free some space on its disk"
+    return f"MLflow at {without_user(uri)}: {cause}{fix}"
+
+
+def first_line(error: Exception) -> str:
+    """The error on one line; of a long one the beginning and the end, where the cause is."""
+    text = redact.text(str(error).split("\n")[0])
+    return (text if len(text) <= 300 else f"{text[:140]} ... {text[-150:]}") or type(error).__name__
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a location on this machine's disks; None for any other location."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return None if parts.scheme else Path(uri)
+
+
+def clean(key: str) -> str:
+    """A name that MLflow accepts, another one for each key: only its characters, no upward path, no empty segments.
+
+    A key that MLflow would refuse ends in a digest of what it was, so that "r&d" and "r#d" stay apart and each has
+    the same name in every run. So does a key that looks like such a name.
+    """
+    parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
+    name = "/".join(segment for segment in parts if segment not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.")
+    name = f"_{name[1:]}" if name.startswith("..") else name
+    if key and name == key and not MADE.search(key):
+        return key
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:DIGEST_CHARACTERS]
+    return f"{name[: KEY_CHARACTERS - DIGEST_CHARACTERS - 2] or '_'}--{digest}"
+
+
+def plain(value: object) -> str:
+    """A text that databases and JSON accept: without NUL and without lone surrogates."""
+    return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -1,173 +1,174 @@
-"""Runs as they are read back: plain values, and curves and texts that are fetched on demand."""
+"""How MLflow's own pages show the runs: saved views with useful columns, a description, and the addresses.
+
+MLflow's table shows no metric and no parameter until somebody chooses some of hundreds. So the experiment carries two
+views, as MLflow saves those of its users: a tag `mlflow.sharedViewState.<id>` with a name and the page's state as JSON
+(its browser code, 3.17: `selectedColumns` and so on). They are listed under "Views" and have addresses.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
 
-from ttrain.core.files import JsonObject, parse_object
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST, Manifest
-from ttrain.store.runs import MetricRow, read_rows
-from ttrain.tracking.artifact_source import MlflowSource
-from ttrain.tracking.calls import Result, clean
-from ttrain.tracking.uploads import local_path
+from ttrain.config import by_weight
+from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
+from ttrain.core.files import JsonDict, JsonObject, parse_json
+from ttrain.tracking.mirror import Mirror
 
-CURVES = ("metrics.jsonl", "system*.jsonl")  # under run/
-TOKENS = "tokens"
-MACHINE_PREFIX = "system/"  # metrics whose steps are seconds of the stage's time
-LARGEST_TEXT = 4 << 20  # bytes of a file that are read as a text
+TABLE, CURVES = "ttrain-table", "ttrain-curves"
+VIEW = "mlflow.sharedViewState."
+NOTE = "mlflow.note.content"
+PIPELINES = "tags.`ttrain.pipeline` != ''"  # stages' runs have no such tag: one row a pipeline run
+NEWEST_RUNS = 30  # whose settings are compared
+MOST_SETTINGS = 4  # of the columns: with the figures before them a table of 1600 pixels is full
+LONGEST_SETTING = 24  # characters of a value that a column shows
 
+# Columns, if the runs have them: the metric that a stage is judged by, and its validation loss for runs without it.
+JUDGED_BY = {metric.of_run: f"{stage}/{VALIDATION_LOSS}" for stage, metric in PRIMARY_METRICS.items()}
+EXTRA_METRICS = ("pretrain/tokens", "pretrain/tokens_per_second", "total/device_hours")
+NAME = "attributes.`Run Name`"  # MLflow itself puts it before "Created"
 
-class Point(NamedTuple):
-    """One point of a curve. `value` is NaN if the run had none (a loss that is NaN or infinite)."""
+DESCRIPTION = """\
+Each row is one run of a pipeline. Lower is better for bits per byte and losses; the settings beside them show why.
 
-    step: int
-    tokens: float | None  # trained on up to this step; None if the run does not count them
-    time: float  # seconds since 1970
-    value: float
+- [**Which is better, and why**]({table}): the figures, then the settings that differ. Stages are the runs below a row.
+- [**Curves by tokens**]({curves}): the losses of all stages over the tokens trained on, whatever a step was.
 
-
-@dataclass(frozen=True)
-class StageView:
-    """One stage of a run. A cached stage has the values of the run that made it, `made_by`."""
-
-    stage: str
-    key: str | None
-    status: str  # completed, cached, failed, interrupted, crashed, running, pending, ...
-    cached: bool
-    made_by: str | None  # name of the pipeline's run
-    run_id: str | None  # MLflow's
-    seconds: float | None  # of building it
-    ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
-    data: Mapping[str, str] = field(default_factory=dict)  # as `StoredRun` has it
-    artifact_uri: str | None = None
-    record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
-    manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
+In the terminal: `ttrain compare A B` and `ttrain report RUN`. `ttrain up --open` brings the columns up to date.
+"""
 
 
 @dataclass(frozen=True)
-class RunView:
-    """One run of a pipeline, with its stages in their order."""
+class Addresses:
+    """Addresses of MLflow's pages about some runs, to append to the address of a server."""
 
-    name: str  # as `ttrain pipeline status` lists it
-    run_id: str | None  # MLflow's; None if it was not tracked
-    pipeline: str
-    status: str  # completed, failed, interrupted, crashed, running or cached
-    started: float  # seconds since 1970
-    seconds: float | None
-    params: Mapping[str, str]  # all settings, with dotted names
-    metrics: Mapping[str, float]
-    stages: Mapping[str, StageView]
-    notes: tuple[str, ...]  # what could not be read, and what was read instead
-    decision: tuple[str, ...]  # about a night's models: (night, promoted or kept, reason); empty if there is none
-    record: JsonObject = field(repr=False)  # the whole record in the home; empty if there is none
-    store: ArtifactStore = field(repr=False, compare=False)
-    ask: Callable[..., Any] = field(repr=False, compare=False)  # a method of MlflowSource: its answer, None if it has none
-    cache: dict[tuple[str | None, ...], Any] = field(repr=False, compare=False)  # of all views that are read together
+    experiment: str
+    experiment_ids: tuple[str, ...]  # of the runs, or of the one whose table is shown
+    run_ids: tuple[str, ...] = ()
 
-    def curve(self, stage: str, metric: str) -> list[Point]:
-        """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
-        history = self._history(stage, clean(metric) if metric in self._on_disk(stage) else metric)
-        if not history:
-            return list(self._on_disk(stage).get(metric, ()))
-        counted = [] if metric.startswith(MACHINE_PREFIX) else self._history(stage, TOKENS)
-        tokens_at = {step: value for step, _, value in counted}
-        latest = {step: Point(step, tokens_at.get(step), when / 1000, value) for step, when, value in history}
-        return list(latest.values())  # the history is sorted by step, and a dict key keeps its first position
+    @property
+    def first(self) -> str:
+        """The page of one run, of a pipeline or of a stage; the comparison of several; the table for none."""
+        if not self.run_ids:
+            return self.table
+        if len(self.run_ids) == 1:
+            return f"{self._runs}/{self.run_ids[0]}?workflowType=machine_learning"
+        both = (list(self.run_ids), list(self.experiment_ids))
+        runs, experiments = (quote(compact(values), safe="") for values in both)
+        return f"#/compare-runs?runs={runs}&experiments={experiments}&workflowType=machine_learning"
 
-    def curves(self, stage: str) -> list[str]:
-        """Names of the metrics of a stage that are curves."""
-        originals = {clean(name): name for name in self._on_disk(stage)}
-        names = self._ask(stage, MlflowSource.curves) or sorted(originals)
-        return [originals.get(name, name) for name in names if name != TOKENS]
+    @property
+    def table(self) -> str:
+        """The table of runs with their metrics, and the settings that differ."""
+        return f"{self._runs}?viewStateShareKey={TABLE}&workflowType=machine_learning"
 
-    def text(self, stage: str, path: str) -> str | None:
-        """A text among the files of a stage, such as "run/samples/step-00000100.txt", from this machine's disks, else from
-        MLflow; None if there is none."""
-        if not _is_inside(path):
-            return None
-        for directory in self._directories(stage):
-            with contextlib.suppress(OSError), (directory / path).open("rb") as file:
-                return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
-        text: str | None = self._ask(stage, MlflowSource.text, f"{stage}/{path}")
-        return text
+    @property
+    def curves(self) -> str:
+        """The curves of all runs."""
+        return f"{self._runs}?viewStateShareKey={CURVES}&workflowType=machine_learning&compareRunsMode=CHART"
 
-    def manifest(self, stage: str) -> JsonObject:
-        """The manifest of a stage's artifact, from the store, else from MLflow; empty if neither has it."""
-        view = self.stages.get(stage)
-        if view is None or view.manifest or not view.run_id:
-            return view.manifest if view else {}
-        return self._cached(stage, "manifest", compute=lambda: parse_object(self.text(stage, MANIFEST) or ""))
-
-    def files(self, stage: str, under: str = "") -> Sequence[str]:
-        """Paths of the files of a stage below a directory, for `text`."""
-        if under and not _is_inside(under):
-            return []
-        for directory in self._directories(stage):
-            if (directory / under).is_dir():
-                paths = (path for path in (directory / under).rglob("*") if path.is_file())
-                return sorted(path.relative_to(directory).as_posix() for path in paths)
-        listed = self._ask(stage, MlflowSource.files, f"{stage}/{under}".rstrip("/"))
-        return sorted(path.removeprefix(f"{stage}/") for path in listed or ())
-
-    def _cached(self, stage: str, *question: str, compute: Callable[[], Result]) -> Result:
-        """What was computed for the stage before, also for another run that has it, else now: a page asks a dozen times, and
-        the curves of a long training are large."""
-        view = self.stages.get(stage)
-        key = (stage, view.key if view else None, view.run_id if view else None, *question)
-        if key not in self.cache:
-            self.cache[key] = compute()
-        value: Result = self.cache[key]
-        return value
-
-    def _ask(self, stage: str, question: Callable[..., Any], *arguments: str) -> Any:
-        """What MLflow answers about the stage's run; None if it is not to be asked, or fails."""
-        run_id = self.stages[stage].run_id if stage in self.stages else None
-        return self.ask(question, run_id, *arguments) if run_id else None
-
-    def _history(self, stage: str, metric: str) -> list[tuple[int, int, float]]:
-        return self._cached(stage, "history", metric, compute=lambda: self._ask(stage, MlflowSource.history, metric)) or []
-
-    def _directories(self, stage: str) -> Iterator[Path]:
-        """Local directories of a stage's files: in the store, in its work directory, in MLflow's artifacts."""
-        view = self.stages.get(stage)
-        if view and view.key:
-            yield self.store.path(stage, view.key)
-            yield self.store.work(stage, view.key) / "output"
-        if view and view.artifact_uri and (root := local_path(view.artifact_uri)):
-            yield root / stage
-
-    def _on_disk(self, stage: str) -> Mapping[str, list[Point]]:
-        """All curves of the stage's own files; read once, as a long training has a hundred thousand lines."""
-        return self._cached(stage, "curves", compute=lambda: _curves_of(self._rows(stage)))
-
-    def _rows(self, stage: str) -> Iterator[MetricRow]:
-        """The rows of a stage's own curves, without torn lines."""
-        for directory in self._directories(stage):
-            paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
-            for path in paths:
-                with contextlib.suppress(OSError):
-                    yield from read_rows(path)
-            if paths:
-                return
+    @property
+    def _runs(self) -> str:
+        return f"#/experiments/{self.experiment_ids[0]}/runs"
 
 
-def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
-    latest: dict[str, dict[int, Point]] = {}
-    for row in rows:
-        tokens, when = row.get(TOKENS), float(row.get("time") or 0.0)
-        tokens = None if tokens is None else float(tokens)
-        for name, value in row["metrics"].items():
-            number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
-            latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
-    return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
+def refresh_views(mirror: Mirror, experiment: str) -> None:
+    """Bring the views of an experiment up to date with its newest runs."""
+    write_views(mirror.client, mirror.experiment_id(experiment))
 
 
-def _is_inside(path: str) -> bool:
-    """Whether a relative path stays inside its directory."""
-    return bool(path) and "\0" not in path and not path.startswith("/") and ".." not in PurePosixPath(path).parts
+def write_views(client: Any, experiment_id: str, newest: int = NEWEST_RUNS) -> None:
+    """Bring the views of an experiment up to date with its newest runs; writes only what changed.
+
+    A description that a user wrote stays as it is. Raises what MLflow does.
+    """
+    runs = client.search_runs([experiment_id], PIPELINES, max_results=newest, order_by=["attributes.start_time DESC"])
+    tags = client.get_experiment(experiment_id).tags
+    metrics = [run.data.metrics for run in runs]
+    first, others = figures(metrics)
+    columns = [f"metrics.`{name}`" for name in first]
+    columns += [f"params.`{name}`" for name in differing([run.data.params for run in runs])]
+    columns += [f"metrics.`{name}`" for name in (*others, *varying(EXTRA_METRICS, metrics))]
+    columns += ["attributes.`Description`", "attributes.`Dataset`"]
+    views = {TABLE: ("ttrain: which is better, and why", columns), CURVES: ("ttrain: curves by tokens", columns)}
+    for name, (title, shown) in views.items():
+        _save(client, experiment_id, tags.get(f"{VIEW}{name}"), name, title, state_of(shown))
+    if not tags.get(NOTE):
+        pages = Addresses("", (experiment_id,))
+        text = DESCRIPTION.format(table=pages.table, curves=pages.curves)
+        client.set_experiment_tag(experiment_id, NOTE, text)
+
+
+def state_of(columns: Sequence[str]) -> JsonDict:
+    """The state of MLflow's page of runs: pipelines only, the newest first, these columns.
+
+    It names no charts, so that MLflow draws them as for a single run: sections by their names, the curves' section
+    first, and titles without the section.
+    """
+    return {
+        "searchFilter": PIPELINES,
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "selectedColumns": list(columns),
+        "columnOrder": [NAME, *columns],
+    }
+
+
+def figures(runs: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
+    """(metrics that say which run is better, at most one for each model; their substitutes in runs without an evaluation,
+    if other runs have one). If no metric differs between runs, as with a single run, all of the former."""
+    first, others = [], []
+    for judged, instead in JUDGED_BY.items():
+        is_measured = any(judged in run for run in runs)
+        first += [judged] if is_measured else [instead] if any(instead in run for run in runs) else []
+        others += [instead] if is_measured and any(instead in run and judged not in run for run in runs) else []
+    return varying(first, runs) or first, varying(others, runs)
+
+
+def varying(names: Sequence[str], runs: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names whose values differ between the runs that have them."""
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+
+
+def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The settings that differ between runs, no more than fit a table: those that shape the models first, and only one of
+    those that split the runs in the same way, as long as there are others.
+
+    A column shows a number or a word: no lists, paths or texts.
+    """
+    names = {name for run in runs for name in run if not name.startswith("data.")}
+    varied = sorted(varying(list(names), runs), key=by_weight)
+    candidates = [name for name in varied if all(_fits(run[name]) for run in runs if name in run)]
+    groupings: dict[tuple[int, ...], str] = {}
+    for name in candidates:
+        values = [run.get(name) for run in runs]
+        groupings.setdefault(tuple(map(values.index, values)), name)  # which of the runs have equal values
+    chosen = dict.fromkeys([*groupings.values()][:MOST_SETTINGS] + candidates)
+    return sorted([*chosen][:MOST_SETTINGS], key=by_weight)
+
+
+def _fits(value: str) -> bool:
+    return len(value) <= LONGEST_SETTING and not value.startswith(("[", "{", "(")) and not set(value) & {"/", "\\"}
+
+
+def _save(client: Any, experiment_id: str, present: str | None, name: str, title: str, state: JsonObject) -> None:
+    """Save a view unless it is unchanged. It keeps its creation time, by which MLflow sorts views."""
+    now = int(1000 * time.time())
+    try:
+        saved_view = parse_json(present or "{}")
+        if saved_view.get("name") == title and parse_json(saved_view["state"]) == state:
+            return
+        created = int(saved_view["createdAt"])
+    except (ValueError, KeyError, TypeError):
+        created = now
+    view = {"name": title, "createdAt": created, "updatedAt": now, "state": compact(state)}
+    client.set_experiment_tag(experiment_id, f"{VIEW}{name}", compact(view))
+
+
+def compact(value: object) -> str:
+    """Compact JSON: MLflow accepts 5000 characters."""
+    return json.dumps(value, separators=(",", ":"))

@@ -1,74 +1,20 @@
-"""Descriptions of registered models and their versions, as MLflow's pages show them. A user's own text stays.
-
-A description by ttrain ends with its digest in a comment that the pages hide: this distinguishes it from an edited
-one, with a single write.
-"""
+"""The files that let MLflow open a model: `MLmodel` with its flavor and signature, requirements, examples, card."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from ttrain.core.files import JsonDict, JsonObject, read_object
-from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact
-from ttrain.tracking.calls import plain
-from ttrain.tracking.runs import AnyRun
-from ttrain.tracking.uploads import local_path
-
-HERE = "<NAME/VERSION>"  # in a text: the version that it describes
-
-CHARACTERS = 5000  # that MLflow's database holds
-
-DECISION = "\n\n## Decision\n\n"
-
-MARK = re.compile(r"\n\n<!-- ttrain ([0-9a-f]{12}) -->\Z")
-
-MARK_CHARACTERS = 30
-
-
-def marked(text: str) -> str:
-    """A description by ttrain, cut to MLflow's limit, with its digest."""
-    text = plain(text)[: CHARACTERS - MARK_CHARACTERS]
-    return f"{text}\n\n<!-- ttrain {digest_of(text)[:12]} -->"
-
-
-def is_ours(description: str | None) -> bool:
-    """Whether the description is empty or as ttrain wrote it."""
-    match = MARK.search(description or "")
-    return not description or (match is not None and marked(description[: match.start()]) == description)
-
-
-def set_description(client: Any, version: Any, text: str) -> None:
-    """Set the description of a version, above the decision about it; one that a user wrote stays as it is."""
-    old_text = version.description or ""
-    if text and is_ours(old_text):
-        _, heading, decision = MARK.sub("", old_text).partition(DECISION)
-        new_text = marked(text.replace(HERE, f"{version.name}/{version.version}") + heading + decision)
-        if new_text != old_text:
-            client.update_model_version(version.name, str(version.version), new_text)
-
-
-def add_decision(client: Any, version: Any, table: str) -> None:
-    """Put a decision below the description of a version, replacing an earlier one."""
-    old_text = version.description or ""
-    new_text = MARK.sub("", old_text).partition(DECISION)[0] + DECISION + table
-    client.update_model_version(
-        version.name, str(version.version), marked(new_text) if is_ours(old_text) else new_text[:CHARACTERS]
-    )
-
 
 CARD = "README.md"
-
-LOADS = "ttrain.loads"  # tag of a version: the flavor that loads it, if MLflow can
 
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of an artifact's model and adapter, of an adapter's base
 
@@ -97,11 +43,6 @@ class LoadableModel:
         """Whether MLflow can load it; it cannot load an adapter without its base."""
         return "MLmodel" in self.texts
 
-    @property
-    def tags(self) -> dict[str, str]:
-        """Tags for the model version."""
-        return {LOADS: "mlflow.transformers"} if self.is_whole else {}
-
 
 def loadable(artifact: Artifact, directory: str, *, base: Path | None, card: str, examples: Sequence[str]) -> LoadableModel:
     """Extra files for an artifact's model or adapter in its `directory`.
@@ -125,19 +66,6 @@ def loadable(artifact: Artifact, directory: str, *, base: Path | None, card: str
     texts[EXAMPLE] = json.dumps(list(examples), ensure_ascii=False)
     texts[SERVED_EXAMPLE] = json.dumps({"inputs": list(examples)}, ensure_ascii=False)
     return LoadableModel(texts, files)
-
-
-def shares_disk(run: AnyRun, base: Path) -> bool:
-    """Whether the run's artifacts are on the same disk as a base model, so that its weights can be hard links there."""
-    root = local_path(run.artifact_uri) if run.artifact_uri else None
-    if root is None:
-        return False
-    while not root.exists() and root != root.parent:
-        root = root.parent
-    try:
-        return root.stat().st_dev == base.stat().st_dev
-    except OSError:
-        return False
 
 
 def _flavor(model: Path, *, is_adapter: bool) -> JsonDict:

@@ -1,0 +1,279 @@
+"""Push runs of a home to MLflow: `push` for some, and `Pusher` for a run that goes on, from a thread of its own.
+
+The pipeline's result does not depend on MLflow, so a failure is one warning; the home has everything, and the next run or
+`ttrain track push` brings what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import JsonDict, Taken, exclusive, refuse
+from ttrain.core.redact import without_user
+from ttrain.core.sqlite_files import is_damage
+from ttrain.pipeline import registration
+from ttrain.pipeline.tracked_runs import RunContent, id_of, waiting_records
+from ttrain.store import runs
+from ttrain.store.registry import ModelSet, Registry, Version
+from ttrain.tracking.book import Book, noted_bytes
+from ttrain.tracking.client import cannot_be_asked, is_installed, rename_aside, tracking_uri
+from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
+from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
+from ttrain.tracking.views import refresh_views
+
+log = logging.getLogger("ttrain")
+
+INTERVAL_SECONDS = 3.0  # between two pushes of a run that goes on
+SILENT_SECONDS = 10.0  # without an answer: after this the end of a run waits no longer
+RETRY_SECONDS = 30.0  # between two tries of an MLflow that does not answer
+
+_one_at_a_time = threading.RLock()  # SQLite has one writer; threads without a lock met "database is locked" (mlflow #20014)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What became of the push of a run: `why` says what failed, or is empty."""
+
+    run: str
+    run_id: str | None = None
+    why: str = ""
+
+    def to_json(self) -> JsonDict:
+        """The run as `track push --json` prints it."""
+        return {"run": self.run, "run_id": self.run_id, "pushed": not self.why, "why": self.why}
+
+
+def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str], object] = lambda run: None) -> list[Pushed]:
+    """Push these runs, or all that changed since their last push, oldest first; one that fails ends nothing but itself."""
+    home, uri = home.resolve(), tracking_uri(home.resolve())
+    try:
+        mirror = _open(home)
+    except Exception as error:  # MLflow may raise anything
+        return [Pushed(name, why=cannot_be_asked(uri, error)) for name in (waiting(home) if names is None else names)]
+    done = []
+    for name in waiting(home) if names is None else names:
+        on_run(name)
+        try:
+            with _one_at_a_time, _lock(home, name):
+                bound = push_run(mirror, name)
+            done.append(Pushed(name, bound.run_id if bound else None))
+        except Exception as error:
+            log.debug("from MLflow", exc_info=True)
+            mirror.forget()
+            done.append(Pushed(name, why=cannot_be_asked(uri, error)))
+    return done
+
+
+def waiting(home: Path) -> list[str]:
+    """The runs that have changed since their last push, oldest first, but for those that are in progress."""
+    records = (record for record in waiting_records(home) if record["outcome"] != "running")
+    return list(Book(home, tracking_uri(home)).waiting(iter(records)))
+
+
+def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | None:
+    """Push one run of the home with its stages, registered versions and aliases; `without` some stages. Raises MLflow's
+    errors."""
+    home, book = mirror.home, Book(mirror.home, mirror.uri)
+    size = noted_bytes(home, name)
+    record = runs.read(home, name)
+    if record is None:
+        return None
+    content = RunContent(home, record, mirror.is_local, frozenset(without))
+    run = content.tracked()
+    bound = mirror.push(run)
+    if bound is None:
+        book.note_run(name, noted=size)
+        return None
+    if content.has_ended:
+        _register(mirror, content, bound)
+        refresh_views(mirror, run.experiment)
+    stages = {stage.tags["ttrain.stage"]: mirror.bound[stage.id].run_id for stage in run.stages if stage.id in mirror.bound}
+    known = book.runs.get(name, {}).get("stages", {})
+    book.note_run(name, run_id=bound.run_id, experiment_id=bound.experiment_id, stages={**known, **stages})
+    if content.has_ended:
+        book.note_run(name, noted=size)
+        book.note_seen()
+    return bound
+
+
+def _register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
+    """Bring the versions that the run registered up to date, and the aliases of its sets."""
+    numbers: dict[str, str] = {}
+    for version in content.versions():
+        if isinstance(version, ModelSet):
+            numbers[version.name] = register(mirror, _set(content, version, numbers, bound))
+        elif version.run == content.record["run"] or (number := number_of(mirror, version)) is None:
+            numbers[version.name] = register(mirror, _model(mirror, content, version, bound))
+        else:
+            numbers[version.name] = number  # another run's, which describes it
+    for name in {model_set.name for model_set in content.sets}:
+        push_aliases(mirror, Registry(content.home), name)
+
+
+def _model(mirror: Mirror, content: RunContent, version: Version, bound: Bound) -> Registration:
+    """A model as MLflow shows it; its files are with its stage's run, or else go to the pipeline's."""
+    model = content.registered(content.artifacts[version.stage])
+    texts, files = content.model_files(version.stage)
+    holder = mirror.bound.get(_stage_id(content, version.stage)) if version.stage in content.made else None
+    if holder is None:
+        mirror.place_files(texts, files, bound)
+    words = model.descriptions(opens=any(path.endswith("/MLmodel") for path in texts))
+    source = f"{(holder or bound).artifact_uri}/{model.path}"
+    return Registration(version.name, identity_of(version), source, (holder or bound).run_id, tags=model.tags, **words)
+
+
+def _set(content: RunContent, model_set: ModelSet, numbers: dict[str, str], bound: Bound) -> Registration:
+    """A set as MLflow shows it: it opens as the last of its models, and is referenced, not copied."""
+    last = model_set.last
+    source = f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else bound.artifact_uri
+    models = {
+        member.name: content.artifacts[stage] for stage, member in model_set.members.items() if stage in content.artifacts
+    }
+    text = registration.of_set(model_set.name, model_set.run, models, model_set.metrics)
+    if table := model_set.decided.get("table"):
+        text += f"\n\n## Decision\n\n{table}"
+    about = registration.SETS.format(name=model_set.name)
+    return Registration(model_set.name, identity_of(model_set), source, bound.run_id, text, about, facts_of(model_set))
+
+
+def _stage_id(content: RunContent, stage: str) -> str:
+    entry = next(entry for entry in content.record["stages"] if entry["name"] == stage)
+    return str(entry.get("tracked") or f"{content.record['run']}/{stage}")
+
+
+def _open(home: Path) -> Mirror:
+    """MLflow; if it was made anew, everything is to be pushed again."""
+    mirror = Mirror(home)
+    if mirror.is_new:
+        Book(home, mirror.uri).forget()
+    return mirror
+
+
+def _lock(home: Path, name: str, *, waits: bool = True) -> Any:
+    return exclusive(home / "mlflow" / "locks" / f"{name}.lock", None if waits else refuse)
+
+
+@dataclass
+class Pusher:
+    """Pushes a run every few seconds from a thread of its own, before that what earlier runs left, and once at the end.
+
+    `show(bound)` is called when the run is in MLflow. `content` makes what is pushed, if it is no run of the home.
+    """
+
+    home: Path
+    run: str
+    show: Callable[[Bound], object] = lambda bound: None
+    content: Callable[[], TrackedRun] | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _is_at_end: bool = False
+    _mirror: Mirror | None = None
+    _is_shown: bool = False
+    _warned: bool = False
+    _pushed: dict[str, Any] = field(default_factory=dict)  # by stage: its entry as it was pushed last, once it had ended
+    _began_try: float = 0.0
+    error: str = ""
+
+    def start(self) -> None:
+        """Begin to push, if MLflow is installed."""
+        self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
+        if is_installed():
+            self._thread.start()
+        else:
+            log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
+
+    def finish(self) -> bool:
+        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there."""
+        if not self._thread.is_alive():
+            return True
+        self._is_at_end = True
+        self._stop.set()
+        asked = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            answered, patience = (self._mirror.answered, self._mirror.patience) if self._mirror else (0.0, 0.0)
+            if time.monotonic() - max(asked, answered) > SILENT_SECONDS + patience:
+                self._warn(f"MLflow at {without_user(tracking_uri(self.home))} does not answer")
+                return False
+        if self.error:
+            self._warn(self.error)
+        return not self.error
+
+    def page(self, stage: str | None = None) -> str | None:
+        """Address of the page of the run, or of a stage's, on a server that shows MLflow, after pushing it."""
+        self._try()
+        notes = Book(self.home, tracking_uri(self.home)).runs.get(self.run, {})
+        run_id = notes.get("stages", {}).get(stage) if stage else notes.get("run_id")
+        return f"#/experiments/{notes['experiment_id']}/runs/{run_id}" if run_id else None
+
+    def _loop(self) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            pause = INTERVAL_SECONDS if self._try() else RETRY_SECONDS
+        self._try(is_last=True)
+
+    def _try(self, *, is_last: bool = False) -> bool:
+        self.error = ""
+        try:
+            with _one_at_a_time:
+                self._push()
+        except Taken:  # another process pushes it at this moment
+            return False
+        except Exception as error:  # MLflow may raise anything
+            log.debug("from MLflow", exc_info=True)
+            self.error = cannot_be_asked(tracking_uri(self.home), error)
+            if self._mirror and self._mirror.is_own and is_damage(error):
+                rename_aside(self.home, error)
+                self._mirror = None
+            elif self._mirror:
+                self._mirror.forget()  # so that the next push asks what has arrived
+            self._pushed.clear()
+            if not is_last:
+                self._warn(self.error)
+            return False
+        return True
+
+    def _push(self) -> None:
+        if self._mirror is None:
+            self._mirror = _open(self.home)
+            if self.content is None:
+                for earlier in waiting(self.home):
+                    push_run(self._mirror, earlier)
+        if self.content is not None:
+            bound = self._mirror.push(self.content())
+        else:
+            with _lock(self.home, self.run, waits=self._is_at_end):
+                bound = self._push_run()
+        if bound and not self._is_shown:
+            self._is_shown = True
+            self.show(bound)
+
+    def _push_run(self) -> Bound | None:
+        assert self._mirror is not None, "MLflow is open"
+        record = runs.read(self.home, self.run) or {}
+        ended = {entry["name"]: entry for entry in record.get("stages", ()) if entry["outcome"] != "running"}
+        same = [name for name, entry in ended.items() if self._pushed.get(name) == entry]
+        is_whole = self._is_at_end and record.get("outcome") != "running"
+        bound = push_run(self._mirror, self.run, () if is_whole else same)
+        self._pushed = ended
+        return bound
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date", text)
+
+
+def push_noted(home: Path, run: str) -> None:
+    """Push a run that something was noted about after its end, such as a decision; a failure is a warning."""
+    for pushed in push(home, [run]):
+        if pushed.why:
+            log.warning("%s; `ttrain track push` brings MLflow up to date", pushed.why)
+
+
+__all__ = ["Pushed", "Pusher", "id_of", "push", "push_noted", "push_run", "waiting"]

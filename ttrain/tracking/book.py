@@ -1,0 +1,101 @@
+"""What was pushed where: `mlflow/pushed.json` in the home. It spares work and can be deleted: pushes compare anyway.
+
+By the address of an MLflow: of each run its ids there and the size that its events had, by which a later change is seen; the
+aliases that were pushed last, by which one that somebody moved on MLflow's page is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, read_object, write_json
+from ttrain.core.redact import without_user
+from ttrain.store import events
+from ttrain.store.run_evaluations import folder_of
+from ttrain.tracking.client import database_of, own_uri
+
+
+class Book:
+    """The notes about one MLflow."""
+
+    def __init__(self, home: Path, uri: str) -> None:
+        self._home = home.resolve()
+        self._path = self._home / "mlflow" / "pushed.json"
+        self._own = uri == own_uri(self._home)
+        self._name = "own" if self._own else without_user(uri)
+
+    @property
+    def runs(self) -> JsonDict:
+        """By run: `run_id`, `experiment_id`, `stages` (run ids by stage), `noted` (bytes that were pushed)."""
+        found: JsonDict = self._read().get("runs", {})
+        return found
+
+    def aliases(self, name: str) -> dict[str, str]:
+        """The aliases of a registered model, as they were pushed last."""
+        return dict(self._read().get("aliases", {}).get(name, {}))
+
+    def is_seen(self) -> bool:
+        """Whether MLflow is as the last push left it; asked of the home's own database alone."""
+        return self._own and self._read().get("state") == self._state()
+
+    def note_run(self, run: str, **values: object) -> None:
+        with self._changing() as notes:
+            notes.setdefault("runs", {}).setdefault(run, {}).update(values)
+
+    def note_pushed(self, run: str) -> None:
+        """Note that MLflow has all of a run as it is now."""
+        self.note_run(run, noted=noted_bytes(self._home, run))
+        self.note_seen()
+
+    def note_aliases(self, name: str, aliases: JsonDict) -> None:
+        with self._changing() as notes:
+            notes.setdefault("aliases", {})[name] = aliases
+
+    def note_seen(self) -> None:
+        """Note the state of the home's own database."""
+        if self._own:
+            with self._changing() as notes:
+                notes["state"] = self._state()
+
+    def forget(self) -> None:
+        """MLflow was made anew: everything is to be pushed."""
+        with self._changing() as notes:
+            notes.clear()
+
+    def waiting(self, records: Iterator[JsonDict]) -> Iterator[str]:
+        """The runs whose events were not all pushed: here, or to the MLflow that the run was for."""
+        everything = read_object(self._path)
+        for record in records:
+            run, settings = record["run"], record.get("settings", {}).get("tracking", {})
+            noted = {name: notes.get("runs", {}).get(run) for name, notes in everything.items()}
+            mine = noted.get(self._name)
+            is_elsewhere = mine is None and any(noted.values())
+            pushed = (mine or {}).get("noted")
+            if settings.get("enabled", True) and not is_elsewhere and pushed != noted_bytes(self._home, run):
+                yield run
+
+    def _read(self) -> JsonDict:
+        notes: JsonDict = read_object(self._path).get(self._name, {})
+        return notes
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[JsonDict]:
+        with exclusive(self._path.with_suffix(".lock"), mode=PRIVATE_FILE):
+            everything = read_object(self._path)
+            yield everything.setdefault(self._name, {})
+            write_json(self._path, everything, PRIVATE_FILE)
+
+    def _state(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            status = database_of(self._home).stat()
+            return [status.st_size, status.st_mtime_ns]
+        return []
+
+
+def noted_bytes(home: Path, run: str) -> int:
+    """Bytes of what the home has noted of a run, its events and evaluations: as these only grow, the same number is the
+    same run."""
+    paths = [events.path_of(home / "runs" / f"{run}.json"), *folder_of(home, run).glob("*.json")]
+    return sum(path.stat().st_size for path in paths if path.exists())
