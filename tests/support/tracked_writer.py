@@ -12,33 +12,47 @@ from typing import Any
 
 from support.outage_proxy import Proxy
 
-from ttrain import tracking
+from ttrain.config import Settings
+from ttrain.core.files import read_object, write_json
+from ttrain.pipeline import pusher
+from ttrain.pipeline.stage_worker import TRACKED
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.runs import RunRecord
 
 CONTEXT = multiprocessing.get_context("forkserver")  # the libraries are loaded once, not by each of a hundred writers
 CONTEXT.set_forkserver_preload(["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"])
+STAGE, KEY = "pretrain", "a" * 64
+
+
+def curve_of(home: Path) -> Path:
+    """The curve of the writer's stage."""
+    return ArtifactStore(home).work(STAGE, KEY) / "output" / "run" / "metrics.jsonl"
 
 
 def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> None:
-    """Go on with the curve at its checkpoint, up to the step `last`, and track it."""
+    """Go on with the curve at its checkpoint, up to the step `last`, as a run of the home that is tracked."""
     os.environ.update(environment)
-    path, known_path = home / "metrics.jsonl", home / "known.json"
-    store = tracking.open_store(home, "outages")
-    known = json.loads(known_path.read_text()) if known_path.exists() else {}
-    run = store.start_run("writer", run_id=known.get("run_id"), identity=known.get("identity"), tags={}, params={"lr": 1})
-    known_path.write_text(json.dumps({"run_id": run.id, "identity": run.identity}))
-    follower = tracking.MetricsFollower(path, run, seconds=0.02)
+    pusher.INTERVAL_SECONDS, pusher.RETRY_SECONDS = 0.02, 0.2
+    record = RunRecord(home, "full", [STAGE], Settings().replaced({"tracking": {"experiment": "outages"}}).model_dump())
+    path, known_path = curve_of(home), ArtifactStore(home).work(STAGE, KEY) / TRACKED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    identity = read_object(known_path).get("id") or f"{record.run}/{STAGE}"
+    write_json(known_path, {"run": record.run, "id": identity})
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     keep = max(0, len(lines) // 10 * 10 - 10)  # back to the checkpoint
     path.write_text("".join(lines[:keep]))
+    record.stage(STAGE, outcome="running", key=KEY, tracked=identity)
+    follower = pusher.Pusher(home, record.run)
+    follower.start()
     with path.open("a") as file:
         for step in range(keep + 1, last + 1):
             row = {"step": step, "tokens": 100 * step, "time": time.time(), "metrics": {"loss": 1 / step}}
             file.write(json.dumps(row) + "\n")
             file.flush()
             time.sleep(pace)
-    follower.stop()
-    run.finish("FINISHED")
-    store.close()
+    record.stage(STAGE, outcome="completed")
+    record.finish("completed", {})
+    follower.finish()
 
 
 def write_through(
@@ -48,9 +62,9 @@ def write_through(
     environment = {"MLFLOW_TRACKING_URI": proxy.url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
     for mode in modes:
         writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, environment))
-        size = _size(home / "metrics.jsonl")
+        size = _size(curve_of(home))
         writer.start()
-        while _size(home / "metrics.jsonl") == size:
+        while _size(curve_of(home)) == size:
             assert writer.is_alive()
             time.sleep(0.01)
         time.sleep(seconds / 2)
@@ -72,10 +86,11 @@ def _size(path: Path) -> int:
 def assert_whole(url: str, home: Path, last: int) -> None:
     from mlflow import MlflowClient
 
-    tracking.sync(home)
+    os.environ["MLFLOW_TRACKING_URI"] = url
+    assert not [pushed.why for pushed in pusher.push(home) if pushed.why]
     client: Any = MlflowClient(url, url)
-    known = json.loads((home / "known.json").read_text())
-    (run,) = runs_of(client, known["identity"])
+    identity = read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"]
+    (run,) = runs_of(client, identity)
     for key in ("loss", "tokens"):
         found = Counter(steps(client, run.info.run_id, key))
         assert sorted(found) == list(range(1, last + 1)), "0 lost"
