@@ -82,7 +82,7 @@ def test_a_set_of_another_home_keeps_its_numbers_where_they_are_free(sets_home: 
         register(other, number)
     first, second, same = (Registry(other).find("mine", version) for version in ("1", "2", "3"))
     registry = Registry(sets_home)
-    free = replace(second, version="9", decision=DECISION)
+    free = replace(second, version="9", decision=DECISION, run_id="abc")
     assert registry.adopt(free, ["champion", "best"]) == replace(
         free, aliases=("best", "champion"), members=registry.find("mine", "9").members
     )
