@@ -268,6 +268,9 @@ def test_what_was_pushed_is_noted_for_each_tracker(sets_home: Path) -> None:
         {"mine": {"champion": "3"}},
         {"mine": {"champion": "2"}},
     )
+    registry.note_pushed("http://me:secret@c", {"mine": {"champion": "1"}})
+    assert registry.pushed("http://me:secret@c") == {"mine": {"champion": "1"}}
+    assert "secret" not in (sets_home / "registry.json").read_text()
 
 
 def test_the_registry_loads_no_mlflow(sets_home: Path) -> None:

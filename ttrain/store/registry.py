@@ -25,6 +25,7 @@ from ttrain.core.files import (
     need_object,
     write_json,
 )
+from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -298,13 +299,13 @@ class Registry:
 
     def pushed(self, uri: str) -> Pushed:
         """The aliases that were last brought to the tracker at this address."""
-        pushed: Pushed = self.read()["pushed"].get(uri, {})
+        pushed: Pushed = self.read()["pushed"].get(without_user(uri), {})
         return pushed
 
     def note_pushed(self, uri: str, aliases: Pushed) -> None:
         """Note the aliases that the tracker at this address has now."""
         with self._changing() as state:
-            state["pushed"][uri] = {name: dict(by_alias) for name, by_alias in aliases.items()}
+            state["pushed"][without_user(uri)] = {name: dict(by_alias) for name, by_alias in aliases.items()}
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[JsonDict]:
