@@ -46,9 +46,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
 
 
-def test_the_json_of_a_set_has_its_models_keys_metrics_and_the_id_of_its_run_in_mlflow(
-    sets_home: Path, models: Run
-) -> None:
+def test_the_json_of_a_set_has_its_models_keys_metrics_and_the_id_of_its_run_in_mlflow(sets_home: Path, models: Run) -> None:
     (sets_home / "runs").mkdir()
     record = {
         "run": "full-3",
@@ -101,9 +99,7 @@ def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None
     assert Registry(sets_home).champion("mine") is None
 
 
-def test_no_command_asks_a_tracker(
-    sets_home: Path, models: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_asks_a_tracker(sets_home: Path, models: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import would fail
     for words in (("list",), ("promote", "1"), ("promote", "2"), ("rollback",)):

@@ -127,6 +127,7 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished:
     [run] = {stage["run"] for stage in told["stages"]}
     assert run == told["run"] == finished.runs()[-1]["run"]
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
+    shutil.copy(finished.home / "registry.json", tmp_path / "home")
     alone = json.loads(Cli(tmp_path / "home", finished.data).in_process("lineage", "tiny-test/1", "--json", settings=False))
     assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
     assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
@@ -139,6 +140,7 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished:
 @pytest.mark.soak
 def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
+    shutil.copy(finished.home / "registry.json", tmp_path / "home")
     cli = Cli(tmp_path / "home", finished.data)
     said = cli.here("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
     told = json.loads(said[said.index("\n{") :])  # after what went to standard error

@@ -16,8 +16,8 @@ import pytest
 from support.nights import NAME, add_similar_documents
 from support.pipeline_home import Cli, load_stages
 
-from ttrain import tracking
 from ttrain.nightly.records import NightRecord, Nights
+from ttrain.store.registry import Registry
 
 NONE = ("--engine", "none")
 
@@ -27,7 +27,7 @@ def nights(cli: Cli) -> list[NightRecord]:
 
 
 def champion(cli: Cli) -> str | None:
-    found = tracking.Champions(cli.home).champion(NAME)
+    found = Registry(cli.home).champion(NAME)
     return found.version if found else None
 
 
@@ -40,7 +40,7 @@ def files_of(one: NightRecord) -> list[str]:
 
 
 def manifest_of(cli: Cli, version: str, stage: str) -> Any:
-    artifact = cli.home / "store" / stage / tracking.Champions(cli.home).find(NAME, version).keys[stage]
+    artifact = cli.home / "store" / stage / Registry(cli.home).find(NAME, version).keys[stage]
     return json.loads((artifact / "manifest.json").read_bytes())
 
 
@@ -89,7 +89,7 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert (found.name, found.outcome, files_of(found)) == ("night-000002", "promoted", ["docs-3.jsonl"])
     decision = found.data["decision"]
     assert decision["promote"] and decision["difference"] == pytest.approx(decision["champion"] - decision["challenger"])
-    assert tracking.Champions(second.home).find(NAME, "2").decision == decision
+    assert Registry(second.home).find(NAME, "2").decision == decision
     assert "champion" in second.output and "the challenger: -" in second.output
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
@@ -102,7 +102,7 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
 
 
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
-    first, found = (tracking.Champions(second.home).find(NAME, version) for version in ("1", "2"))
+    first, found = (Registry(second.home).find(NAME, version) for version in ("1", "2"))
     assert first.keys["tokenizer"] == found.keys["tokenizer"]
     assert first.members["tokenizer"].version == found.members["tokenizer"].version == "1"
     taken = manifest_of(second, "2", "base-model")["ingredients"]["files"]["weights"]
@@ -111,10 +111,10 @@ def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second:
 
 
 def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(second: Any) -> None:
-    keys = tracking.Champions(second.home).find(NAME, "2").keys
+    keys = Registry(second.home).find(NAME, "2").keys
     rows = manifest_of(second, "2", "pretrain")["result"]["rows"]
     assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
-    first = tracking.Champions(second.home).find(NAME, "1").keys["shards-pretrain"]
+    first = Registry(second.home).find(NAME, "1").keys["shards-pretrain"]
     assert manifest_of(second, "2", "replay")["inputs"]["learnt-0000"]["key"] == first
     learnt = (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
     assert nights(second)[0].learnt_shards("pretrain") == learnt
@@ -155,7 +155,7 @@ POINTS = [
 
 
 def killed(cli: Cli, number: int, when: str) -> int | None:
-    """How a night ends that is killed at that rename of its record; where it tells MLflow: tests/tracking/test_champions."""
+    """How a night ends that is killed at that rename of its record; of the registry: store/test_registry."""
     replace, renames = Path.replace, itertools.count(1)
 
     def dying(path: Path, target: Path) -> Path:
@@ -183,7 +183,7 @@ def before_second(copy: Callable[[], Cli]) -> Cli:
     cli = copy()
     (cli.data / "docs-4.jsonl").unlink()
     (cli.home / "nightly" / NAME / "night-000002.json").unlink()
-    tracking.Champions(cli.home).rollback(NAME)
+    Registry(cli.home).rollback(NAME)
     assert champion(cli) == "1"
     return cli
 
@@ -198,7 +198,7 @@ def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli,
     outcomes = [one.outcome for one in nights(cli)]
     assert outcomes == ["nothing-new", "promoted", "promoted"]
     assert champion(cli) == "2" and nights(cli)[1].data["version"] == "2"
-    assert [one.version for one in tracking.list_sets(cli.home, NAME)] == ["2", "1"]  # nothing is registered twice
+    assert [one.version for one in Registry(cli.home).sets(NAME)] == ["2", "1"]  # nothing is registered twice
     assert not any(one.data.get("untold") for one in nights(cli))
 
 
@@ -218,12 +218,10 @@ ON_CHAMPION = (
 def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
     cli = copy()
     assert "the champion, version 2, is warmed up again" in night(cli, *ON_CHAMPION, "nightly.deadline_hours=0.0001")
-    tracking.Champions(cli.home).promote(NAME, "1")
+    Registry(cli.home).promote(NAME, "1")
     said = night(cli, *ON_CHAMPION)
     assert "version 1 became champion during the night" in said and champion(cli) == "1"
     assert nights(cli)[0].outcome == "kept"
-    keys, before = (
-        tracking.Champions(cli.home).find(NAME, version).keys for version in (nights(cli)[0].data["version"], "2")
-    )
+    keys, before = (Registry(cli.home).find(NAME, version).keys for version in (nights(cli)[0].data["version"], "2"))
     assert (keys["sft"], keys["lora"]) == (before["sft"], before["lora"]), "no chat was new"
     assert keys["pretrain"] != before["pretrain"]

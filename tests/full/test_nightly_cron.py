@@ -10,8 +10,8 @@ from support.pipeline_home import Cli
 from support.served import every_five_seconds, flow_runs, serving
 from support.waiting import wait_until
 
-from ttrain import tracking
 from ttrain.nightly.records import Nights
+from ttrain.store.registry import Registry
 
 YEARLY = "0 2 1 1 *"
 ENDS = ("Promoted", "Kept", "Failed", "Crashed")
@@ -35,7 +35,7 @@ def test_a_slot_of_a_cron_trains_on_new_documents_and_promotes_what_is_better(co
     night = next(night for night in Nights(cli.home, NAME).newest_first() if night.name == run["name"])
     decision = night.data["decision"]
     assert (night.outcome, night.data["version"]) == ("promoted", "2") and decision["difference"] > 0
-    champion = tracking.Champions(cli.home).champion(NAME)
+    champion = Registry(cli.home).champion(NAME)
     assert champion is not None and champion.version == "2"
     trained = next(recorded for recorded in cli.runs() if recorded["pipeline"] == "nightly")
     outcomes = {stage["name"]: stage["outcome"] for stage in trained["stages"]}

@@ -336,7 +336,6 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
 @pytest.mark.parametrize(
     ("given", "cure"),
     [
-        ({"tracking": {"enabled": False}}, "set it to true"),
         ({"runtime": {"nodes": 2, "rendezvous": "h:29500"}}, "set runtime.nodes=1"),
     ],
 )

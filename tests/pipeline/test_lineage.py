@@ -18,12 +18,13 @@ from ttrain.cli import evaluate
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.pipeline.lineage import STORE, TAGS, TRACKER, History, Lineage, lineage_of
+from ttrain.pipeline.lineage import REGISTRY, STORE, TRACKER, History, Lineage, lineage_of
 from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
-from ttrain.tracking import Member, datasets
+from ttrain.store.registry import Registry
+from ttrain.tracking import datasets
 
 RUN = "full-20261121-160222-1a2b4"
 SHA = "5" * 64
@@ -78,6 +79,9 @@ def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
     (home / "runs").mkdir(exist_ok=True)
     told = {"metrics": {}, "settings": {}, "process": {"pid": 1, "started": 0}, "model_set": "mine/1"}
     write_json(home / "runs" / f"{RUN}.json", {**record, **told})
+    registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
+    members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
+    registry.register_set("mine", RUN, members, {name: one.key for name, one in made.items()}, {})
     return made
 
 
@@ -90,39 +94,29 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
-    """The same, which MLflow knows: a run a stage, versions of the base and the SFT model, and their set."""
+    """The same, which MLflow knows, with a run for each stage; its set is champion."""
     home = tmp_path_factory.mktemp("tracked") / "home"
     add_database(home)
     artifacts = make(home)
     opened = tracking.open_store(home, "ttrain")
     assert isinstance(opened, tracking.MlflowStore)
     parent = opened.start_run(RUN, tags={"ttrain.pipeline": "full"}, params={})
-    members = []
     for stage, artifact in artifacts.items():
         tags = {"ttrain.stage": stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content}
         run = opened.start_run(stage, parent=parent, tags={**tags, "ttrain.run": RUN}, params={})
         run.log_directory(artifact.path, stage)
-        if stage in ("pretrain", "sft"):
-            given = {f"ttrain.input.{name}": one["key"] for name, one in artifact.manifest["inputs"].items()}
-            name = f"mine-{'base' if stage == 'pretrain' else stage}"
-            version = opened.register_model(name, run=run, artifact_path=f"{stage}/model", tags={**tags, **given})
-            assert version is not None
-            members.append(Member(name, version, stage, artifact.key))
         run.finish("FINISHED")
-    contents = {stage: one.content for stage, one in artifacts.items()}
-    told = tracking.model_sets.tags_of(RUN, members, contents, {stage: one.key for stage, one in artifacts.items()}, {})
     parent.finish("FINISHED")
-    tracking.model_sets.register_set(opened.client, "mine", parent, told)
-    for name in ("mine", "mine-sft"):
-        opened.client.set_registered_model_alias(name, "champion", "1")
     opened.close()
+    Registry(home).promote("mine", "1")
     return home
 
 
 def alone(home: Path, to: Path, *parts: str) -> Path:
-    """A home with these parts of another one."""
+    """A home with the registry and these parts of another one."""
     for part in parts:
         shutil.copytree(home / part, to / part)
+    shutil.copy(home / "registry.json", to)
     return to
 
 
@@ -173,14 +167,14 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
     versions = ("mine-sft/1", "mine-sft@champion", "mine/1", "mine@champion")  # a set stands for the last of its models
     for text in (*versions, *(f"models:/{version}" for version in versions)):
         assert resolve(text, home).model == own, text
-    there = r"there are mine/1, mine@challenger, mine@champion, mine-base/1, mine-sft/1, mine-sft@champion"
+    there = r"there are mine/1, mine@champion, mine-base/1, mine-base@champion, mine-sft/1, mine-sft@champion"
     for text in ("mine-sft@nope", "mine-sft/7"):
         with pytest.raises(UsageError, match=f"no registered model '{text}'; .*{there}"):
             resolve(text, home)
     weights = (own / MODEL).read_text()
     shutil.rmtree(own.parent)
     kept = resolve("mine-sft@champion", home).model
-    assert kept.is_relative_to(home / "mlflow" / "artifacts") and (kept / MODEL).read_text() == weights
+    assert (kept / MODEL).read_text() == weights
 
 
 def test_of_a_manifest_that_is_nowhere_the_registered_version_tells_what_it_can(tracked: Path, tmp_path: Path) -> None:
@@ -189,11 +183,11 @@ def test_of_a_manifest_that_is_nowhere_the_registered_version_tells_what_it_can(
         manifest.unlink()
     found = lineage_of(home, "mine-sft/1")
     last = found.links[-1]
-    assert (last.stage, last.known_from, last.key) == ("sft", TAGS, "5f7a00".ljust(64, "0"))
+    assert (last.stage, last.known_from, last.key) == ("sft", REGISTRY, "5f7a00".ljust(64, "0"))
     assert last.content and "neither the store nor MLflow has its manifest" in last.notes[0]
     of_set = lineage_of(home, "mine@champion")
-    assert [(link.stage, link.known_from) for link in of_set.links if link.known_from == TAGS] == [("sft", TAGS)]
-    assert "pretrain" in chain(of_set), "the set's tags name its other stages"
+    assert [link.stage for link in of_set.links if link.known_from == REGISTRY] == ["sft"]
+    assert "pretrain" in chain(of_set), "the set names its other stages"
 
 
 def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from ttrain.pipeline import run_summary
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.store import artifacts, layout
-from ttrain.store.registry import Registry
+from ttrain.store.references import Registered
+from ttrain.store.registry import Registry, Version
 
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
 
@@ -39,21 +39,28 @@ def published(store: artifacts.ArtifactStore, root: Path, number: int) -> dict[s
 
 
 def ran(
-    store: artifacts.ArtifactStore, found: dict[str, layout.Artifact], outcome: str = "completed", **settings: Any
+    store: artifacts.ArtifactStore,
+    found: dict[str, layout.Artifact],
+    outcome: str = "completed",
+    *,
+    registers: bool = True,
+    **settings: Any,
 ) -> PipelineRun:
-    """A run that took all its artifacts from the store, to its end."""
-    execution = PipelineRun("full", Settings(**settings), store, Display(Console(quiet=True)), planned(*found))
+    """A run that took all its artifacts from the store, to its end; it is not tracked."""
+    tree = Settings(tracking={"enabled": False}, **settings)
+    display = Display(Console(quiet=True))
+    execution = PipelineRun("full", tree, store, display, planned(*found), registers=registers)
     execution.artifacts.update(found)
     execution.finish(outcome)
     return execution
 
 
-def test_a_run_that_ends_well_registers_its_models_as_one_set(sets_home: Path, tmp_path: Path) -> None:
-    store = artifacts.ArtifactStore(sets_home)
+def test_a_run_that_ends_well_registers_its_models_as_one_set(tmp_path: Path) -> None:
+    store = artifacts.ArtifactStore(tmp_path / "home")
     found = published(store, tmp_path / "first", 21)
     first = ran(store, found, name="own")
     assert first.model_set == "1"
-    (own,) = tracking.list_sets(sets_home, "own")
+    (own,) = Registry(tmp_path / "home").sets("own")
     assert {stage: (member.name, member.version, member.key) for stage, member in own.members.items()} == {
         "tokenizer": ("own-tokenizer", "1", "tokenizer-21"),
         "pretrain": ("own-base", "1", "pretrain-21"),
@@ -61,30 +68,38 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(sets_home: Path, t
         "lora": ("own-lora", "1", "lora-21"),
     }
     assert (own.run, own.keys["evaluate"], own.metrics) == (first.record.run, "evaluate-21", {"bits_per_byte": 2.5})
-    assert (own.aliases, own.run_id) == (("challenger",), first.tracked_run)
+    assert own.aliases == ("challenger",)
     assert read_json(first.record.path)["model_set"] == "own/1"
     changed = {**found, "lora": published(store, tmp_path / "second", 22)["lora"]}
     assert ran(store, changed, name="own").model_set == "2"
-    newest = tracking.Champions(sets_home).find("own", "2")
+    newest = Registry(store.root).find("own", "2")
     assert {stage: member.version for stage, member in newest.members.items()} == {
         "tokenizer": "1", "pretrain": "1", "sft": "1", "lora": "2",
     }  # fmt: skip
     assert ran(store, found, name="other").model_set == "1", "another name registers from the store what is there"
-    kept = tracking.find_version(sets_home, Registered("other-sft", None, "1")).source
-    assert kept is not None
-    assert (kept / "config.json").read_text() == "sft 21"
+    other = Registry(store.root).resolve(Registered("other-sft", None, "1"))
+    assert isinstance(other, Version) and other.key == "sft-21"
 
 
-def test_a_run_that_left_a_stage_out_did_not_end_well_or_is_not_tracked_registers_no_set(
-    sets_home: Path, tmp_path: Path
-) -> None:
-    store = artifacts.ArtifactStore(sets_home)
+def test_a_run_that_left_a_stage_out_did_not_end_well_or_is_not_to_register_registers_no_set(tmp_path: Path) -> None:
+    store = artifacts.ArtifactStore(tmp_path / "home")
     found = published(store, tmp_path, 23)
     without = {stage: artifact for stage, artifact in found.items() if stage != "evaluate"}
     assert ran(store, without, name="own").model_set is None
     assert ran(store, found, "interrupted", name="own").model_set is None
-    assert ran(store, found, name="own", tracking={"enabled": False}).model_set is None
-    assert tracking.list_sets(sets_home, "own") == []
+    assert ran(store, found, registers=False, name="own").model_set is None
+    assert ran(store, found, name="own", runtime={"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1"}).model_set is None
+    assert Registry(store.root).sets() == []
+
+
+def test_a_name_of_another_pipelines_models_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+    store = artifacts.ArtifactStore(tmp_path / "home")
+    found = published(store, tmp_path / "first", 24)
+    ran(store, found, name="own")
+    records = list((tmp_path / "home" / "runs").glob("*.json"))
+    with pytest.raises(UsageError, match=r"name is own-sft, but own-sft already names models of another pipeline"):
+        ran(store, found, name="own-sft")
+    assert list((tmp_path / "home" / "runs").glob("*.json")) == records
 
 
 def evaluated(store: artifacts.ArtifactStore, number: int, documents: list[str], nats: float) -> layout.Artifact:
@@ -103,12 +118,12 @@ def evaluated(store: artifacts.ArtifactStore, number: int, documents: list[str],
     return store.publish("evaluate", f"evaluate-{number}", output, {"result": result, "inputs": {}, "ingredients": {}})
 
 
-def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(sets_home: Path, monkeypatch: Any) -> None:
+def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(sets_home: Path) -> None:
     store = artifacts.ArtifactStore(sets_home)
     evaluated(store, 1, ["one", "two"], 4.0)
     same, other = evaluated(store, 2, ["one", "two"], 2.0), evaluated(store, 3, ["one", "three"], 2.0)
     assert run_summary.of(same, "mine", store) == {}, "nothing is champion"
-    tracking.Champions(sets_home).promote("mine", "1")
+    Registry(sets_home).promote("mine", "1")
     found = run_summary.of(same, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {"bits_per_byte": 8 / 6, "chat_loss_sft": 1.0}
     assert set(found["intervals"]) == {*found["metrics"]}
@@ -120,9 +135,5 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     write_json(other.path / "scores.json", scores)
     found = run_summary.of(other, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {}, "a loss per token of another tokenizer tells nothing"
-    tracking.Champions(sets_home).promote("mine", "2")
+    Registry(sets_home).promote("mine", "2")
     assert run_summary.of(same, "mine", store) == {}, "it is itself the champion"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert run_summary.of(other, "mine", store) == {}, "nobody waits for a server for the sake of a baseline"
-
-

@@ -14,8 +14,8 @@ import pytest
 from support.nights import NAME, add_documents, assert_registered_once, kill_once_reached, killed_at
 from support.pipeline_home import Cli, write_corpus
 
-from ttrain import tracking
 from ttrain.nightly.records import Nights
+from ttrain.store.registry import Registry
 
 pytestmark = pytest.mark.soak
 NIGHT = ("pipeline", "run", "nightly", "--engine", "none")
@@ -89,7 +89,7 @@ def outcome_of(cli: Cli) -> dict[str, Any]:
     second, first = Nights(cli.home, NAME).newest_first()
     assert (first.name, second.name, second.is_open) == ("night-000001", "night-000002", False)
     assert_registered_once(cli.home, 2)
-    champion = tracking.Champions(cli.home).champion(NAME)
+    champion = Registry(cli.home).champion(NAME)
     assert champion is not None and champion.version == second.data["version"] == "2"
     outcome: dict[str, Any] = {name: second.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
     for stage in STAGES:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from support.artifact_home import DAY, Home, keys, printed
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain import tracking
 from ttrain.cli.main import main
 from ttrain.core.files import exclusive, read_json, temporary_path, write_json
 from ttrain.core.sqlite_files import create
-from ttrain.errors import TrackingError
+from ttrain.errors import UsageError
 from ttrain.nightly.records import needed_keys
 from ttrain.pipeline.garbage_collection import clean_run
 from ttrain.store import runs
@@ -288,42 +286,15 @@ def test_the_command_names_the_run_that_keeps_everything_and_believes_another_ma
         assert ("7 days; if it has ended, remove that file" in text) == bool(running)
 
 
-def test_without_mlflow_nothing_is_removed(
-    user_home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_damaged_registry_nothing_is_removed(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     user_home.run(user_home.publish("pretrain", "kept"))
     gone = user_home.publish("pretrain", "gone")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (user_home.store.root / "registry.json").write_text("{")
     with pytest.raises(SystemExit) as ended:
         main(["artifacts", "clean"])
-    assert ended.value.code == TrackingError.exit_code
-    assert "MLFLOW_TRACKING_URI" in capsys.readouterr().err
+    assert ended.value.code == UsageError.exit_code
+    assert "registry.json" in capsys.readouterr().err
     assert gone.path.exists()
-
-
-def test_registered_keys_are_those_of_all_versions_and_inputs(user_home: Home, add_database: Callable[[Path], None]) -> None:
-    assert tracking.registered_keys(user_home.store.root) == frozenset(), "no database is made by asking"
-    assert not (user_home.store.root / "mlflow").exists()
-    add_database(user_home.store.root)
-    tracked = tracking.open_store(user_home.store.root, "test")
-    for number in range(3):
-        run = tracked.start_run(f"run-{number}", run_id=None, parent_run_id=None, tags={}, params={})
-        tags = {"stage": "lora", "key": f"lora-{number}", "content": f"content-{number}"}
-        tags |= {"input.base": f"sft-{number}", "input.shards": f"shards-{number}"}
-        tags = {f"ttrain.{name}": value for name, value in tags.items()}
-        assert tracked.register_model("mine-lora", run=run, artifact_path="lora", tags=tags)
-    members = [
-        tracking.Member("mine-pretrain", "1", "pretrain", "base-9"),
-        tracking.Member("mine-lora", "3", "lora", "lora-2"),
-    ]
-    made = {"pretrain": "base-9", "lora": "lora-2", "evaluate": "evaluate-9", "shards-lora": "shards-9"}
-    tags = tracking.model_sets.tags_of("run", members, {"pretrain": "a", "lora": "b"}, made, {})
-    assert tracked.register_model("mine", run=run, artifact_path="", tags=tags), "a set, by which champions are compared"
-    expected = {f"{stage}-{number}" for stage in ("lora", "sft") for number in range(3)} | {"base-9", "evaluate-9"}
-    assert tracking.registered_keys(user_home.store.root) == expected
-    tracking.Champions(user_home.store.root).promote("mine", "1")  # whose files a night must not take for new ones
-    assert tracking.registered_keys(user_home.store.root) == expected | {"shards-9"}
 
 
 # --- what only one run needs

@@ -82,7 +82,7 @@ def test_a_set_of_another_home_keeps_its_numbers_where_they_are_free(sets_home: 
         register(other, number)
     first, second, same = (Registry(other).find("mine", version) for version in ("1", "2", "3"))
     registry = Registry(sets_home)
-    free = replace(second, version="9", decision=DECISION)
+    free = replace(second, version="9", decision=DECISION, run_id="abc")
     assert registry.adopt(free, ["champion", "best"]) == replace(
         free, aliases=("best", "champion"), members=registry.find("mine", "9").members
     )
@@ -256,18 +256,6 @@ def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(
             act()
         assert "\n" not in str(raised.value)
     assert path.read_text() == damaged
-
-
-def test_what_was_pushed_is_noted_for_each_tracker(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    assert registry.pushed("http://a") == {}
-    registry.note_pushed("http://a", {"mine": {"champion": "1"}})
-    registry.note_pushed("http://b", {"mine": {"champion": "2"}})
-    registry.note_pushed("http://a", {"mine": {"champion": "3"}})
-    assert (registry.pushed("http://a"), registry.pushed("http://b")) == (
-        {"mine": {"champion": "3"}},
-        {"mine": {"champion": "2"}},
-    )
 
 
 def test_the_registry_loads_no_mlflow(sets_home: Path) -> None:

@@ -16,7 +16,7 @@ from support.pipeline_home import CHINESE, ENGLISH, Cli
 from support.served import processes_of
 from support.waiting import wait_until
 
-from ttrain import tracking
+from ttrain.store.registry import Registry
 
 NAME = "tiny-test"
 DOCUMENTS = 40  # of a file
@@ -55,7 +55,7 @@ def _texts(path: Path) -> list[str]:
 
 def assert_registered_once(home: Path, versions: int) -> None:
     """So many sets, one champion, and no model twice."""
-    sets = tracking.list_sets(home, NAME)
+    sets = Registry(home).sets(NAME)
     assert len(sets) == versions and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == versions
     assert sum("champion" in one.aliases for one in sets) == 1
     with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:

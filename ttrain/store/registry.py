@@ -50,6 +50,7 @@ SET = {
     "run": str,
     "created": int | float,
     "metrics": {"*": int | float | None},
+    "run_id?": str | None,
     "decision?": dict,
     "decided?": {"run": str, "table": str, "figures": str},
 }
@@ -195,17 +196,16 @@ class Registry:
         """The registry as its file has it; empty where there is none. Raises UsageError for a damaged one."""
         try:
             state = need_object(self._path.read_bytes())
-            wrong = misfit(state, TYPES)
+            if (misfitting := misfit(state, TYPES)) is not None:
+                raise ValueError(f"it has no {misfitting}, or one of another type")
         except FileNotFoundError:
             return {name: {} for name in TYPES}
         except ValueError as error:
-            state, wrong = {}, str(error)
-        if wrong is not None:
             raise UsageError(
-                f"{self._path}, which has the registered models and the champion, is damaged: {wrong}; "
-                f"restore it from a copy, or move it away, run the pipeline, which registers its models again, and "
+                f"{self._path}, which has the registered models and the champion, is damaged: {error}; restore it from "
+                f"a copy, or move it away, register the newest models again with `ttrain pipeline rerun evaluate`, and "
                 f"choose the champion with `ttrain models promote`"
-            )
+            ) from None
         return state
 
     # --- writing
@@ -252,6 +252,7 @@ class Registry:
             "metrics": dict(model_set.metrics),
             "run": model_set.run,
             "created": model_set.created,
+            "run_id": model_set.run_id,
         }
         if model_set.decision is not None:
             facts["decision"] = dict(model_set.decision)
@@ -327,7 +328,7 @@ class Registry:
             metrics=entry["metrics"],
             decision=entry.get("decision"),
             aliases=tuple(sorted(alias for alias, holder in aliases.items() if holder == version)),
-            run_id=(record.get("tracking") or {}).get("run_id"),
+            run_id=(record.get("tracking") or {}).get("run_id") or entry.get("run_id"),
             decided=entry.get("decided", {}),
         )
 

@@ -70,8 +70,8 @@ ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is
 
 
 class RunRecord:
-    """What one run writes about itself: `events.jsonl`, to which each event is appended, and its record, which is what a fold
-    over the events gives. The record is a file of its own only at the beginning, to claim the name, and at the end.
+    """What one run writes about itself: `events.jsonl`, to which each event is appended, and its record, which is what a
+    fold over the events gives. The record is a file of its own only at the beginning, to claim the name, and at the end.
 
     One process writes, others read (`read`). A disk that is full costs the note, not the run. The record is made under the
     lock that cleaning holds, so that cleaning removes nothing which this run may need.
