@@ -84,10 +84,10 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         if are_all_rows:
             raise
         log.warning(
-            "%s: %d of the first %d rows are bad (%s); the run ends if more than reading.rejected_fraction=%g of all are; "
-            "`ttrain data validate %s` counts them",
-            setting, tally.rejected.total(), tally.rows, tally.first_rejected[0], reading.rejected_fraction,
-            " ".join(shlex.quote(location) for location in tally.bad_rows),
+            "%s: %d of the first %d rows are bad, and more than reading.rejected_fraction=%g of all rows end the run; "
+            "`ttrain data validate %s` lists them",
+            setting, tally.rejected.total(), tally.rows, reading.rejected_fraction,
+            " ".join(map(shlex.quote, tally.bad_rows)),
         )  # fmt: skip
 
 
