@@ -48,12 +48,12 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
     assert "left out: other.jsonl: holds no documents, chats or pairs: line 1: no key 'text'" in done.out
     assert "left out: t.csv: is CSV" in done.out
     assert "move those of one domain to data.lora" in done.out
-    assert "next: ttrain plan -c my.yaml, then ttrain run -c my.yaml" in done.out
+    assert "next: ttrain pipeline plan full -c my.yaml, then ttrain pipeline run full -c my.yaml" in done.out
 
 
 def test_only_named_files_are_written_and_no_file_is_overwritten_unasked(folder: Path, run: Run) -> None:
     answer = json.loads(run("init", "docs.jsonl", "--out", "a b.yaml", "--json").out)
-    assert answer["data"] == {"pretrain": ["docs.jsonl"]} and answer["next"] == "ttrain run -c 'a b.yaml'"
+    assert answer["data"] == {"pretrain": ["docs.jsonl"]} and answer["next"] == "ttrain pipeline run full -c 'a b.yaml'"
     again = run("init", "qa.jsonl", "--out", "a b.yaml")
     assert again.code == 2 and "a b.yaml, which exists; add --force" in again.err
     assert "docs.jsonl" in (folder / "a b.yaml").read_text()

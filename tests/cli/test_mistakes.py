@@ -10,9 +10,9 @@ from support.data_commands import Run
 
 # (what is typed, the parts of the answer). Files are those of `folder`.
 MISTAKES: list[tuple[str, tuple[str, ...]]] = [
-    ("sft", ("'ttrain sft'", "`ttrain stage run sft`", "`ttrain run --until sft`")),
+    ("sft", ("'ttrain sft'", "`ttrain stage run sft`", "`ttrain pipeline run full -c my.yaml --until sft`")),
     ("evaluate sft", ("'ttrain evaluate'", "`ttrain eval`")),
-    ("sft.epochs=2", ("`ttrain run sft.epochs=2`",)),
+    ("sft.epochs=2", ("`ttrain pipeline run full -c my.yaml sft.epochs=2`",)),
     ("run my.yaml", ("'my.yaml'", "-c my.yaml")),
     ("run sft", ("'sft'", "`ttrain stage run sft`")),
     ("run --learning-rate 2e-4", ("--learning-rate", "pretrain.optim.lr=2e-4")),
@@ -63,6 +63,19 @@ def test_a_typical_mistake_is_answered_with_its_name_its_value_and_the_fix(
     assert done.code == 2
     assert [part for part in parts if part not in done.err] == [], done.err
     assert not (folder / "home" / "runs").exists(), "nothing ran"
+
+
+@pytest.mark.parametrize("words", ["status", "report latest", "compare latest a", "chat sft", "rerun sft"])
+def test_a_run_that_is_advised_takes_the_settings_file_of_the_folder(folder: Path, run: Run, words: str) -> None:
+    assert "`ttrain pipeline run full -c my.yaml`" in run(*words.split()).err
+    (folder / "my.yaml").unlink()
+    assert "`ttrain pipeline run full`" in run(*words.split()).err
+
+
+def test_a_run_that_is_advised_takes_the_settings_file_of_the_command(folder: Path, run: Run) -> None:
+    (folder / "other.yaml").write_text("sft: {epochs: 2}\n")
+    done = run("pipeline", "plan", "full", "--only", "sft", "-c", "other.yaml")
+    assert "`ttrain pipeline run full -c other.yaml --only source," in done.err
 
 
 @pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])

@@ -21,8 +21,10 @@ import pytest
 from typer import Abort
 
 from ttrain.cli.main import main
+from ttrain.core import signals
 from ttrain.core.files import ProgressWriter
 from ttrain.core.terminal import READER_IS_GONE
+from ttrain.errors import Interrupted
 
 PROGRAM = """
 import sys, time
@@ -91,6 +93,22 @@ def test_a_second_signal_ends_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         said, code = end_of(process, "")
         assert "interrupted twice" in said and code == 143
+
+
+def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
+    with program() as process:
+        ask_to_stop(process, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # as `timeout` does: to its command, then to the group
+        assert end_of(process, "\n\n") == ("stopped\n", 143)
+
+
+def test_one_signal_again_after_a_second_is_the_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
+    asked: list[int] = []
+    with pytest.raises(Interrupted), signals.catching_signals(asked.append):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert asked == [signal.SIGTERM]
 
 
 def test_nohup_is_obeyed() -> None:
@@ -163,7 +181,10 @@ from ttrain.__main__ import main
 from ttrain.cli import artifacts
 def home():
     with tempfile.TemporaryDirectory(dir=directory):
-        os.kill(os.getpid(), int(signum))
+        try:
+            os.kill(os.getpid(), int(signum))
+        finally:
+            os.kill(os.getpid(), int(signum))  # as `timeout` sends it: twice at once
 _, directory, signum = sys.argv
 sys.argv = ["ttrain", "artifacts", "list"]
 artifacts.home = home

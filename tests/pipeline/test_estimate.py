@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from ttrain.flows import api
 from ttrain.pipeline import estimate as estimates
 from ttrain.pipeline import provenance
 from ttrain.pipeline.estimate import Estimate, StageEstimate, about, estimate
+from ttrain.pipeline.resume import PartialRun
 from ttrain.stages import PRETRAIN
 from ttrain.store.runs import RunRecord
 
-RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 4.0}
+RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +43,11 @@ def made_here(house: House, **more: object) -> dict[str, object]:
     return {"provenance": {**made, "runtime": settings.runtime.model_dump(mode="json"), **more}}
 
 
-def with_pretraining(house: House, **more: object) -> None:
+def with_pretraining(house: House, *overrides: str, result: object = RATE, **more: object) -> None:
     """Publish a pretraining whose rate is known."""
     house.build(house.settings(), stages=("tokenizer", "shards-pretrain", "shards-sft", "shards-lora"))
-    planned = house.plan()[PRETRAIN.name]
-    house.publish(planned, result=RATE, seconds=9.0, **made_here(house, **more))
+    planned = house.plan(*overrides)[PRETRAIN.name]
+    house.publish(planned, result=result, seconds=9.0, **made_here(house, **more))
 
 
 def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(house: House) -> None:
@@ -111,6 +113,45 @@ def test_unfinished_work_takes_the_rest_of_its_steps(house: House) -> None:
     checkpoint.mkdir(parents=True)
     rest = estimated(house, *overrides)["pretrain"]
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
+
+
+def test_work_of_another_key_that_is_continued_takes_the_rest_of_its_steps(house: House) -> None:
+    with_pretraining(house)
+    overrides = ("pretrain.seed=2", "pretrain.tokens=204_800", "pretrain.tokens_per_step=2048")
+    planned = house.plan(*overrides)["pretrain"]
+    work = PartialRun("pretrain", "k", house.store.root, 50, {})
+    for continued in (replace(planned, partial_run=work), replace(planned, start_from=Path("checkpoints/step-00000050"))):
+        [found] = estimate([continued], house.settings(*overrides), house.store).stages
+        assert found.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
+
+
+def test_the_rate_of_a_training_of_seconds_is_taken_only_where_no_other_is_known(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_pretraining(house)
+    short = {**RATE, "tokens_per_second": 10.0, "train_seconds": 1.0}
+    with_pretraining(house, "pretrain.seed=3", result=short)
+    overrides = ("pretrain.seed=2", "pretrain.tokens=100_000")
+    assert estimated(house, *overrides)["pretrain"].seconds == pytest.approx(100 + estimates.START_SECONDS)
+    monkeypatch.setattr(estimates, "RATED_SECONDS", 60.0)
+    assert (estimated(house, *overrides)["pretrain"].seconds or 0) < 100, "the quickstart's is far quicker"
+    monkeypatch.setattr(estimates._Estimator, "_quickstart_rate", lambda self, flops: None)
+    assert estimated(house, *overrides)["pretrain"].seconds == pytest.approx(10_000 + estimates.START_SECONDS)
+
+
+def test_the_start_of_a_stage_is_not_scaled_with_its_data() -> None:
+    assert estimates._scaled(1.0, 100.0, 0.8) == pytest.approx(0.8 + 0.2 * 100)
+    assert estimates._scaled(0.5, 100.0, 0.8) == 0.5 and estimates._scaled(3.0, 0.1, 0.8) == 3.0
+
+
+def test_a_stage_of_much_more_data_than_before_is_estimated_by_the_quickstart(house: House) -> None:
+    size = estimates.QUICKSTART_BYTES["pretrain"]
+    house.write("documents.jsonl", '{"text": "' + "a" * size + '"}\n')
+    house.build(house.settings(), stages=("tokenizer",))
+    planned = house.plan()["shards-pretrain"]
+    house.publish(planned, result={"train": {"bytes": 1000}}, seconds=1.5, **made_here(house))
+    found = estimated(house, "reading.heldout_fraction=0.3")["shards-pretrain"]
+    assert found.seconds == pytest.approx(estimates.OTHER_SECONDS["shards-pretrain"], rel=0.01)
 
 
 # --- what the reasons compare with

@@ -21,10 +21,9 @@ import pytest
 from support.tiny_stages import Watcher, stage_settings
 from support.waiting import wait_until
 
-from ttrain.core.signals import PARENT
+from ttrain.core.signals import PARENT, SAME_SIGNAL_SECONDS
 from ttrain.pipeline import fork_server, processes
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError
-from ttrain.pipeline.stage_worker import SAME_SIGNAL_SECONDS
 from ttrain.stages import PRETRAIN, TOKENIZER, Stage
 
 PACKAGE = Path(fork_server.__file__).parents[1]

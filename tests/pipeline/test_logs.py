@@ -74,8 +74,17 @@ def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
     assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
     result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
     assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
+
+
+def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
+    result = {"tokens": 512, "guard_warnings": {"overfit": 1}}
+    warned = summary.key_figures("sft", result, Path("/home/store/sft/1"))
+    assert warned.endswith(
+        "the guards warned of overfit; try fewer passes by a smaller sft.epochs, or more data; "
+        "/home/store/sft/1/run/guards.jsonl"
+    )
     warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
-    assert warned.endswith("the guards warned of overfit, no effect: run/guards.jsonl")
+    assert "warned of overfit, no effect; " in warned and "pretrain.tokens" in warned and "pretrain.optim.lr" in warned
 
 
 def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_several() -> None:

@@ -455,3 +455,13 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):
         runs_home.resolve(text)
+
+
+def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    shutil.rmtree(home.lora.path)
+    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
+    newest.finish("completed", {})
+    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
+    with pytest.raises(ArtifactError, match=said):
+        resolve("lora", home.store.root)

@@ -22,6 +22,7 @@ from support.served import processes_of
 from support.waiting import wait_until
 
 from ttrain.core.hashing import sha256_file
+from ttrain.core.signals import SAME_SIGNAL_SECONDS
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.train import checkpoint
@@ -180,7 +181,7 @@ def test_prefect_and_mlflow_are_told_of_a_signal_and_of_a_second_one_to_a_stage_
         [worker] = [one for one in processes_of(home.cli.home) if one.name() == "ttrain-worker"]
         worker.suspend()
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
         os.killpg(process.pid, signal.SIGINT)
     elif how == "hang-up":
         process.send_signal(signal.SIGHUP)

@@ -227,21 +227,21 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 @pytest.mark.parametrize(
     ("rows", "batch", "passes"),
     [
-        (10_000, 4096, 1), (320, 4096, 1), (319, 15 * 256, 1), (100, 5 * 256, 1), (39, 256, 1), (20, 256, 1), (19, 256, 2),
-        (5, 256, 4), (1, 256, 10),
+        (10_000, 4096, 1), (960, 4096, 1), (320, 4096, 3), (319, 15 * 256, 3), (100, 5 * 256, 3), (39, 256, 2), (20, 256, 3),
+        (19, 256, 4), (9, 256, 7), (5, 256, 10), (1, 256, 10),
     ],
 )  # fmt: skip
-def test_batch_and_passes_of_few_rows_give_about_twenty_steps(rows: int, batch: int, passes: float) -> None:
+def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
     found = Sft().resolved(rows)
     assert (found.tokens_per_step, found.epochs) == (batch, passes)
     assert Sft.model_validate(found.model_dump()) == found, "they are allowed"
-    assert rows < 20 or steps_of(found, rows)[0] >= 20
+    assert rows < 6 or steps_of(found, rows)[0] >= 60
 
 
 def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
     assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
     assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
-    assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=8)
+    assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
     assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
     assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
 
@@ -255,7 +255,7 @@ def test_the_plan_knows_what_the_rows_decide(tmp_path: Path, encoder: Encoder, c
 
 
 def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
-    many = {"kind": "chats", "live_tokens": 50 * 4096, "tokens": 60 * 4096, "rows": 9}
+    many = {"kind": "chats", "live_tokens": 60 * 4096, "tokens": 60 * 4096, "rows": 9}
     (tmp_path / "train").mkdir()
     write_json(tmp_path / "train" / "index.json", many)
     assert launch.resolved(Sft(), tmp_path, tmp_path / "no tokenizer") == Sft(tokens_per_step=4096, epochs=1)

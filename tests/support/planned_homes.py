@@ -70,8 +70,8 @@ class House:
         self.data, self.store = directory / "data", ArtifactStore(directory / "home")
         self.data.mkdir()
         self.write("documents.jsonl", '{"text": "a"}\n')
-        self.write("chats.jsonl", '{"messages": []}\n')
-        self.write("domain.jsonl", '{"messages": [1]}\n')
+        self.write("chats.jsonl", '{"question": "q", "answer": "a"}\n')
+        self.write("domain.jsonl", '{"question": "q", "answer": "b"}\n')
 
     def write(self, name: str, text: str) -> Path:
         path = self.data / name

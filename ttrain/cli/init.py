@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option
+from ttrain.cli.options import OWN_SETTINGS, AsJson, app, argument, check_output_file, command, option
 from ttrain.core.files import write_output
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.errors import UsageError
@@ -22,7 +22,7 @@ def init(
         list[str] | None,
         argument("files, folders or globs; default: the data files of this directory", metavar="FILES"),
     ] = None,
-    out: Annotated[Path, option("the file to write", metavar="FILE")] = Path("my.yaml"),
+    out: Annotated[Path, option("the file to write", metavar="FILE")] = OWN_SETTINGS,
     force: Annotated[bool, option("overwrite it", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +45,7 @@ def init(
     text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))
     write_output(out, text)
     load(files=[out])
-    next_command = f"ttrain run -c {shlex.quote(str(out))}"
+    next_command = f"ttrain pipeline run full -c {shlex.quote(str(out))}"
     if as_json:
         print_json({"path": str(out), "data": datasets, "left_out": left_out, "next": next_command})
         return

@@ -47,6 +47,7 @@ from ttrain.cli.options import (
     run_words,
     server_settings,
     stage_words,
+    with_settings_file,
 )
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
@@ -281,7 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            _print_error(with_fix(layout.closed_home(error) if isinstance(error, OSError) else error))
+            message = with_fix(layout.closed_home(error) if isinstance(error, OSError) else error)
+            _print_error(with_settings_file(message, arguments))
         if isinstance(error, TooFewRows) and error.fixes:
             print(f"with that set: {escaped_lines(_with_settings(arguments, error.fixes))}", file=sys.stderr)
         sys.exit(exit_code_of(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -35,14 +36,14 @@ Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the h
 PANELS = get_args(Panel)
 FIRST = ("init", "run", "plan", "status", "logs", "rerun", "pipeline", "chat", "models", "report")
 OTHER_WORDS = {  # for commands, in other programs
-    **dict.fromkeys(("start", "resume", "continue", "fit"), "run"),
+    **dict.fromkeys(("start", "resume", "continue", "fit"), "pipeline run full"),
     **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
     **dict.fromkeys(("evaluate", "test"), "eval"),
     **dict.fromkeys(("predict", "infer", "complete"), "generate"),
     **dict.fromkeys(("ui", "dashboard", "mlflow", "prefect"), "up"),
     **dict.fromkeys(("stop",), "down"),
-    **dict.fromkeys(("runs", "ls", "ps"), "status"),
-    **dict.fromkeys(("log", "tail"), "logs"),
+    **dict.fromkeys(("runs", "ls", "ps"), "pipeline status"),
+    **dict.fromkeys(("log", "tail"), "pipeline logs"),
     **dict.fromkeys(("settings", "options"), "config show"),
     **dict.fromkeys(("new", "setup", "create"), "init"),
     **dict.fromkeys(("diff",), "compare"),
@@ -51,6 +52,8 @@ OTHER_WORDS = {  # for commands, in other programs
 }
 SHOWN_COMMANDS = 4
 LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
+OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
+ADVISED_RUN = re.compile(r"`ttrain (pipeline run|sweep) full(?! -c)")
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
@@ -93,23 +96,32 @@ def _commands_named(word: str, root: Any, words_after: Sequence[str]) -> list[st
     from ttrain.stages import STAGES
 
     if "=" in word:
-        return [shlex.join(["run", word, *words_after])]
+        return [shlex.join(["pipeline", "run", "full", word, *words_after])]
     if Path(word).suffix in (".yaml", ".yml"):
-        return [shlex.join(["run", "-c", word, *words_after])]
+        return [shlex.join(["pipeline", "run", "full", "-c", word, *words_after])]
     if Path(word).suffix and Path(word).exists():
         return [shlex.join(["init", word])]
     if word in NAMES:
-        return [f"run {word}"]
+        return [f"pipeline run {word}"]
     if word in OTHER_WORDS:
         return [OTHER_WORDS[word]]
     if word in STAGES:
-        return [f"stage run {word}", f"run --until {word}"]
-    commands = [word] if word in root.commands else []
+        return [f"stage run {word}", f"pipeline run full --until {word}"]
+    is_short_form = word in root.commands["pipeline"].commands
+    commands = [word] if word in root.commands and not is_short_form else []
     for name, group in root.commands.items():
-        is_shortened = name == "pipeline" and word in root.commands
-        if isinstance(group, TyperGroup) and word in group.commands and not is_shortened:
+        if isinstance(group, TyperGroup) and word in group.commands:
             commands.append(f"{name} {word}")
     return commands
+
+
+def with_settings_file(message: str, arguments: Sequence[str] = ()) -> str:
+    """The message; the run that it advises takes the settings files of these arguments, else the one of this directory."""
+    files = [file for word, file in itertools.pairwise(arguments) if word in ("-c", "--config")]
+    if not files and OWN_SETTINGS.is_file():
+        files = [str(OWN_SETTINGS)]
+    words = "".join(f" -c {shlex.quote(file)}" for file in files)
+    return ADVISED_RUN.sub(lambda match: match[0] + words, message)
 
 
 class _Root(CommandGroup):
@@ -141,7 +153,8 @@ app = Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
-    epilog="Begin with:  ttrain run\n\nThen, with your own data:  ttrain init",
+    epilog="Begin with:  ttrain pipeline run full\n\nThen, with your own data:  ttrain init\n\n"
+    "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs, rerun",
 )
 
 

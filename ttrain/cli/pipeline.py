@@ -298,7 +298,7 @@ def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tupl
     if word in STAGES:
         raise UsageError(
             f"there is no pipeline '{word}', which is a stage; did you mean `ttrain stage run {word}`, "
-            f"or `ttrain run --until {word}`?"
+            f"or `ttrain pipeline run full --until {word}`?"
         )
     if word not in NAMES and Path(word).suffix in (".yaml", ".yml"):
         raise UsageError(f"there is no pipeline '{word}'; for a file of settings write -c {shlex.quote(word)}")

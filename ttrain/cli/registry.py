@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import AsJson, app, argument, check_output_file, command, command_group, option
+from ttrain.cli.options import AsJson, app, argument, check_output_file, command, command_group, option, with_settings_file
 from ttrain.core.files import write_output
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
@@ -51,7 +51,8 @@ def models_list(
         return
     if not model_sets:
         qualifier = f" named {name}" if name else ""
-        print_escaped(f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one")
+        hint = f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one"
+        print_escaped(with_settings_file(hint))
         return
     table(
         ("set", "aliases", metric, "models", "run", "registered", "decision"),

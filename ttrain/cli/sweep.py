@@ -6,7 +6,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ttrain.cli.options import AsJson, CommandGroup, Files, Profiles, argument, command, command_group, option, sweep_words
+from ttrain.cli.options import (
+    AsJson,
+    CommandGroup,
+    Files,
+    Profiles,
+    argument,
+    command,
+    command_group,
+    option,
+    sweep_words,
+    with_settings_file,
+)
 from ttrain.core.files import write_output
 from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
 from ttrain.errors import TTrainError
@@ -123,7 +134,8 @@ def sweep_list(as_json: AsJson = False) -> None:
         print_json([summary.sweep_json(sweep, trials) for sweep, trials in studies])
         return
     if not studies:
-        print("no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`")
+        hint = "no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`"
+        print(with_settings_file(hint))
         return
     rows = [
         (

@@ -25,7 +25,10 @@ OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # of AdamW beside Muon, and alone
 LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 
-FEWEST_STEPS, MOST_PASSES = 20, 10  # of fine-tuning on few rows
+# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than the first, and the passes
+# become more where they have fewer than the second. On four of five sets of 40 to 100 chats the loss on held-out chats was
+# 0.4 to 1.7 above the best of 1 to 15 passes after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
+FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
@@ -114,8 +117,8 @@ class FineTuning:
         return min(most_rows, max(1, fitting_rows)) * row_length
 
     def passes(self, rows: int, rows_per_step: int) -> float:
-        """Passes over the rows: `epochs`, or as many whole ones as FEWEST_STEPS steps take, up to MOST_PASSES."""
-        needed = math.ceil(FEWEST_STEPS * rows_per_step / max(1, rows))
+        """Passes over the rows: `epochs`, or as many whole ones as ENOUGH_STEPS steps take, up to MOST_PASSES."""
+        needed = math.ceil(ENOUGH_STEPS * rows_per_step / max(1, rows))
         return self.epochs if needed <= self.epochs else float(min(MOST_PASSES, needed))
 
     def reasons(self, row_length: int) -> dict[str, str]:
@@ -123,7 +126,7 @@ class FineTuning:
         most = max(1, self.tokens_per_step // row_length) * row_length
         return {
             "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at least a row",
-            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {FEWEST_STEPS} steps",
+            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {ENOUGH_STEPS} steps",
         }
 
 

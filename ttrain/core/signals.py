@@ -19,6 +19,11 @@ from ttrain.errors import Interrupted
 T = TypeVar("T")
 
 
+# A second signal of the same number this soon is the first one, delivered twice: `timeout` signals its command and then the
+# group of it, a terminal and the program between send Ctrl-C each, and systemd signals all processes of a unit.
+SAME_SIGNAL_SECONDS = 1.0
+
+
 def interrupted_twice(signum: int) -> BaseException:
     """The exception that a second signal raises while stages run."""
     return Interrupted("interrupted twice; the stages were killed", signum)
@@ -28,14 +33,17 @@ def interrupted_twice(signum: int) -> BaseException:
 def catching_signals(
     on_first: Callable[[int], object], on_second: Callable[[int], BaseException] = interrupted_twice
 ) -> Iterator[None]:
-    """Call `on_first` with the first signal's number; a second one, unless it is SIGHUP, raises `on_second(number)`."""
-    was_signalled = False
+    """Call `on_first` with the first signal's number; a second one, unless it is SIGHUP or the same one again within
+    SAME_SIGNAL_SECONDS, raises `on_second(number)`."""
+    first, since = 0, 0.0
 
     def handle(signum: int) -> None:
-        nonlocal was_signalled
-        if was_signalled:
+        nonlocal first, since
+        if first == signum and time.monotonic() - since < SAME_SIGNAL_SECONDS:
+            return
+        if first:
             raise on_second(signum)
-        was_signalled = True
+        first, since = signum, time.monotonic()
         on_first(signum)
 
     with handling_signals(handle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
 SHOWN_KEYS = 8
+log = logging.getLogger("ttrain")
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
@@ -29,14 +31,15 @@ class FirstRow:
     values: JsonDict
 
 
-def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list[FirstRow]:
-    """The good rows among the first of a file; a `.txt` file is one, without its text.
+def read(location: str, reading: Reading, *, with_parquet: bool = False, tally: Tally | None = None) -> list[FirstRow]:
+    """The good rows among the first of a file; a `.txt` file is one, without its text. `tally` counts them, and bad ones.
 
     Those of parquet need pyarrow, which takes 0.2 s to load. Raises DataError for a file of another format.
     """
+    tally = tally or Tally()
     if location.endswith(locations.TEXTS):
+        tally.rows += 1
         return [FirstRow(1, {reading.text_field: "..."})]
-    tally = Tally()
     if streams.is_parquet(location):
         found = records.records([location], tally, reading.max_line_bytes) if with_parquet else iter(())
     else:
@@ -57,17 +60,35 @@ def kind_of(rows: Sequence[FirstRow], text_field: str) -> Kind | None:
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else."""
+    keys of something else. Raise DataError where too many rows are bad, if these are all; else warn of them."""
+    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
     local = [location for location in files if not locations.is_remote(location)]
+    are_all_rows = len(files) == len(local[:FILES])
     for location in local[:FILES]:
         try:
-            rows = read(location, reading)
+            rows = read(location, reading, tally=tally)
         except CannotRead:
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
             raise UsageError(_problem(setting, kind, location, rows, reading))
+        are_all_rows = are_all_rows and len(rows) < ROWS and not streams.is_parquet(location)
+        for row in rows:
+            tally.see(row.values)
+            if isinstance(record := parse(row.values), Rejected):
+                tally.reject(location, row.line, record.reason)
+    try:
+        tally.check_bad(setting, reading.rejected_fraction, records.expected_fields(kind, reading.text_field))
+    except DataError:
+        if are_all_rows:
+            raise
+        log.warning(
+            "%s: %d of the first %d rows are bad, and more than reading.rejected_fraction=%g of all rows end the run; "
+            "`ttrain data validate %s` lists them",
+            setting, tally.rejected.total(), tally.rows, reading.rejected_fraction,
+            " ".join(map(shlex.quote, tally.bad_rows)),
+        )  # fmt: skip
 
 
 def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:

@@ -1,7 +1,8 @@
 """About how long a plan takes on this machine, and how often it passes over its data. Imports nothing heavy.
 
-The rate of a training is that of the newest artifact of its stage that this processor made, else of another training, else
-the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not known is left out.
+The rate of a training is that of the newest artifact of its stage that this processor made in ten seconds or more, else of
+another training, else the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not
+known is left out.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ QUICKSTART_FLOPS = 8e6  # of a token
 EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
 MOST_CORES = 8  # to which the speed of so small models grows
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
+RATED_SECONDS = 10.0  # a shorter training is slowed by its first steps: 4,800 tokens/s in 1 s, 13,500 in 130 s
+LOAD_SECONDS = 0.8  # of a stage of data: what it takes without data
 OTHER_SECONDS = {"source": 2.0, "tokenizer": 3.0, **dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)}
 EVALUATE, EVALUATED_TOKENS = "evaluate", 375_000  # of a training: what it takes the time of
 QUICKSTART_BYTES = {"pretrain": 2_132_016, "sft": 615_705, "lora": 136_234}
@@ -139,12 +142,11 @@ class _Estimator:
         earlier = self._made_here(name)
         if name == EVALUATE:
             return StageEstimate(name, self._evaluation(earlier))
-        if earlier is None:
-            seconds, size = OTHER_SECONDS.get(name), QUICKSTART_BYTES.get(planned.stage.dataset or "", 0)
-        else:
+        data = self._bytes(planned.stage.dataset or "") or 0
+        seconds, size = OTHER_SECONDS.get(name), QUICKSTART_BYTES.get(planned.stage.dataset or "", 0)
+        if earlier is not None and (not seconds or _bytes_of(earlier) >= min(size, data)):  # of less, most is the start
             seconds, size = earlier.manifest.get("seconds"), _bytes_of(earlier)
-        data = self._bytes(planned.stage.dataset or "")
-        return StageEstimate(name, seconds and seconds * max(1.0, data / size if data and size else 1.0))
+        return StageEstimate(name, seconds and _scaled(seconds, data / size if data and size else 1.0, LOAD_SECONDS))
 
     def _training(self, planned: Planned) -> StageEstimate:
         name = planned.stage.name
@@ -153,26 +155,41 @@ class _Estimator:
         section = section.resolved(max(1, data // section.row_length) if data else PLENTY_OF_ROWS)
         tokens = section.tokens or (data and round(data * (section.passes or 0)))
         passes = section.passes or (data and tokens and tokens / data)
-        step = resume.saved_step(self.store.work(name, planned.key)) if planned.key else 0
+        step = self._first_step(planned)
         rest = tokens and max(0, tokens - step * section.step_tokens)
         flops = self._flops_per_token(section.row_length)
         rate = self._tokens_per_second(name, flops) if flops else None
         seconds = START_SECONDS + rest / rate if rest is not None and rate else None
         return StageEstimate(name, seconds, tokens or None, passes or None)
 
+    def _first_step(self, planned: Planned) -> int:
+        """The step of the checkpoint that a training continues at; 0 where it begins."""
+        if planned.partial_run:
+            return planned.partial_run.step
+        if planned.start_from:
+            return int(planned.start_from.name.removeprefix("step-"))
+        return resume.saved_step(self.store.work(planned.stage.name, planned.key)) if planned.key else 0
+
     def _evaluation(self, earlier: Artifact | None) -> float | None:
         flops = self._flops_per_token(self.settings.evaluate.row_length)
         if earlier is not None:
             before = _flops_per_token(earlier.provenance["settings"], self.settings.evaluate.row_length)
-            scale = max(1.0, flops / before) if flops and before else 1.0
-            return float(earlier.manifest.get("seconds", 0)) * scale
+            return _scaled(earlier.manifest.get("seconds", 0), flops / before if flops and before else 1.0, START_SECONDS)
         rate = self._quickstart_rate(flops) if flops else None
         return START_SECONDS + EVALUATED_TOKENS / rate if rate else None
 
     def _tokens_per_second(self, stage: str, flops: float) -> float | None:
-        """By the newest training of this stage that this machine ran, else of another stage, else the quickstart's."""
-        for name in (stage, *TRAININGS):
-            artifact = self._made_here(name)
+        """By the newest training of this stage that this machine ran, else of another stage, else the quickstart's; by a
+        short one where that says nothing."""
+        names = (stage, *TRAININGS)
+        return (
+            self._shown_rate(names, flops, RATED_SECONDS) or self._quickstart_rate(flops) or self._shown_rate(names, flops)
+        )
+
+    def _shown_rate(self, stages: Iterable[str], flops: float, least_seconds: float = 0.0) -> float | None:
+        """The rate of the first of these trainings that this machine ran, for so long at least."""
+        for name in stages:
+            artifact = self._made_here(name, least_seconds)
             if artifact is None or not artifact.result.get("tokens_per_second"):
                 continue
             settings = artifact.provenance["settings"]
@@ -180,7 +197,7 @@ class _Estimator:
             if before:
                 self.rate = f"the rate of the run {artifact.provenance['run']}"
                 return float(artifact.result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
-        return self._quickstart_rate(flops)
+        return None
 
     def _quickstart_rate(self, flops: float) -> float | None:
         """By the quickstart on a CPU of this kind; None where a GPU may be used, of which it says nothing."""
@@ -192,13 +209,14 @@ class _Estimator:
         tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
         return tokens_per_second * math.pow(QUICKSTART_FLOPS / flops, 1 - EFFICIENCY)
 
-    def _newest_made_here(self, stage: str) -> Artifact | None:
-        """Its newest artifact that this machine made with the same devices."""
+    def _newest_made_here(self, stage: str, least_seconds: float = 0.0) -> Artifact | None:
+        """Its newest artifact that this machine made with the same devices, and trained for so long at least."""
         devices = {name: self.tree["runtime"][name] for name in ("device", "devices", "nodes")}
         for artifact in self.store.artifacts(stage):
             made = artifact.provenance
             same = made.get("machine") == machine() and devices.items() <= made.get("runtime", {}).items()
-            if same and made.get("settings") and made.get("run"):
+            is_long = artifact.result.get("train_seconds", 0.0) >= least_seconds
+            if same and is_long and made.get("settings") and made.get("run"):
                 return artifact
         return None
 
@@ -240,6 +258,11 @@ class _Estimator:
         if not plain or any(file.weight is not None for file in files):
             return None
         return sum(locations.local_path(file.location).stat().st_size for file in files)
+
+
+def _scaled(seconds: float, scale: float, fixed: float) -> float:
+    """The time of a stage on so many times the work, of which `fixed` seconds stay the same."""
+    return seconds + max(0.0, seconds - fixed) * max(0.0, scale - 1)
 
 
 def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:

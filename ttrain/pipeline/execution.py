@@ -176,7 +176,7 @@ class PipelineRun(StopRequest):
             outcome="cached",
             key=planned.key,
             path=str(planned.artifact.path),
-            metric=summary.key_figures(planned.stage.name, planned.artifact.result),
+            metric=summary.key_figures(planned.stage.name, planned.artifact.result, planned.artifact.path),
             why=list(planned.why),
         )
 
@@ -351,7 +351,7 @@ class StageWatcher(DisplayObserver):
 
     def ended(self, outcome: launch.StageOutcome) -> None:
         run, artifact, name = self._execution, outcome.artifact, self._stage.name
-        figures = summary.key_figures(name, artifact.result)
+        figures = summary.key_figures(name, artifact.result, artifact.path)
         run.display.ended(name, outcome.state, outcome.seconds, figures)
         run.log.add(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
         run.record.stage(

@@ -19,10 +19,11 @@ from pathlib import Path
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
-from ttrain.errors import ArtifactError, DamagedFile, UsageError
+from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.reports.facts import changed_settings
 from ttrain.stages import OF_NIGHTS, SFT, STAGES
@@ -171,7 +172,10 @@ class _Resolver:
         names, is_path = runs.names(self.store.root), references.is_path(text)
         run, stage = references.run_and_stage(text)
         if text in STAGES:
-            return self._of_run(text, self.run, text) if self.run else self._of_artifact(text, self.store.latest(text))
+            if self.run:
+                return self._of_run(text, self.run, text)
+            self._refuse_untrained(text)
+            return self._of_artifact(text, self.store.latest(text))
         directory = references.directory(text) if run not in names else None
         if directory:
             return self._of_directory(text, directory)
@@ -187,6 +191,20 @@ class _Resolver:
         if not stages:
             runs.check_readable(self.store.root)
         raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
+
+    def _refuse_untrained(self, stage: str) -> None:
+        """Raise NothingBuilt for a stage that no run trained, where the newest run has no data for it."""
+        row = TRAINING_STAGES.get(stage)
+        run = next(runs.newest_first(self.store.root), None)
+        if row is None or run is None or self.store.artifacts(stage) or self.store.unreadable(stage):
+            return
+        if run["settings"].get("data", {row.dataset: True}).get(row.dataset):
+            return
+        model = "adapter" if row.role == "adapter" else f"{row.label} model"
+        raise NothingBuilt(
+            f"the run {run['run']} has no {model}, since data.{row.dataset} is none; set it to your file: "
+            f"`ttrain pipeline run full data.{row.dataset}=FILE`"
+        )
 
     def _last_model(self) -> Reference:
         """The last model of the run."""

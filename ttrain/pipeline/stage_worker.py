@@ -21,7 +21,15 @@ from typing import Any
 
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, read_object, write_json
-from ttrain.core.signals import PARENT, STOP_SIGNALS, end_with_parent, heeded_signals, ignore_hangup, resend_ignored
+from ttrain.core.signals import (
+    PARENT,
+    SAME_SIGNAL_SECONDS,
+    STOP_SIGNALS,
+    end_with_parent,
+    heeded_signals,
+    ignore_hangup,
+    resend_ignored,
+)
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
@@ -32,8 +40,6 @@ from ttrain.train import watchdog
 JOB, PROGRESS = "job.json", "progress.json"
 
 TRACKED = "tracking.json"  # in a work directory: the tracked run and ttrain's run that work there
-# A system that stops all processes (systemd, a batch queue) signals this one, and its parent forwards its own signal.
-SAME_SIGNAL_SECONDS = 1.0
 
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
 

@@ -25,6 +25,12 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "reference": ("answers", "log_probability"),
 }
 
+GUARD_FIXES = {
+    "overfit": "try fewer passes by a smaller {budget}, or more data",
+    "no_effect": "try a larger {stage}.optim.lr, or more passes",
+    "loss-spike": "try a smaller {stage}.optim.lr",
+}
+
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
@@ -71,8 +77,8 @@ def _overlaps(contamination: Result | None) -> str:
     return f"; {overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
-def key_figures(stage: str, result: Result) -> str:
-    """One line about a stage's result."""
+def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
+    """One line about a stage's result. `directory`: of its artifact."""
     from ttrain.config.data import LEARNT
     from ttrain.config.training import BITS_PER_BYTE, CHOSEN_BASE, TRAININGS, VALIDATION_LOSS
 
@@ -111,10 +117,17 @@ def key_figures(stage: str, result: Result) -> str:
     figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
     if result.get("resumed_from_step"):
         figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
-    if result.get("guard_warnings"):
-        guards = ", ".join(name.replace("_", " ") for name in result["guard_warnings"])
-        figures.append(f"the guards warned of {guards}: run/guards.jsonl")
+    if warned := result.get("guard_warnings"):
+        figures.append(f"{_advice_of_guards(stage, warned)}; {directory / 'run' / 'guards.jsonl'}")
     return ", ".join(figures)
+
+
+def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
+    """Which guards warned, and which settings to change."""
+    budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
+    fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
+    names = ", ".join(name.replace("_", " ") for name in warned)
+    return f"the guards warned of {'; '.join([names, *fixes])}"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
