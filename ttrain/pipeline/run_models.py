@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from ttrain import tracking
-from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
+from ttrain.config.training import MODEL_STAGES, TRAINING_STAGES
 from ttrain.core.files import JsonDict, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline import registration
@@ -30,7 +30,6 @@ Result = TypeVar("Result")
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
     **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
-    CHOSEN_BASE: (TRAINING_STAGES[BASES[0]].model, TRAINING_STAGES[BASES[0]].directory),
 }
 
 

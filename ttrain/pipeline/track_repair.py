@@ -22,7 +22,6 @@ from ttrain.errors import UsageError
 from ttrain.pipeline import names, run_summary, system_metrics
 from ttrain.pipeline.run_models import EXAMPLES, RunModels
 from ttrain.reports import summary
-from ttrain.stages import CANDIDATES, CHOSEN_BASE
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -150,7 +149,7 @@ class _RunReplay:
         its record, but inputs of what it built."""
         artifacts = dict(self._artifacts)
         models = [row.model for row in TRAINING_STAGES.values()]
-        for stage, roles in (("evaluate", models), (CHOSEN_BASE.name, CANDIDATES[:1]), ("pretrain", ["tokenizer"])):
+        for stage, roles in (("evaluate", models), ("pretrain", ["tokenizer"])):
             inputs = (self._store.input_of(artifacts.get(stage), name) for name in roles)
             artifacts |= {artifact.stage: artifact for artifact in inputs if artifact and artifact.stage not in artifacts}
         return artifacts
