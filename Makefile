@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint soak gpu clean
+.PHONY: run test lint budgets soak gpu clean
 
 run: $(VENV)/installed
 	$(BIN)/ttrain pipeline run full
@@ -15,6 +15,11 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy ttrain
+	$(BIN)/python tests/budgets.py
+
+# Records the statements of each package; refused where one that is over its budget has grown.
+budgets: $(VENV)/installed-test
+	$(BIN)/python tests/budgets.py --write
 
 # Long proofs: two runs at once, signals, many kills at random points. CI runs the first of each
 # file, with KILLS=3 SAMPLE=1, two files at a time: all of the shorter ones took it past its 90

@@ -1,4 +1,4 @@
-"""The recipes of pipelines and what runs them: the engine, Prefect, servers, sweeps."""
+"""The recipes of pipelines and what runs them: the engine, Prefect, servers."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
-from ttrain.evaluate import candidates
-from ttrain.evaluate.candidates import Judged
+from ttrain.evaluate import promotion
+from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout
 from ttrain.nightly.inputs import NightInputs
@@ -17,7 +17,7 @@ from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.reports import summary
-from ttrain.stages import CHOSEN_BASE, EVALUATE, EVALUATE_CHAMPION, Stage
+from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
@@ -44,10 +44,8 @@ def judge(
     if reference := heldout_of(evaluation):
         documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
         nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
-    best = heldout.best_figures(Nights(store.root, settings.name).newest_first(), candidates.metric_of_texts(rules.metric))
-    judged = candidates.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
-    chosen = execution.artifacts.get(CHOSEN_BASE.name) if inputs.average is not None else None
-    return replace(judged, base=summary.key_figures(chosen.stage, chosen.result)) if chosen else judged
+    best = heldout.best_figures(Nights(store.root, settings.name).newest_first(), promotion.metric_of_texts(rules.metric))
+    return promotion.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
 
 
 def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, judged: Judged) -> Judged:
@@ -65,9 +63,9 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
         decision = replace(decision, promote=False, reason=reason)
         judged = replace(judged, decision=decision)
     texts = [figure.to_json() for figure in judged.texts]
-    base, run = judged.base or None, execution.record.run
+    run = execution.record.run
     keys = {stage: artifact.key for stage, artifact in execution.artifacts.items() if stage in REGISTERED}
-    night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts, base=base)
+    night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts)
     execution.record.note_afterwards(decision=decision.to_json())
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
@@ -77,7 +75,7 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
 
 def tables(judged: Judged) -> list[str]:
     """The decision in Markdown, and the figures by text where there are some."""
-    return [summary.markdown(rows, header) for rows, header in candidates.tables(judged)]
+    return [summary.markdown(rows, header) for rows, header in promotion.tables(judged)]
 
 
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ttrain.config import Settings
@@ -19,13 +19,9 @@ from ttrain.pipeline.plan import plan
 from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
-    AVERAGE,
     BASE_OF,
-    CANDIDATES,
-    CHOSEN_BASE,
     EARLIER_HELDOUT,
     EVALUATE,
-    EVALUATE_CANDIDATES,
     EVALUATE_CHAMPION,
     EXISTING_MODEL,
     HELDOUT,
@@ -34,13 +30,15 @@ from ttrain.stages import (
     REPLAY,
     REPLAY_SFT,
     SFT,
-    SHARDS,
     SHARDS_PRETRAIN,
     Stage,
 )
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.registry import Registry
+
+# Inputs of the evaluation: what is held out for each training stage.
+HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values() if row.part)
 
 
 @dataclass(frozen=True)
@@ -73,20 +71,17 @@ def recipe_of(inputs: NightInputs) -> Recipe:
     """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
 
     def nightly(stage: Callable[..., Any], settings: Settings) -> None:
-        full(NightWalk(stage, settings, inputs), settings)
+        full(NightWalk(stage, inputs), settings)
 
     return nightly
 
 
-@dataclass
+@dataclass(frozen=True)
 class NightWalk:
-    """One walk of a night's recipe: what becomes of each stage of `full`. A stage that two others need is called once."""
+    """What becomes of each stage of `full` in a night."""
 
     stage: Callable[..., Any]
-    settings: Settings
     inputs: NightInputs
-    shards: dict[str, Any] = field(default_factory=dict)  # by data set
-    shared: dict[str, Any] = field(default_factory=dict)  # by stage
 
     def __call__(self, of: Stage, **stage_inputs: Any) -> Any:
         if self.inputs.kept_base and (of is PRETRAIN or of is EXISTING_MODEL):
@@ -94,10 +89,10 @@ class NightWalk:
         if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
             return None
         if of.name in self.inputs.replacements:
-            return self._noted(of, self.inputs.replacements[of.name])
+            return self.inputs.replacements[of.name]
         if of is SHARDS_PRETRAIN:
             stage_inputs[EARLIER_HELDOUT] = self.inputs.earlier_heldout
-            if self.settings.reading.near_duplicates:
+            if self.inputs.settings.reading.near_duplicates:
                 stage_inputs |= _learnt_before(self.inputs.learnt)
         if of is PRETRAIN:
             return self._base(stage_inputs)
@@ -107,62 +102,35 @@ class NightWalk:
             stage_inputs["replay"] = self._replay(REPLAY_SFT, stage_inputs["shards"], self.inputs.replayed_chats)
         if of.name in self.inputs.bases:
             stage_inputs["base"] = self.inputs.bases[of.name]
-        return self._noted(of, self.stage(of, **stage_inputs))
-
-    def _noted(self, of: Stage, result: Any) -> Any:
-        """The result of a stage; that of shards is known by its data set from now on."""
-        if of.dataset and SHARDS.get(of.dataset) is of:
-            self.shards[of.dataset] = result
-        return result
+        return self.stage(of, **stage_inputs)
 
     def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
-        """The base model: trained, with a sample of what was learnt before, and averaged with the champion's."""
+        """The base model, trained with a sample of what was learnt before."""
         heldout_inputs = {}
         if self.inputs.earlier_heldout:
             heldout_inputs = {"tokenizer": stage_inputs["tokenizer"], EARLIER_HELDOUT: self.inputs.earlier_heldout}
         replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed, **heldout_inputs)
-        night = self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
-        return night if self.inputs.average is None else self._chosen_base(night)
+        return self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
 
     def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact], **inputs: Any) -> Any:
         """A sample of what was learnt before, if there is any."""
         return self.stage(of, documents=shards, **_learnt_before(learnt), **inputs) if learnt else None
 
-    def _chosen_base(self, night: Any) -> Any:
-        """The better of the night's own weights and their average with the champion's."""
-        champion, documents = self.inputs.champion["base"], self._documents(self.shards["pretrain"])
-        models = dict(zip(CANDIDATES, (night, self.stage(AVERAGE, champion=champion, night=night)), strict=True))
-        evaluations = {
-            f"of-{name}": self.stage(EVALUATE_CANDIDATES[name], base=model, documents=documents)
-            for name, model in models.items()
-        }
-        evaluations["of-champion"] = self._of_champion()
-        return self.stage(CHOSEN_BASE, **models, documents=documents, **evaluations)
-
     def _evaluate(self, stage_inputs: Mapping[str, Any]) -> Any:
+        """The evaluation of the night's models, after that of the champion on the same data."""
+        stage_inputs = {**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))}
         if self.inputs.champion:
-            self._of_champion()
-        measured = {**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))}
-        return self.stage(EVALUATE, **measured, **_adapter_bases(self.inputs.bases))
-
-    def _of_champion(self) -> Any:
-        """The evaluation of the champion on the same data as the night's models."""
-        if EVALUATE_CHAMPION.name not in self.shared:
-            rows = [TRAINING_STAGES[name] for name in self.settings.trainings]
-            data = {row.part: self.shards.get(row.dataset) for row in rows if row.part}
-            measured = {**data, "documents": self._documents(self.shards.get("pretrain"))}
-            models = {**self.inputs.champion, **_adapter_bases(self.inputs.champion_bases)}
-            self.shared[EVALUATE_CHAMPION.name] = self.stage(EVALUATE_CHAMPION, **measured, **models)
-        return self.shared[EVALUATE_CHAMPION.name]
+            data = {name: value for name, value in stage_inputs.items() if name in HELDOUT_PARTS}
+            bases = _adapter_bases(self.inputs.champion_bases)
+            self.stage(EVALUATE_CHAMPION, **data, **self.inputs.champion, **bases)
+        return self.stage(EVALUATE, **stage_inputs, **_adapter_bases(self.inputs.bases))
 
     def _documents(self, new: Any) -> Any:
         """The held-out documents of this and all earlier nights."""
         earlier = self.inputs.earlier_heldout if self.inputs.measures_earlier else None
         if new is None or earlier is None:
             return earlier if new is None else new
-        if HELDOUT.name not in self.shared:
-            self.shared[HELDOUT.name] = self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: earlier})
-        return self.shared[HELDOUT.name]
+        return self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: earlier})
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
@@ -255,7 +223,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     chats = night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) if replays_chats else ()
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
-        heldout_nights=earlier.nights, average=_average(settings, champion, chosen.files),
+        heldout_nights=earlier.nights,
     )  # fmt: skip
     base = f"the champion, version {champion.version}" if champion else "no champion yet"
     if champion is None and (last := nights.last_champion()):
@@ -265,12 +233,6 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
         )
     reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
     return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
-
-
-def _average(settings: Settings, champion: Champion | None, files: Mapping[str, Any]) -> float | None:
-    """The share of the champion's weights in an average; None where the night trains no base model that continues it."""
-    continues = champion is not None and settings.nightly.start_from == "champion"
-    return settings.nightly.average if continues and files.get("pretrain") else None
 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
@@ -297,8 +259,7 @@ def _resumed_inputs(
                 chosen, why = _new_inputs(settings, store, nights)
                 if chosen is not None:
                     return chosen, f"{reason}, by which its inputs are chosen anew: {why}"
-            average = _average(settings, frozen.champion, frozen.files)
-            frozen = replace(frozen, settings=now, average=average)
+            frozen = replace(frozen, settings=now)
     elif night_inputs.settings_of(frozen, settings) != settings:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)

@@ -13,6 +13,7 @@ from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
+from ttrain.engine.plain import run_plain
 from ttrain.errors import Interrupted, UsageError
 from ttrain.flows import recipe
 from ttrain.nightly import notify
@@ -21,7 +22,6 @@ from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display, StageDisplay
 from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planned_part, with_dependencies
-from ttrain.stages import Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, NOTHING_NEW
@@ -139,19 +139,6 @@ class _EarlySignal(KeyboardInterrupt):
 
 def _interrupt(signum: int) -> None:
     raise _EarlySignal(signum)
-
-
-def run_plain(execution: PipelineRun, recipe_of: Any) -> None:
-    """Run the recipe without Prefect: one stage after the other, in this thread."""
-
-    def build(stage: Stage, **inputs: Artifact | None) -> Artifact:
-        artifacts = {name: artifact for name, artifact in inputs.items() if artifact is not None}
-        artifact, _ = execution.run_stage(stage, artifacts, lambda line: None)
-        if execution.signum:
-            raise Interrupted(f"stopped after stage {stage.name}", execution.signum)
-        return artifact
-
-    recipe_of(build, execution.settings)
 
 
 def run_one_stage(

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
+from ttrain.engine.plain import run_plain
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.flows.run import run_plain
 from ttrain.flows.sweep import SweepRequest, find_resumable
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display

@@ -38,17 +38,19 @@ LAYERS = (
     ("stages",),
     ("reports",),
     ("pipeline",),
+    ("engine",),
     ("nightly", "doctor", "export"),
     ("sweep",),
     ("tasks",),
     ("flows",),
+    ("api",),
     ("cli",),
 )
 RANK = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 # Packages that plan, store and report, so that `--help`, a plan and a cached run load neither torch, Prefect nor MLflow.
 LIGHT = (
-    "core", "config", "store", "data", "tracking", "loggers", "pipeline", "nightly", "export", "reports", "sweep", "cli",
-    "flows",
+    "core", "config", "store", "data", "tracking", "loggers", "pipeline", "engine", "nightly", "export", "reports", "sweep",
+    "flows", "api", "cli",
 )  # fmt: skip
 # What a light package has for those who have decided to load a model, or a server, already
 LOADS = {
@@ -187,7 +189,7 @@ def test_the_scanner_sees_imports_at_the_top_in_functions_relative_and_by_name()
 
 def test_every_package_has_a_layer_and_no_module_lies_loose() -> None:
     assert {_package(module) for module in MODULES} - {""} == set(RANK)
-    assert {path.name for path in (ROOT / "ttrain").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+    assert {path.name for path in (ROOT / "ttrain").glob("*.py")} == {"__init__.py", "__main__.py", "api.py", "errors.py"}
 
 
 def test_imports_point_down() -> None:

@@ -5,7 +5,7 @@
     print(ttrain.plan("full", settings))
     run = ttrain.run("full", settings)
 
-`load_settings`, `plan`, `run`, `runs` and `load` are described in `ttrain.flows.api`; they are imported when first used.
+`load_settings`, `plan`, `run`, `runs` and `load` are described in `ttrain.api`; they are imported when first used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ttrain.core.machine import VERSION as __version__
 from ttrain.errors import TTrainError
 
 if TYPE_CHECKING:
-    from ttrain.flows.api import load, load_settings, plan, run, runs
+    from ttrain.api import load, load_settings, plan, run, runs
 
 __all__ = ["TTrainError", "__version__", "load", "load_settings", "plan", "run", "runs"]
 
@@ -24,7 +24,7 @@ __all__ = ["TTrainError", "__version__", "load", "load_settings", "plan", "run",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ttrain' has no attribute '{name}'")
-    from ttrain.flows import api
+    from ttrain import api
 
     return getattr(api, name)
 

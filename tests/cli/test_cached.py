@@ -12,8 +12,9 @@ from pathlib import Path
 from support.paths import ROOT
 from support.planned_homes import House
 
+from ttrain import api
 from ttrain.core.files import read_json
-from ttrain.flows import api
+from ttrain.engine.cached import record_cached
 from ttrain.pipeline.labels import Labels
 
 HEAVY = (
@@ -66,7 +67,7 @@ def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_
 def test_a_cached_pipeline_runs_where_its_models_are_to_be_registered_by_another_name(built: House) -> None:
     def recorded(name: str) -> str | None:
         planned = api.plan("full", api.load_settings(overrides=[*built.files, f"name={name}"]), home=built.store.root)
-        run = api.record_cached(planned, Labels())
-        return run and run.outcome
+        record = record_cached(planned, Labels())
+        return record and record["outcome"]
 
     assert (recorded("first"), recorded("first"), recorded("second")) == ("cached", "cached", None)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import rich.console
 
-from ttrain.flows import api
+from ttrain import api
+from ttrain.engine import displays
 from ttrain.pipeline.notebook_display import NotebookDisplay
 from ttrain.stages import SFT
 from ttrain.store.artifacts import ArtifactStore
@@ -37,14 +38,14 @@ def test_a_bar_moves_in_place_and_what_is_shown_is_escaped() -> None:
 
 
 def test_progress_goes_to_the_cell_in_a_notebook_and_to_the_console_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api._notebook_display() is None
+    assert displays.notebook_display() is None
     updates: list[Any] = []
     cell = SimpleNamespace(update=updates.append)
     module = SimpleNamespace(HTML=lambda text: text, display=lambda *objects, display_id: cell)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=module))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.setattr(rich.console, "Console", lambda: SimpleNamespace(is_jupyter=True))
-    display = api._notebook_display()
+    display = displays.notebook_display()
     assert display is not None
     display.started("sft", "never run before")
     assert len(updates) == 1 and "never run before" in updates[0]

@@ -19,14 +19,14 @@ from support.paths import ROOT
 from support.planned_homes import remember_modules
 
 import ttrain
-import ttrain.flows.api
+import ttrain.api
 
 DATA = {"data.pretrain": "docs*.jsonl", "data.sft": "chats.jsonl", "data.lora": "domain.jsonl"}
 
 
 def settings_of(cli: Any, **overrides: Any) -> Any:
     files = {key: str(cli.data / name) for key, name in DATA.items()}
-    return ttrain.flows.api.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
+    return ttrain.api.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -146,7 +146,7 @@ def test_the_page_and_the_notebook_run(
     page: str, finished: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tiny_settings(*files: str, overrides: Any = (), profile: str = "") -> Any:
-        ttrain.flows.api.load_settings(overrides=overrides, profile=profile)  # they exist
+        ttrain.api.load_settings(overrides=overrides, profile=profile)  # they exist
         changed = {"sft.optim.lr"} & {*overrides} if overrides.get("lora.rank") else {}
         return settings_of(finished, **{key: overrides[key] for key in changed})
 

@@ -11,10 +11,10 @@ from click.testing import Result
 from support.planned_homes import House
 from typer.testing import CliRunner
 
+from ttrain import api
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.errors import UsageError
-from ttrain.flows import api
 from ttrain.pipeline import estimate as estimates
 from ttrain.pipeline import provenance
 from ttrain.pipeline.estimate import Estimate, StageEstimate, about, estimate

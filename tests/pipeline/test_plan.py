@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.planned_homes import AFTER_SFT, EVERYTHING, House, append, running, tokens
 
+from ttrain import api
 from ttrain.config.loading import load
 from ttrain.core import hashing
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import python_docs
 from ttrain.errors import UsageError
-from ttrain.flows import api
 from ttrain.flows.full import full
 from ttrain.model import registry
 from ttrain.pipeline.plan import plan, plan_json, plan_stage, trained_on, without_data

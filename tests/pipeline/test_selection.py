@@ -15,13 +15,14 @@ from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
+from ttrain import api
 from ttrain.cli.main import _with_settings
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
+from ttrain.engine.plain import run_plain
 from ttrain.errors import TooFewRows, UsageError
-from ttrain.flows import api
 from ttrain.flows.full import full
-from ttrain.flows.run import run_pipeline, run_plain
+from ttrain.flows.run import run_pipeline
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.plan import Planner, plan
 from ttrain.pipeline.progress_display import Display

@@ -22,9 +22,9 @@ NIGHT = ("pipeline", "run", "nightly", "--engine", "none")
 STEPS, DECAY_BEGINS = 80, 40
 SETTINGS = (
     "pretrain.tokens=40960", "pretrain.schedule.kind=infinite", "pretrain.schedule.decay_fraction=0.5",
-    "evaluate.new_tokens=0", "nightly.average=0.5", "promotion.resamples=0", "promotion.forgetting=0.5",
+    "evaluate.new_tokens=0", "promotion.resamples=0", "promotion.forgetting=0.5",
 )  # fmt: skip
-STAGES = ("replay", "pretrain", "average", "chosen-base", "sft", "lora", "heldout")
+STAGES = ("replay", "pretrain", "sft", "lora", "heldout")
 
 
 def trained_to(step: int) -> Callable[[Cli], bool]:
@@ -37,21 +37,13 @@ def began(stage: str) -> Callable[[Cli], bool]:
     return lambda cli: any(cli.home.glob(f"work/{stage}/*/output"))
 
 
-def stored(stage: str) -> Callable[[Cli], bool]:
-    """Whether tonight's stage is in the store; the first night has none of it."""
-    return lambda cli: any(cli.home.glob(f"store/{stage}/*"))
-
-
 REACHED: dict[str, Callable[[Cli], bool]] = {
     "the branch": trained_to(DECAY_BEGINS + 5),
     "replay": began("replay"),
     "the plateau": trained_to(5),
     "the plateau and its file grew": trained_to(5),
     "the plateau and its file went": trained_to(5),
-    "average": began("average"),
-    "between averaging and gate": stored("average"),
-    "choosing": began("chosen-base"),
-    "chosen": stored("chosen-base"),
+    "sft": began("sft"),
     "evaluation": began("evaluate"),
 }
 CALLS = ("before the models are registered", "after the models are registered")  # decision, promotion: full/test_nightly.py
@@ -91,7 +83,7 @@ def outcome_of(cli: Cli) -> dict[str, Any]:
     assert_registered_once(cli.home, 2)
     champion = Registry(cli.home).champion(NAME)
     assert champion is not None and champion.version == second.data["version"] == "2"
-    outcome: dict[str, Any] = {name: second.data[name] for name in ("outcome", "decision", "texts", "base", "learnt")}
+    outcome: dict[str, Any] = {name: second.data[name] for name in ("outcome", "decision", "texts", "learnt")}
     for stage in STAGES:
         manifest = json.loads((cli.home / "store" / stage / champion.keys[stage] / "manifest.json").read_bytes())
         weights = {name: entry["sha256"] for name, entry in manifest["files"].items() if not name.startswith("run/")}

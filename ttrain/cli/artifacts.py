@@ -209,7 +209,7 @@ def artifacts_adopt(
 
     Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
     """
-    from ttrain.flows import api
+    from ttrain import api
     from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
     from ttrain.stages import STAGES

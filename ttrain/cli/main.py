@@ -125,7 +125,7 @@ def stage_run(
     as_json: AsJson = False,
 ) -> None:
     """Run one stage alone, without Prefect."""
-    from ttrain.flows import api
+    from ttrain import api
     from ttrain.flows.run import run_one_stage
 
     outlast_output()

@@ -46,8 +46,8 @@ from ttrain.store import layout, references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
+    from ttrain.api import Plan, Run
     from ttrain.config.loading import LoadedSettings
-    from ttrain.flows.api import Plan, Run
     from ttrain.pipeline.labels import Labels
 
 LISTED_RUNS = 10
@@ -145,10 +145,10 @@ def pipeline_plan(
 
     The reasons compare with the newest finished run of the same `name`.
     """
+    from ttrain import api
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_NONE, IS_SET
     from ttrain.core.machine import processor
-    from ttrain.flows import api
     from ttrain.pipeline import launch
     from ttrain.pipeline.plan import trained_on
     from ttrain.store import tunings
@@ -207,7 +207,7 @@ def pipeline_status(
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
-    from ttrain.flows import api
+    from ttrain import api
 
     while True:
         runs = api.runs(limit=limit)
@@ -321,14 +321,15 @@ def plan_and_run(
 
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
-    from ttrain.flows import api
+    from ttrain import api
+    from ttrain.engine.cached import record_cached
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
     if restart:
         restart.apply(planned.store, [stage for stage in planned.stages if stage.state == "run"])
         planned = api.plan(pipeline, loaded.settings, **to_plan)
-    if run := api.record_cached(planned, labels):
-        _print_cached(planned, run)
+    if record := record_cached(planned, labels):
+        _print_cached(planned, record)
         return
     _print_plan(planned)
     usable_home()
@@ -409,18 +410,17 @@ def _print_left_out(planned: Plan) -> None:
             print(f"left out by {planned.selection}: {', '.join(left_out)}")
 
 
-def _print_cached(planned: Plan, run: Run) -> None:
+def _print_cached(planned: Plan, record: Mapping[str, Any]) -> None:
     """Print the figures of a run that found everything cached."""
-    from ttrain.flows import api
+    from ttrain.engine.cached import cached_results
     from ttrain.reports import summary
 
-    artifacts = {stage.stage.name: stage.artifact for stage in planned.stages if stage.artifact}
-    if rows := summary.rows(run.metrics, api.cached_results(planned)):
+    if rows := summary.rows(record["metrics"], cached_results(planned)):
         table(("figure", "value", ""), rows)
-    same = f" in the run {equals}" if (equals := run.record["equals"]) else ""
+    same = f" in the run {equals}" if (equals := record["equals"]) else ""
     subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
     print(f"everything is cached: {subject} unchanged{same}; nothing was run")
-    fetchable = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
+    fetchable = [each.stage.name for each in planned.stages if each.artifact and not each.artifact.path.exists()]
     if fetchable:
         print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")
 

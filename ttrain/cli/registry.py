@@ -315,8 +315,6 @@ def _link_lines(link: Link) -> Iterator[str]:
         )
     if trained := _training_facts(link):
         yield f"trained {trained}"
-    if link.chosen:
-        yield f"chosen {link.chosen}"
     for note in link.notes:
         yield f"note: {note}"
 

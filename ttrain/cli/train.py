@@ -258,8 +258,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
+    from ttrain import api
     from ttrain.config.training import TRAININGS
-    from ttrain.flows import api
     from ttrain.pipeline.processes import environment_of
 
     began = time.monotonic()

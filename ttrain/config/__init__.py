@@ -16,9 +16,7 @@ from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,
     TRAINING_CONFIGS,
-    AverageConfig,
     ChatShardsConfig,
-    ChosenBaseConfig,
     EvaluateConfig,
     ExistingModelConfig,
     HeldoutConfig,
@@ -37,7 +35,6 @@ from ttrain.config.settings import (
     by_weight,
 )
 from ttrain.config.training import (
-    CHOSEN_BASE,
     TRAINING_STAGES,
     TRAININGS,
     Lora,
@@ -49,7 +46,6 @@ from ttrain.config.training import (
 )
 
 __all__ = [
-    "CHOSEN_BASE",
     "DATASETS",
     "LEARNT",
     "NAMES_CODE",
@@ -59,9 +55,7 @@ __all__ = [
     "TRAINING_CONFIGS",
     "TRAINING_STAGES",
     "Auth",
-    "AverageConfig",
     "ChatShardsConfig",
-    "ChosenBaseConfig",
     "Evaluate",
     "EvaluateConfig",
     "Event",

@@ -1,6 +1,6 @@
 """Settings of nights: what is trained again, what becomes champion, who is notified.
 
-None of them is part of a key, but for what shapes a night's weights: its replay, its average and how that is judged.
+None of them is part of a key, but for what shapes a night's weights: its replay.
 """
 
 from __future__ import annotations
@@ -41,12 +41,6 @@ class Nightly(Section):
         ge=0,
         lt=1,
     )
-    average: float | None = setting(
-        None,
-        "share of the champion's weights in an average with the night's own, which is a candidate beside them; empty: none",
-        gt=0,
-        lt=1,
-    )
     again: bool = setting(
         True, "documents of a night that was not promoted are read once more, beside newer ones; false: never"
     )
@@ -67,11 +61,6 @@ class Nightly(Section):
     attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
 
     def _check(self) -> None:
-        if self.average is not None and self.start_from == "scratch":
-            raise ValueError(
-                f"nightly.average is {self.average} but nightly.start_from is scratch, whose weights have nothing in common "
-                f"with the champion's; set nightly.start_from=champion, or nightly.average= (empty)"
-            )
         if self.tokens is not None and self.epochs is not None:
             raise ValueError(f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them")
         if self.deadline is not None and self.deadline_hours is not None:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
 from ttrain.config.data import LEARNT
-from ttrain.config.training import CHOSEN_BASE, TRAININGS
+from ttrain.config.training import TRAININGS
 
 
 class Night(Section):
@@ -31,7 +31,6 @@ STAGE_NAMES = (
     *("base-model", "new-model"),
     *TRAININGS,
     *("reference", "evaluate", "evaluate-champion", "heldout", "replay", "replay-sft"),
-    *("average", "evaluate-night", "evaluate-average", CHOSEN_BASE),
 )
 StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out
 

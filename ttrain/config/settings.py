@@ -268,23 +268,6 @@ class ScoredText(PartOfSection):
     max_bytes: int
 
 
-class AverageShare(PartOfSection):
-    """The share of the champion's weights in the average with a night's own."""
-
-    average: float | None
-
-
-class GateRules(PartOfSection):
-    """By what the candidates of a night are compared with the champion."""
-
-    margin: float
-    confidence: float
-    resamples: int
-    min_samples: int
-    seed: int
-    forgetting: float | None
-
-
 class NewModelConfig(Section):
     model: Model
     pretrain: FirstWeights
@@ -348,14 +331,6 @@ class ReplayConfig(Section):
 class ReplaySftConfig(Section):
     nightly: ReplayShare
     sft: Budget
-
-
-class AverageConfig(Section):
-    nightly: AverageShare
-
-
-class ChosenBaseConfig(Section):
-    promotion: GateRules
 
 
 class UserTaskConfig(Section):

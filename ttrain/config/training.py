@@ -417,10 +417,8 @@ INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(en
 # By name, in the order in which one goes on from another.
 TRAINING_STAGES = {row.name: row for row in sorted((*BUILT_IN, *INSTALLED), key=lambda row: ROLES.index(row.role))}
 TRAININGS = tuple(TRAINING_STAGES)
-CHOSEN_BASE = "chosen-base"  # the stage of a night that takes its own weights, or their average with the champion's
-# Stages whose models a set has, the first models first. Where both have one, the base is the chosen one.
-BASES = (*(name for name, row in TRAINING_STAGES.items() if row.role == "base"), CHOSEN_BASE)
-MODEL_STAGES = (*BASES, *(name for name in TRAININGS if name not in BASES))
+BASES = tuple(name for name, row in TRAINING_STAGES.items() if row.role == "base")
+MODEL_STAGES = TRAININGS  # stages whose models a set has, the first models first
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items() if row.metric}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them

@@ -1,11 +1,12 @@
-"""Decide whether a challenger replaces the champion, from their metrics on the same held-out records. Pure functions."""
+"""Decide whether a challenger replaces the champion, from their metrics on the same held-out records."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ttrain.config import Promotion, Settings
@@ -14,7 +15,9 @@ from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
 from ttrain.evaluate import statistics as confidence
-from ttrain.evaluate.forgetting import TextFigure
+from ttrain.evaluate.few_records import too_few
+from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
+from ttrain.evaluate.scores import Evaluation
 from ttrain.evaluate.task_result import Scores
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
@@ -25,6 +28,7 @@ FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
 }
+OF_DOCUMENTS = frozenset(BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values())  # metrics over held-out documents
 
 
 @dataclass(frozen=True)
@@ -240,3 +244,84 @@ def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
         f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"
     )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The decision about a challenger, with its figures on the text of each night and source, and in other metrics."""
+
+    decision: Decision
+    texts: tuple[TextFigure, ...] = ()
+
+
+def judge(
+    challenger: Evaluation,
+    champion: Evaluation | None,
+    rules: Promotion,
+    nights: Digests,
+    new: str = "",
+    best: Mapping[str, BestFigure] = MappingProxyType({}),
+) -> Judged:
+    """Decide whether a challenger becomes champion, by its evaluation and the champion's.
+
+    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
+    `best`: the best figures of champions so far, by text.
+    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte;
+    the other models by their own metrics.
+    Raises UsageError if an evaluation does not have the metric.
+    """
+    scores = challenger.scores(rules.metric)
+    texts, unknown = list[TextFigure](), ""
+    metric = metric_of_texts(rules.metric)
+    if metric in challenger.metrics:
+        ours = challenger.scores(metric)
+        theirs = champion.scores(metric) if champion and metric in champion.metrics else None
+        listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
+        texts += forgetting.figures(ours, theirs, listed, _directed(rules, higher_is_better=False), best)
+        has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
+        if champion and has_earlier and rules.forgetting is not None:
+            unknown = why_unknown(ours, theirs)
+    if champion:
+        texts += _of_other_models(challenger, champion, rules)
+    baseline = baseline_of(challenger.metrics, scores, rules)
+    of_champion = champion.scores(rules.metric) if champion else None
+    decision = decide(scores, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
+    return Judged(_kept_if_too_few(decision, len(scores.records), rules), tuple(texts))
+
+
+def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
+    """The same decision, but to keep the champion where it was made by the figures over too few records.
+
+    Where the user sets promotion.resamples=0, or a metric has no records, the figures alone decide.
+    """
+    few = too_few(records, rules.min_samples)
+    if not few or not records or not rules.resamples or decision.difference is None or decision.lost:
+        return decision
+    return replace(decision, promote=False, reason=few)
+
+
+def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promotion) -> Iterator[TextFigure]:
+    """The figures in the metric of each model that does not decide and has one that is not over documents."""
+    for row in TRAINING_STAGES.values():
+        if row.metric is None or (name := row.metric.of(row.model)) in OF_DOCUMENTS or name == rules.metric:
+            continue
+        if name in challenger.metrics and name in champion.metrics:
+            directed = _directed(rules, higher_is_better=row.metric.higher_is_better)
+            figure = forgetting.figure_of_metric(challenger.scores(name), champion.scores(name), directed)
+            yield from [figure] if figure else []
+
+
+def _directed(rules: Promotion, *, higher_is_better: bool) -> Promotion:
+    """The same rules for a metric of this direction."""
+    return rules.model_copy(update={"higher_is_better": higher_is_better})
+
+
+def metric_of_texts(metric: str) -> str:
+    """The metric by which the gate judges what is forgotten, where it decides by this one."""
+    return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name
+
+
+def tables(judged: Judged) -> Sequence[tuple[Sequence[tuple[str, ...]], Sequence[str]]]:
+    """(rows, header) of the decision, and of the figures by text where there are some."""
+    of_texts = [(forgetting.rows(judged.texts), forgetting.HEADER)] if judged.texts else []
+    return [(judged.decision.rows(), ("name", "value")), *of_texts]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ttrain.config import Settings
 from ttrain.errors import ArtifactError
-from ttrain.evaluate.candidates import metric_of_texts
 from ttrain.evaluate.forgetting import BestFigure
+from ttrain.evaluate.promotion import metric_of_texts
 from ttrain.nightly.records import COMPLETED, Champion, NightRecord
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact

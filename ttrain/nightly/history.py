@@ -71,7 +71,7 @@ class TextHistory:
 
 @dataclass(frozen=True)
 class NightHistory:
-    """One night. `base` says which weights it took where it averaged: its own, or the average."""
+    """One night."""
 
     night: str
     began: float | None
@@ -85,7 +85,6 @@ class NightHistory:
     metric: str
     figure: float | None
     champion_figure: float | None
-    base: str | None = None
     lost: tuple[str, ...] = ()
     texts: tuple[TextHistory, ...] = field(default=())
 
@@ -131,7 +130,6 @@ def of_record(night: NightRecord) -> NightHistory:
         metric=decision.get("metric", ""),
         figure=decision.get("challenger"),
         champion_figure=decision.get("champion"),
-        base=data.get("base"),
         lost=tuple(decision.get("lost") or ()),
         texts=tuple(_text(text) for text in data.get("texts") or ()),
     )
@@ -241,14 +239,13 @@ def _table(nights: Sequence[NightHistory]) -> Table:
     for night in nights:
         version = f"version {night.version}" if night.version else ""
         champion = "" if night.champion_figure is None else f"champion {night.champion_figure:.4f}"
-        base = f" Base model: {night.base}." if night.base else ""
         rows.append((
             _stacked(night.night, format_time(night.began)),
             html.joined([html.pill(night.outcome), html.tag("div", html.tag("small", version))]),
             _learnt(night),
             _stacked(_figure(night.figure), champion),
             _lost(night),
-            html.joined([night.reason or ABSENT, html.tag("small", base)]),
+            night.reason or ABSENT,
         ))  # fmt: skip
     return Table(header, rows, numbers=(3,))
 

@@ -67,7 +67,6 @@ class NightInputs:
     measures_earlier: bool = True
     learnt: tuple[Artifact, ...] = ()
     replayed: tuple[Artifact, ...] = ()
-    average: float | None = None  # share of the champion's base model in the average with the night's own
     replayed_chats: tuple[Artifact, ...] = ()
     plateau: Artifact | None = None
     bases: Artifacts = field(default_factory=dict)
@@ -297,8 +296,6 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
     if base:
         champion[TRAINING_STAGES[BASES[0]].model] = base
-    average = frozen.average if base and "pretrain" not in replacements else None
-    tree["nightly"]["average"] = average
     earlier, is_named = None, bool(user.data.pretrain_heldout)
     if frozen.heldout:
         earlier = store.find(*frozen.heldout.split("/"))  # None where it was removed
@@ -317,7 +314,6 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         bases=bases,
         champion_bases=_foreign_bases(artifacts, store),
         note=note,
-        average=average,
     )
 
 

@@ -67,7 +67,6 @@ class InputSnapshot:
     chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
     replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
-    average: float | None = None  # share of the champion's weights in the average with the night's own
     # By data set "stage/key" of the shards of `files` that an earlier try made, where a file is not what it was any more.
     shards: Mapping[str, str] = field(default_factory=dict)
 

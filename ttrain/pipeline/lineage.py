@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ttrain.config.training import CHOSEN_BASE, TRAININGS
+from ttrain.config.training import TRAININGS
 from ttrain.core.hashing import digest_of
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline.lineage_names import LineageTarget
-from ttrain.reports import summary
 from ttrain.reports.facts import changed_settings
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
@@ -206,12 +205,6 @@ class Link:
         """What its manifest records of its making; empty if that cannot be found."""
         return dict(self.manifest.get("provenance", {}))
 
-    @property
-    def chosen(self) -> str:
-        """Which of its candidates the base model of a night is, with their figures; "" for any other artifact."""
-        is_choice = self.stage == CHOSEN_BASE and "result" in self.manifest
-        return summary.key_figures(self.stage, self.manifest["result"]) if is_choice else ""
-
     def to_json(self) -> dict[str, Any]:
         """The form that `lineage --json` prints."""
         names = ("stage", "key", "content", "known_from", "run", "run_id", "code", "commit", "seed", "notes")
@@ -219,7 +212,6 @@ class Link:
             **{name: getattr(self, name) for name in names},
             "made_unix": self.made_unix,
             "settings": dict(self.settings),
-            "chosen": self.chosen or None,
             "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in self.inputs.items()},
             "data": list(self.data),
             "libraries": dict(self.libraries),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ttrain.config.training import BASES, CHOSEN_BASE, TRAINING_STAGES, model_order
+from ttrain.config.training import TRAINING_STAGES, model_order
 from ttrain.pipeline.lineage import History, seed_of
 from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
 from ttrain.reports import summary as report
@@ -62,7 +62,6 @@ CHAT_STAGES = tuple(name for name, row in TRAINING_STAGES.items() if row.role !=
 TITLES: Mapping[str, str] = {
     "tokenizer": "Tokenizers",
     **{name: row.title for name, row in TRAINING_STAGES.items()},
-    CHOSEN_BASE: TRAINING_STAGES[BASES[0]].title,
 }
 
 SETS = (  # the description of the registered model that holds the sets of a pipeline
@@ -138,8 +137,6 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
             took = f"{result.get('steps', 0):,} steps, {result.get('tokens', 0):,} tokens, {hardware}"
             loss = result.get("validation_loss")
             yield f"training, {artifact.stage}", took + (f", validation loss {loss:.4f}" if loss is not None else "")
-    if model.stage == CHOSEN_BASE:
-        yield "base model of a night", report.key_figures(model.stage, model.result)
     provenance, settings = model.provenance, model.manifest["ingredients"].get("settings", {})
     origin = {"run": provenance.get("run"), "key": model.key[:SHORT], "commit": (provenance.get("commit") or "")[:SHORT]}
     origin["seed"] = seed_of(model.stage, settings)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ttrain.config.training import BASES, CHOSEN_BASE, MODEL_STAGES, TRAINING_STAGES
+from ttrain.config.training import MODEL_STAGES, TRAINING_STAGES
 from ttrain.core.files import read_object
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History
@@ -28,7 +28,6 @@ Result = TypeVar("Result")
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
     **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
-    CHOSEN_BASE: (TRAINING_STAGES[BASES[0]].model, TRAINING_STAGES[BASES[0]].directory),
 }
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.terminal import escaped
-from ttrain.core.text import counted, format_duration, format_number, short_digest
+from ttrain.core.text import counted, format_duration, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -80,7 +80,7 @@ def _overlaps(contamination: Result | None) -> str:
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     """One line about a stage's result. `directory`: of its artifact."""
     from ttrain.config.data import LEARNT
-    from ttrain.config.training import BITS_PER_BYTE, CHOSEN_BASE, TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
 
     if stage == "source":
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
@@ -105,11 +105,6 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if stage in ("replay", "replay-sft"):
         kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
-    if stage == "average":
-        return f"{result['share']:g} of the champion's weights in {result['averaged_tensors']:,} tensors"
-    if stage == CHOSEN_BASE:
-        figures = [f"{name} {format_number(candidate['figure'])}" for name, candidate in result["candidates"].items()]
-        return f"{result['chosen']}, of {' and '.join(figures)} {BITS_PER_BYTE.label}" if figures else str(result["chosen"])
     if stage.startswith("evaluate"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"

@@ -180,37 +180,13 @@ HELDOUT = Stage(
     about="Collect the held-out documents of all nights",
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")
-AVERAGE = Stage(
-    "average",
-    "ttrain.stages.average",
-    config.AverageConfig,
-    {"champion": ("model",), "night": ("model",)},
-    uses_model=True,
-    about="Average the weights of a night with the champion's",
-)
-CANDIDATES = ("night", "average")  # for the base model of a night: its own weights, and the average
-EVALUATE_CANDIDATES: Mapping[str, Stage] = {
-    name: replace(EVALUATE, name=f"evaluate-{name}", about=f"Measure the candidate of a night: {about}")
-    for name, about in zip(CANDIDATES, ("its own weights", "their average with the champion's"), strict=True)
-}
-CHOSEN_BASE = Stage(
-    config.CHOSEN_BASE,
-    "ttrain.stages.chosen_base",
-    config.ChosenBaseConfig,
-    {
-        **dict.fromkeys(CANDIDATES, ("model",)),
-        "documents": ("heldout",),
-    },  # and the evaluations, such as of-night
-    about="Take the better base model of a night",
-)
-AVERAGING = (AVERAGE, *EVALUATE_CANDIDATES.values(), CHOSEN_BASE)
-OF_NIGHTS = frozenset(stage.name for stage in (REPLAY, REPLAY_SFT, HELDOUT, EVALUATE_CHAMPION, *AVERAGING))
+OF_NIGHTS = frozenset(stage.name for stage in (REPLAY, REPLAY_SFT, HELDOUT, EVALUATE_CHAMPION))
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
-        *(REPLAY, REPLAY_SFT, REFERENCE, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION, *AVERAGING),
+        *(REPLAY, REPLAY_SFT, REFERENCE, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION),
     )
 }
 

@@ -13,8 +13,8 @@ import pytest
 
 from ttrain.config import Promotion
 from ttrain.core.files import write_json
-from ttrain.evaluate import candidates
-from ttrain.evaluate.candidates import Judged
+from ttrain.evaluate import promotion
+from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.evaluate.task_result import LN2, ScoreTable, TaskResult, mean, record_name
 from ttrain.flows import night_decision
@@ -66,7 +66,7 @@ def compared(tmp_path: Path) -> Any:
         for directory in directories:
             directory.mkdir(exist_ok=True)
         theirs = evaluated(directories[1], **(champion or {}))
-        return candidates.judge(evaluated(directories[0], **challenger), theirs, Promotion(**rules), nights, "new")
+        return promotion.judge(evaluated(directories[0], **challenger), theirs, Promotion(**rules), nights, "new")
 
     return judge
 
@@ -204,7 +204,7 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path)
         table.write(tmp_path / side)
         write_json(tmp_path / side / "evaluation.json", {"metrics": metrics})
         sides.append(Evaluation.at(tmp_path / side))
-    judged = candidates.judge(*sides, Promotion(), {})
+    judged = promotion.judge(*sides, Promotion(), {})
     assert {figure.name for figure in judged.texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
     assert judged.decision.lost == ("source r?d",)
 
@@ -230,4 +230,4 @@ def test_a_night_of_too_few_held_out_records_keeps_the_champion(
 
 def test_the_first_champion_needs_no_number_of_records_and_a_metric_without_records_none(tmp_path: Path) -> None:
     alone = evaluated(tmp_path, count=3)
-    assert candidates.judge(alone, None, Promotion(metric="chat_loss_sft"), {}).decision.promote
+    assert promotion.judge(alone, None, Promotion(metric="chat_loss_sft"), {}).decision.promote

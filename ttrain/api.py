@@ -13,33 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
+from ttrain.engine.cached import record_cached
+from ttrain.engine.displays import CallbackDisplay, Progress, notebook_display
+from ttrain.engine.plan import Plan, PlannedStage
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.pipeline.recipe import Planned, Rerun, Selection
+from ttrain.pipeline.recipe import Rerun, Selection
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.estimate import Estimate
-    from ttrain.pipeline.labels import Labels
-    from ttrain.pipeline.progress_display import StageDisplay
+    pass
 
 logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
 
-Progress = Callable[[str, str, Mapping[str, Any]], object]
 ENGINES = ("prefect", "none")
 
 
@@ -69,82 +68,6 @@ def load_settings(
 
     profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)
     return load(overrides, files=[Path(file) for file in files], profiles=profiles).settings
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """What a run would do with one stage.
-
-    state    "cached" or "run"
-    key      digest of its settings, inputs and code; None while an input has yet to be built
-    reasons  why it runs, or what it was found by
-    """
-
-    name: str
-    state: str
-    key: str | None
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Plan(Sequence[PlannedStage]):
-    """The stages of a pipeline in order, each with its state, key and reasons."""
-
-    pipeline: str
-    settings: Settings
-    store: ArtifactStore
-    stages: list[Planned]
-    selection: Selection
-    rerun: Rerun
-    compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
-
-    def __len__(self) -> int:
-        return len(self.stages)
-
-    def __getitem__(self, index: Any) -> Any:
-        """The stage of a number or a name."""
-        if isinstance(index, str):
-            return {stage.name: stage for stage in self}[index]
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[PlannedStage]:
-        return (PlannedStage(each.stage.name, each.state, each.key, tuple(each.why)) for each in self.stages)
-
-    def __str__(self) -> str:
-        rows = [("stage", "state", "key", "why"), *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
-
-    def _repr_html_(self) -> str:
-        """The plan in a notebook."""
-        waiting = sum(stage.state == "run" for stage in self)
-        caption = f"{self.pipeline}: {waiting} of {len(self)} stages will run"
-        return html_table(("stage", "state", "key", "why"), self.rows(), caption)
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether nothing would run."""
-        return all(stage.state == "cached" for stage in self.stages)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """(stage, state, key, why) for a table."""
-        from ttrain.pipeline.plan import plan_rows
-
-        return plan_rows(self.stages)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `ttrain pipeline plan --json` prints."""
-        from ttrain.pipeline.plan import plan_json
-
-        planned = plan_json(self.pipeline, self.stages)
-        return {**planned, "compared_with": self.compared_with or None, "estimate": self.estimate.to_json()}
-
-    @functools.cached_property
-    def estimate(self) -> Estimate:
-        """About how long it takes on this machine, and how often it passes over its data."""
-        from ttrain.pipeline.estimate import estimate
-
-        return estimate(self.stages, self.settings, self.store)
 
 
 @_as_found()
@@ -319,8 +242,8 @@ def run(
         raise UsageError("pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`")
     labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
     planned = plan(pipeline, settings, home=home, **selection)
-    if run := record_cached(planned, labels):
-        return run
+    if record := record_cached(planned, labels):
+        return Run(record, planned.store)
     layout.usable_home(planned.store.root)
     from ttrain.flows.run import run_pipeline
 
@@ -335,47 +258,11 @@ def run(
                 planned.rerun,
                 engine=engine,
                 labels=labels,
-                display=_CallbackDisplay(progress) if callable(progress) else _notebook_display() if progress else None,
+                display=CallbackDisplay(progress) if callable(progress) else notebook_display() if progress else None,
             )
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None
     return Run(run_records.read(planned.store.root, execution.record.run) or {}, planned.store)
-
-
-def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
-    """The results of the cached stages, with the champion's figures as a baseline if no stage has them."""
-    from ttrain.pipeline import run_summary
-
-    artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
-    results = {name: artifact.result for name, artifact in artifacts.items()}
-    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
-        results |= run_summary.of(artifacts["evaluate"], planned.settings.name, planned.store)
-    return results
-
-
-def record_cached(planned: Plan, labels: Labels) -> Run | None:
-    """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
-    had this name, or the newest that had it was cut short."""
-    from ttrain.pipeline.provenance import with_absolute_paths
-    from ttrain.reports import summary
-
-    store = planned.store
-    if not planned.is_cached:
-        return None
-    runs = run_records.equal_runs(store.root, {stage.stage.name: stage.key for stage in planned.stages})
-    equals = None
-    if any_name := next(runs, None):
-        runs = itertools.chain([any_name], runs)
-        newest = next((run for run in runs if run["settings"]["name"] == planned.settings.name), None)
-        if newest is None or run_records.is_cut_short(newest):
-            return None
-        equals = next(filter(None, map(run_records.made_by, itertools.chain([newest], runs))), None)
-    settings = with_absolute_paths(planned.settings).model_dump(mode="json")
-    metrics = summary.metrics_of(cached_results(planned))
-    record = run_records.record_cached(
-        store.root, planned.pipeline, planned.stages, settings, metrics, equals, labels.to_json()
-    )
-    return Run(record, store)
 
 
 @_as_found()
@@ -417,42 +304,6 @@ def _quiet_transformers() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
-
-
-def _notebook_display() -> StageDisplay | None:
-    """A display in the cell that runs; None outside of a notebook."""
-    from rich.console import Console
-
-    if not Console().is_jupyter:
-        return None
-    from IPython.display import HTML, display  # there in a notebook
-
-    from ttrain.pipeline.notebook_display import NotebookDisplay
-
-    cell = display(HTML(""), display_id=True)
-    return NotebookDisplay(lambda text: cell.update(HTML(text)))
-
-
-@dataclass
-class _CallbackDisplay:
-    """Passes the events of the stages to a function."""
-
-    _progress: Progress
-
-    def say(self, text: str) -> None:
-        self._progress("", "message", {"text": text})
-
-    def started(self, name: str, why: str) -> None:
-        self._progress(name, "started", {"why": why})
-
-    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        self._progress(name, "progressed", progress)
-
-    def ended(self, name: str, state: str, took: float, figures: str) -> None:
-        self._progress(name, "ended", {"state": state, "seconds": took, "figures": figures})
-
-    def failed(self, name: str, message: str) -> None:
-        self._progress(name, "failed", {"error": message})
 
 
 __all__ = ["Plan", "PlannedStage", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]

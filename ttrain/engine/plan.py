@@ -1,0 +1,92 @@
+"""The plan of a pipeline, as it is shown and run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import Settings
+from ttrain.core.html_table import html_table
+from ttrain.pipeline.recipe import Planned, Rerun, Selection
+from ttrain.store.artifacts import ArtifactStore
+
+if TYPE_CHECKING:
+    from ttrain.pipeline.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What a run would do with one stage.
+
+    state    "cached" or "run"
+    key      digest of its settings, inputs and code; None while an input has yet to be built
+    reasons  why it runs, or what it was found by
+    """
+
+    name: str
+    state: str
+    key: str | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Sequence[PlannedStage]):
+    """The stages of a pipeline in order, each with its state, key and reasons."""
+
+    pipeline: str
+    settings: Settings
+    store: ArtifactStore
+    stages: list[Planned]
+    selection: Selection
+    rerun: Rerun
+    compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The stage of a number or a name."""
+        if isinstance(index, str):
+            return {stage.name: stage for stage in self}[index]
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[PlannedStage]:
+        return (PlannedStage(each.stage.name, each.state, each.key, tuple(each.why)) for each in self.stages)
+
+    def __str__(self) -> str:
+        rows = [("stage", "state", "key", "why"), *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        waiting = sum(stage.state == "run" for stage in self)
+        caption = f"{self.pipeline}: {waiting} of {len(self)} stages will run"
+        return html_table(("stage", "state", "key", "why"), self.rows(), caption)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether nothing would run."""
+        return all(stage.state == "cached" for stage in self.stages)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(stage, state, key, why) for a table."""
+        from ttrain.pipeline.plan import plan_rows
+
+        return plan_rows(self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ttrain pipeline plan --json` prints."""
+        from ttrain.pipeline.plan import plan_json
+
+        planned = plan_json(self.pipeline, self.stages)
+        return {**planned, "compared_with": self.compared_with or None, "estimate": self.estimate.to_json()}
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """About how long it takes on this machine, and how often it passes over its data."""
+        from ttrain.pipeline.estimate import estimate
+
+        return estimate(self.stages, self.settings, self.store)
