@@ -126,7 +126,7 @@ def stage_run(
 ) -> None:
     """Run one stage alone, without Prefect."""
     from ttrain import api
-    from ttrain.flows.run import run_one_stage
+    from ttrain.engine.run import run_one_stage
 
     outlast_output()
     layout.usable_home()

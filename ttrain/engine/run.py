@@ -1,0 +1,132 @@
+"""What surrounds the stages of a run, whichever engine runs them: display, signals, the record's end, the summary; and the
+run of one stage alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from ttrain.config import Settings
+from ttrain.core.signals import catching_signals, handling_signals
+from ttrain.core.terminal import print_plain, showing_logs, table
+from ttrain.core.text import format_duration
+from ttrain.errors import Interrupted, UsageError
+from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.plan import no_stage
+from ttrain.pipeline.progress_display import Display, StageDisplay
+from ttrain.pipeline.recipe import Planned, Rerun, with_dependencies
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.runs import NIGHTLY, NOTHING_NEW
+
+
+@contextlib.contextmanager
+def screen(console: Console, log_level: str, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
+    """A display that ends with the block, as the block does on a signal that no execution handles."""
+    try:
+        drawn = contextlib.nullcontext(display) if display else contextlib.closing(Display(console, log_level))
+        with drawn as shown_on, handling_signals(_interrupt), showing_logs(log_level):
+            yield shown_on
+    except EarlySignal as early:
+        raise Interrupted(str(early), early.args[0]) from None
+
+
+def begin(
+    pipeline: str,
+    settings: Settings,
+    store: ArtifactStore,
+    display: StageDisplay,
+    stages: Sequence[Planned],
+    rerun: Rerun,
+    **options: Any,
+) -> PipelineRun:
+    """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
+    signums: list[int] = []
+
+    def on_signal(signum: int) -> None:
+        signums.append(signum)
+        display.say("stopping before a stage begins (again to end at once)")
+
+    with catching_signals(on_signal, EarlySignal):
+        execution = PipelineRun(pipeline, settings, store, display, stages, rerun, **options)
+    execution.signum = signums[0] if signums else 0
+    return execution
+
+
+def recorded(execution: PipelineRun) -> contextlib.AbstractContextManager[None]:
+    """Close the record after the block. A first signal is too late to change the outcome of the run; a second one ends it at
+    once."""
+    return execution.recorded(
+        lambda: contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, EarlySignal)
+    )
+
+
+class EarlySignal(KeyboardInterrupt):
+    """Not an Exception, so that no library's or tracker's `except Exception` takes it for an error of its own."""
+
+    def __str__(self) -> str:
+        return "interrupted while no stage was running"
+
+
+def _interrupt(signum: int) -> None:
+    raise EarlySignal(signum)
+
+
+def run_one_stage(
+    name: str,
+    settings: Settings,
+    store: ArtifactStore,
+    stages: list[Planned],
+    console: Console,
+    rerun: Rerun,
+) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
+    input is missing."""
+    planned = {p.stage.name: p for p in stages}
+    if name not in planned:
+        raise no_stage(name, planned, settings)
+    if planned[name].key is None:
+        needed = with_dependencies(name, {p.stage.name: frozenset(p.waits_for) for p in stages}) - {name}
+        commands = ", ".join(f"`ttrain stage run {p}`" for p in planned if p in needed)
+        raise UsageError(
+            f"stage {name} {planned[name].why[0]}; run first, with the same settings: {commands}; "
+            f"or all at once: `ttrain pipeline run full`"
+        )
+    stage = planned[name].stage
+    with screen(console, settings.runtime.log_level) as display:
+        execution = begin(f"stage-{name}", settings, store, display, [planned[name]], rerun)
+        with recorded(execution):
+            execution.raise_if_signalled()
+            with execution.catching_signals():
+                artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+            artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
+            print_plain(console, f"artifact: {artifact.path}")
+    return artifact, state
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )
