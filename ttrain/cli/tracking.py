@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
@@ -17,10 +17,11 @@ from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
-from ttrain.pipeline.tracked_runs import waiting_records
-from ttrain.store import references, run_views, runs
+from ttrain.store import references, runs
 from ttrain.store.layout import usable_home
-from ttrain.tracking.views import Addresses
+
+if TYPE_CHECKING:
+    from ttrain.tracking.views import Addresses
 
 track_app = command_group(
     "track",
@@ -45,6 +46,8 @@ def track_push(
     Exit code 1 if a run could not be pushed.
     """
     from ttrain.pipeline import pusher
+    from ttrain.pipeline.tracked_runs import waiting_records
+    from ttrain.store import run_views
     from ttrain.tracking.client import need_mlflow
 
     need_mlflow("runs are pushed to")
@@ -95,6 +98,7 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
     from ttrain.pipeline import pusher
     from ttrain.tracking.book import Book
     from ttrain.tracking.client import tracking_uri
+    from ttrain.tracking.views import Addresses
 
     names = [_run_and_stage(root, text) for text in references_]
     failed = [one.why for one in pusher.push(root) if one.why]
@@ -121,6 +125,8 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
 def _run_and_stage(root: Path, text: str) -> tuple[str, str | None]:
     """The tracked run, and the stage, of the reference RUN, RUN:STAGE, or a registered model: for a run or stage that was
     cached, the run that made it."""
+    from ttrain.store import run_views
+
     name, stage = references.run_and_stage(text)
     view = run_views.read_run(root, name)
     if stage:
