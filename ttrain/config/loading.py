@@ -254,7 +254,10 @@ def read_yaml(path: Path) -> JsonObject:
     try:
         tree = yaml_text.read(path)
     except OSError as error:
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+        names = [found.name for found in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}{hint}") from None
     except InvalidYaml as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is None:
