@@ -43,6 +43,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("init nothere.jsonl", ("FILES is 'nothere.jsonl' but there is no such file",)),
     ("plan -c sub/other.yaml", ("data.sft is 'rows.jsonl' but there is no such file in ", ", where the command runs")),
     ("status full-2", ("there is no run 'full-2'",)),
+    ("run seed=abc", ("unknown setting 'seed'", "Write for example pretrain.seed=NUMBER")),
     ("run sft.epochs=two", ("sft.epochs is 'two'", "must be a number")),
 ]
 
@@ -88,9 +89,7 @@ def test_a_run_that_is_advised_takes_the_settings_file_of_the_command(folder: Pa
     assert "`ttrain pipeline run full -c other.yaml --only source," in done.err
 
 
-def test_the_plan_refuses_a_device_that_is_not_here(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_refuses_a_device_that_is_not_here(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("plan", "runtime.device=cuda")
     assert done.code == 2 and "runtime.device is cuda, but torch" in done.err and "no such device here" in done.err
