@@ -36,6 +36,14 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("plan data.chats=chats.jsonl", ("'data.chats'", "data.sft=chats.jsonl")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
+    ("plan -c my.yml", ("cannot read settings from my.yml", "did you mean my.yaml?")),
+    ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2", "indented with a tab", "with spaces")),
+    ("train my.yaml", ("'my.yaml' is a file of settings", "`ttrain pipeline run full -c my.yaml`")),
+    ("chat why?", ("'why?' names no model", "echo 'why?' | ttrain chat sft")),
+    ("init nothere.jsonl", ("FILES is 'nothere.jsonl' but there is no such file",)),
+    ("plan -c sub/other.yaml", ("data.sft is 'rows.jsonl' but there is no such file in ", ", where the command runs")),
+    ("status full-2", ("there is no run 'full-2'",)),
+    ("run seed=abc", ("unknown setting 'seed'", "Write for example pretrain.seed=NUMBER")),
     ("run sft.epochs=two", ("sft.epochs is 'two'", "must be a number")),
 ]
 
@@ -45,11 +53,14 @@ def folder(tmp_path: Path, run: Run) -> Path:
     """The directory of the commands, with files of a user."""
     files = {
         "my.yaml": "sft: {epochs: 2}",
+        "tab.yaml": "sft:\n\tepochs: 2",
+        "sub/other.yaml": "data: {sft: rows.jsonl}",
         "docs.jsonl": '{"text": "a"}',
         "my docs.jsonl": '{"text": "a"}',
         "chats.jsonl": '{"question": "q", "answer": "a"}',
         "table.csv": "id,text\n1,a\n2,b",
     }
+    (tmp_path / "sub").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     return tmp_path
@@ -76,6 +87,12 @@ def test_a_run_that_is_advised_takes_the_settings_file_of_the_command(folder: Pa
     (folder / "other.yaml").write_text("sft: {epochs: 2}\n")
     done = run("pipeline", "plan", "full", "--only", "sft", "-c", "other.yaml")
     assert "`ttrain pipeline run full -c other.yaml --only source," in done.err
+
+
+def test_the_plan_refuses_a_device_that_is_not_here(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = run("plan", "runtime.device=cuda")
+    assert done.code == 2 and "runtime.device is cuda, but torch" in done.err and "no such device here" in done.err
 
 
 @pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])

@@ -105,3 +105,18 @@ def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: Ho
     assert row[3] == f"{'; '.join(stages['sft'].why[:3])}; and 2 more, which `plan --json` has"
     (whole,) = [stage for stage in plan_json("full", stages.values())["stages"] if stage["name"] == "sft"]
     assert whole["why"] == list(stages["sft"].why)
+
+
+# --- what a rule decided
+
+
+def test_the_numbers_that_a_rule_gave_are_no_change_when_they_are_set(house: House) -> None:
+    house.build(house.settings(), stages=("tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain"))
+    by_rule = {"epochs": 3.0, "tokens_per_step": 256}
+    trained = house.publish(house.plan()["sft"], result={"by_rule": by_rule, "steps": 60})
+    for given in (["sft.epochs=3"], ["sft.tokens_per_step=256"], ["sft.epochs=3", "sft.tokens_per_step=256"]):
+        planned = house.plan(*given)["sft"]
+        assert (planned.state, planned.artifact, planned.key) == ("cached", trained, trained.key)
+    for given in (["sft.epochs=4"], ["sft.epochs=3", "sft.tokens_per_step=512"], ["sft.epochs=3", "sft.seed=9"]):
+        assert house.plan(*given)["sft"].state == "run"
+    assert house.plan("sft.epochs=3", force=frozenset({"sft"}))["sft"].state == "run"

@@ -121,6 +121,8 @@ def chat(
     loading_options.check_device()
     base, run = loading_options.base, loading_options.run
     was_named = model is not None
+    if model is not None and (" " in model.strip() or model.endswith("?")) and not Path(model).is_dir():
+        raise UsageError(f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft")
     if model is None and gate is None:
         model = default_model(run)
     if gate is not None and (model is not None or versus is not None or run is not None or adapter):

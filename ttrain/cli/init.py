@@ -30,10 +30,10 @@ def init(
     from ttrain.config.loading import load
     from ttrain.data import locations, starter
 
+    found = locations.expand(files, "FILES") if files else starter.files_in(Path())
     check_output_file(out)
     if out.exists() and not force:
         raise UsageError(f"--out is {out}, which exists; add --force to overwrite it, or name another file")
-    found = locations.expand(files, "FILES") if files else starter.files_in(Path())
     sorted_files = starter.sort(found)
     datasets, left_out = sorted_files.datasets, sorted_files.left_out
     if not datasets:

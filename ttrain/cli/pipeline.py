@@ -160,6 +160,10 @@ def pipeline_plan(
         nightly.plan(loaded, as_json=as_json)
         return
     planned = api.plan(pipeline, loaded.settings, **to_plan)
+    if loaded.settings.runtime.device not in ("auto", "cpu"):
+        from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
+
+        resolve_device(loaded.settings.runtime.device)
     needs = {}
     if memory:  # apart from activations
         kind = loaded.settings.pretrain.optim.kind
@@ -200,6 +204,7 @@ def pipeline_plan(
 
 @command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch", short="Look")
 def pipeline_status(
+    run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN", autocompletion=run_words)] = "",
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
     watch: Annotated[
         bool, option("again every two seconds until no run is in progress; with --json a line each time", "--watch", "-w")
@@ -209,8 +214,9 @@ def pipeline_status(
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain import api
 
+    name = references.need_run(layout.home(), run)["run"] if run else ""
     while True:
-        runs = api.runs(limit=limit)
+        runs = [one for one in api.runs(limit=None if run else limit) if not name or one.name == name]
         if as_json and watch:
             print_json_text(json.dumps([_with_progress(run).to_json() for run in runs]), flush=True)
         elif as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import warnings
 from collections.abc import Sequence
@@ -74,6 +75,9 @@ def train(
     outlast_output()
     if name is None or "=" in name:
         raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
+    if Path(name).suffix in (".yaml", ".yml"):
+        file = shlex.quote(name)
+        raise UsageError(f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`")
     task_overrides = task_settings(overrides, config)
     with closing(Display(console(stderr=as_json))) as display:
         if restart:

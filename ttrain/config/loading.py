@@ -254,7 +254,10 @@ def read_yaml(path: Path) -> JsonObject:
     try:
         tree = yaml_text.read(path)
     except OSError as error:
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+        names = [found.name for found in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}{hint}") from None
     except InvalidYaml as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is None:
@@ -431,12 +434,22 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
     if near:
         meant = " or ".join(f"'{name}'" for name in near)
         example = "" if len(near) == 1 else "for example "
-        written = _as_written(Override(origin, near[0], value), meaning)
+        is_text = near[0] in numeric_keys(Settings) and isinstance(value, str) and not _is_number(value)
+        written = f"{near[0]}=NUMBER" if is_text else _as_written(Override(origin, near[0], value), meaning)
         raise UsageError(f"{problem}; did you mean {meant}? Write {example}{written}")
     others = "`ttrain config show` lists them all"
     if len(valid_keys) <= SHOWN_KEYS:
         others = f"there are {', '.join(valid_keys)}"
     raise UsageError(f"{problem}; {others}")
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, in any of the forms that settings take, or the word in place of one."""
+    try:
+        float(str(as_count(text)))
+    except (TypeError, ValueError):
+        return text in (rules.AUTO, *text_values.EMPTY)
+    return True
 
 
 def written_setting(name: str, value: str) -> str:

@@ -65,7 +65,10 @@ def _loaded(text: str, load: Callable[[str, Any], Any]) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InvalidYaml(one_line(f"{location}{error.problem or error.context}")) from None
+        problem = error.problem or error.context
+        if mark and "\t" in [*text.split("\n"), ""][mark.line][: mark.column + 1]:
+            problem = "the line is indented with a tab, which YAML does not allow; indent it with spaces"
+        raise InvalidYaml(one_line(f"{location}{problem}")) from None
     except yaml.reader.ReaderError as error:  # the only other one
         line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
         raise InvalidYaml(f"line {line}: a character that YAML does not allow: {error.reason}") from None

@@ -129,7 +129,7 @@ def _missing(pattern: str) -> str:
     path = local_path(pattern)
     if path.is_dir():
         return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
-    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}, where the command runs")
 
 
 def _local_files(pattern: str) -> list[str]:

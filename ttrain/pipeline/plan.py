@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain import loggers
-from ttrain.config import Section, Settings, flatten
+from ttrain.config import Section, Settings, flatten, rules
 from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
@@ -197,6 +197,10 @@ def plan_stage(
     artifact = store.find(stage.name, key)
     if artifact and not forced:
         return Planned(stage, "cached", _why_cached(artifact), key, artifact, ingredients, inputs=inputs)
+    if not artifact and not forced and (by_rule := _made_by_rule(stage, ingredients, store)):
+        same = f"the values that {stage.name} was trained with by rule"
+        ingredients = by_rule.manifest["ingredients"]
+        return Planned(stage, "cached", (same,), by_rule.key, by_rule, ingredients, inputs=inputs)
     why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store, compared_with))
     start_from = work = None
     begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
@@ -208,6 +212,19 @@ def plan_stage(
     return Planned(
         stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, partial_run=work
     )
+
+
+def _made_by_rule(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> Artifact | None:
+    """The artifact of a training whose rows gave the same numbers for `auto` that the settings name."""
+    for names in (("epochs",), ("tokens_per_step",), ("epochs", "tokens_per_step")) if stage.uses_ranks else ():
+        values = {name: ingredients["settings"].get(f"{stage.name}.{name}") for name in names}
+        automatic = {f"{stage.name}.{name}": rules.AUTO for name in names}
+        key = key_of({**ingredients, "settings": {**ingredients["settings"], **automatic}})
+        artifact = store.find(stage.name, key)
+        by_rule = artifact.result.get("by_rule", {}) if artifact else {}
+        if artifact and values == {name: by_rule.get(name) for name in names}:
+            return artifact
+    return None
 
 
 def _why_cached(artifact: Artifact) -> tuple[str, ...]:
