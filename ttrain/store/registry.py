@@ -380,7 +380,8 @@ def _add_model(state: JsonObject, model: Version) -> Version:
         if (known["key"], known["content"]) == (model.key, model.content):
             return Version(model.name, number, **known)
     facts = {"stage": model.stage, "key": model.key, "content": model.content, "run": model.run}
-    versions[number := _free_number(versions, model.version)] = facts
+    number = _free_number(versions, model.version)
+    versions[number] = facts
     return Version(model.name, number, **facts)
 
 
@@ -391,7 +392,8 @@ def _add_set(state: JsonObject, name: str, members: Iterable[Version], facts: Js
     for number, known in of_name["versions"].items():
         if known["members"] == by_stage:
             return str(number)
-    of_name["versions"][number := _free_number(of_name["versions"], wanted)] = {**facts, "members": by_stage}
+    number = _free_number(of_name["versions"], wanted)
+    of_name["versions"][number] = {**facts, "members": by_stage}
     return number
 
 
