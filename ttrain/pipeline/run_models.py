@@ -14,11 +14,12 @@ from ttrain.core.files import JsonDict, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History, seed_of
-from ttrain.pipeline.model_card import Exported, card, numbers_in, parameters_of
+from ttrain.pipeline.model_card import Exported, card
 from ttrain.pipeline.names import base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
+from ttrain.store.model_files import numbers_in, parameters_of
 from ttrain.tracking.calls import attempt, first_line
 from ttrain.tracking.model_description import ADAPTER, MODEL, loadable, shares_disk
 
