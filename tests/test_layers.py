@@ -31,9 +31,9 @@ LAYERS = (
     ("core",),  # with `errors`
     ("config",),
     ("store",),
-    ("data", "model", "tracking"),
+    ("data", "model"),
     ("train",),
-    ("evaluate", "loggers"),
+    ("evaluate", "tracking"),
     ("inference",),
     ("stages",),
     ("reports",),
@@ -49,7 +49,7 @@ LAYERS = (
 RANK = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 # Packages that plan, store and report, so that `--help`, a plan and a cached run load neither torch, Prefect nor MLflow.
 LIGHT = (
-    "core", "config", "store", "data", "tracking", "loggers", "pipeline", "engine", "nightly", "export", "reports", "sweep",
+    "core", "config", "store", "data", "tracking", "pipeline", "engine", "nightly", "export", "reports", "sweep",
     "flows", "api", "cli",
 )  # fmt: skip
 # What a light package has for those who have decided to load a model, or a server, already
@@ -221,7 +221,7 @@ def test_no_files_import_each_other() -> None:
         pytest.param(("ttrain",), ("prefect",), ("ttrain.flows", "ttrain.tasks"), id="prefect only in tasks and flows"),
         pytest.param(("ttrain",), ("mlflow",), ("ttrain.tracking",), id="mlflow only in tracking"),
         pytest.param(("ttrain.train", "ttrain.evaluate"), ("ttrain.model", "ttrain.tracking"), (), id="no model in train"),
-        pytest.param(("ttrain.stages",), ("ttrain.tracking",), (), id="stages do not track"),
+        pytest.param(("ttrain.stages",), ("ttrain.tracking",), ("ttrain.stages.callbacks",), id="stages do not track"),
         pytest.param(("ttrain",), ("flows", "tasks"), (), id="a user's packages of these names are not ours"),
         pytest.param(
             ("ttrain",), ("ttrain.stages.training", "ttrain.stages.pretrain", "ttrain.stages.sft", "ttrain.stages.lora"),

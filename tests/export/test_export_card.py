@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from ttrain.errors import UsageError
 from ttrain.export.export import Request, export
@@ -32,7 +33,15 @@ def test_the_card_tells_training_settings_and_lineage_from_the_manifests(tmp_pat
     export(resolve("sft"), tmp_path / "out", Request(licence="apache-2.0"))
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     base, chat = trained.latest("pretrain"), trained.latest("sft")
-    assert text.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\nlicense: apache-2.0\n")
+    metadata = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+    assert metadata == {
+        "library_name": "transformers", "license": "apache-2.0", "pipeline_tag": "text-generation", "tags": ["ttrain"],
+    }  # fmt: skip
+    assert "fine-tuned on chats, with 46,048 parameters. Its numbers are bf16." in text
+    assert 'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY", dtype="auto")\n' in text
+    assert "| hidden size | 32 |" in text
+    assert "Curve of `sft`:" in text
+    assert "## Data" not in text and "## Evaluation" not in text, "their records are not there"
     for artifact in (base, chat):
         figures = (f"{artifact.result[name]:.4f}" for name in ("loss", "validation_loss"))
         assert f"| {artifact.stage} | {artifact.result['steps']} | " in text
@@ -47,6 +56,18 @@ def test_the_card_tells_training_settings_and_lineage_from_the_manifests(tmp_pat
     for licence in ("", "a: b", "mit\ntags: [x]"):  # which would break the card
         with pytest.raises(UsageError, match="but must be one word that names it"):
             export(resolve("sft"), tmp_path / "other", Request(licence=licence))
+
+
+def test_the_card_of_an_adapter_says_what_it_belongs_to_and_how_it_is_loaded() -> None:
+    adapter = replace(EXPORTED, files="adapter", base_digest="fedcba" * 10, has_code=True)
+    text = card(adapter, History((artifact("sft"), artifact("lora")), None, {}, "owner/name"))
+    assert ModelCard(text).data.to_dict() == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "base_model": "owner/name",
+        "tags": ["ttrain", "adapter"],
+    }  # fmt: skip
+    assert f"whose weights have the sha256 `{'fedcba' * 10}`" in text
+    assert 'base = AutoModelForCausalLM.from_pretrained("BASE", trust_remote_code=True)' in text
+    assert 'model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")' in text
 
 
 @pytest.mark.parametrize("parts", [{}, {"loss_ce1": 4.0, "loss_balance": 2.0}], ids=["plain", "experts"])
@@ -69,11 +90,11 @@ def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:
     }
     history = History((artifact("base-model", ingredients={"files": files}), artifact("sft")), None, {}, "owner/name")
     text = card(EXPORTED, history)
-    assert "base_model: owner/name\n" in text.partition("---\n\n")[0]
+    assert ModelCard(text).data.base_model == "owner/name"
     assert "From `owner/name` on the Hugging Face Hub" in text
     assert "| config.json | `abcdefabcdef` |" in text and f"| {MODEL} | `fedcbafedcba` |" in text
     text = card(EXPORTED, replace(history, base=None))
-    assert "base_model" not in text and "From a local model" in text
+    assert ModelCard(text).data.base_model is None and "From a local model" in text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +136,7 @@ def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() 
     text = card(EXPORTED, history)
     assert "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |" in text
     assert "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |" in text
-    assert "- sft: PSF-2.0, text of the Python documentation" in text
+    assert "- sft: PSF-2.0 (https://docs.python.org/3/license.html), text of the Python documentation" in text
     assert "- pretrain: not recorded" in text
     assert "(`hf://owner/name`)" in text
 
@@ -130,9 +151,11 @@ def test_the_card_of_many_nights_tells_the_newest_of_their_artifacts() -> None:
 def test_the_card_scores_the_model_itself_and_not_what_was_trained_on_top_of_it() -> None:
     metrics = {"bits_per_byte": 1.5, "chat_loss_base": 3.0, "chat_loss_sft": 2.0, "chat_loss_lora": 2.5}
     said = {"sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}], "lora": [{"prompt": "x", "answer": "never shown"}]}
-    scored = artifact("evaluate", result={"metrics": metrics, "counts": {"chats": 50}, "samples": said})
+    intervals = {"chat_loss_sft": [1.9, 2.1]}
+    result = {"metrics": metrics, "counts": {"chats": 50}, "samples": said, "intervals": intervals}
+    scored = artifact("evaluate", result=result)
     text = card(EXPORTED, History((artifact("pretrain"), artifact("sft")), scored, {}))
-    assert "| chats loss, sft | 2.000 | -1.000 |" in text
+    assert "| chats loss, sft | 2.000 (1.900 to 2.100) | -1.000 |" in text
     assert "lora" not in text
-    assert "| `Who \\| 'you'?` | `I am` |" in text
+    assert "| `Who \\| 'you'?` | `I am` |" in text and "Hello! Who are you?" in text
     assert "never shown" not in text

@@ -21,6 +21,7 @@ SHARDS = {"train": {"rows": 1150, "tokens": 77478, "bytes": 9}, "heldout": {"row
 SCORES = {
     "metrics": {"bits_per_byte": 1.25, "chat_loss_base": 5.5, "chat_loss_sft": 5.0, "chat_loss_lora": 4.0},
     "counts": {"chats": 50},
+    "intervals": {"chat_loss_sft": [4.9, 5.1]},
 }
 
 
@@ -44,18 +45,24 @@ def sft(files: int = 5) -> tuple[Exported, History]:
     return exported, History(chain, artifact("evaluate", SCORES), {})
 
 
-def test_a_version_says_what_it_is_from_what_data_how_good_and_how_it_opens() -> None:
-    text = registration.of_model(*sft(), opens=True)
-    assert text.startswith("A language model fine-tuned on chats, with 158,016 parameters.")
+def test_a_version_begins_with_its_metric_and_the_note_and_says_what_it_is_made_of_and_how_it_opens() -> None:
+    text = registration.of_model(*sft(), opens=True, note="twice\nthe rate")
+    assert text.startswith("chats loss **5.000** (4.900 to 5.100). twice the rate\n\n")
+    assert "A language model fine-tuned on chats, with 158,016 parameters." in text
     names = ", ".join(rf"`docs\|{number}\.jsonl`" for number in range(3))
-    [digest] = re.findall(rf"- data, pretrain: 1,150 records, 77,478 tokens, {names}, 2 more, digest `(.*)`", text)
+    [digest] = re.findall(rf"- data, pretrain: 1,150 records, 77,478 tokens, 5 files, {names}, digest `(.*)`", text)
     assert len(digest) == 12, "by which MLflow lists the same data set"
-    assert "- training, pretrain: 40 steps, 40,960 tokens, bf16 on cpu, ranks 2, validation loss 2.5000\n" in text
-    assert "- training, sft: 33 steps" in text and "tokenizer" not in text
+    assert "- training, pretrain: validation_loss 2.500, tokens 40,960\n" in text
+    assert "- training, sft: tokens 40,960" in text and "tokenizer" not in text
     assert f"- made: run `full-1`, key `{'a1' * 6}`, commit `{'c0ffee' * 2}`, seed `7`" in text
-    assert "- chats loss, sft: **5.000** (-0.500)" in text
-    assert "loss, lora" not in text, "that is of a model trained on top of it"
+    assert "lora" not in text, "that is a model trained on top of it"
     assert f'mlflow.transformers.load_model("models:/{HERE}")' in text and "Who are you?" in text
+
+
+def test_a_version_without_evaluation_begins_with_the_note() -> None:
+    exported, history = sft()
+    text = registration.of_model(exported, History(history.artifacts, None, {}), opens=True, note="my note")
+    assert text.startswith("my note\n\nA language model fine-tuned on chats")
 
 
 def test_what_mlflow_cannot_open_says_what_opens_it() -> None:
@@ -67,11 +74,15 @@ def test_what_mlflow_cannot_open_says_what_opens_it() -> None:
     assert "- data, tokenizer: 5 records" in tokenizer
 
 
-def test_a_set_names_its_models_and_their_scores() -> None:
+def test_a_set_begins_with_the_metric_of_its_last_model_and_names_its_models() -> None:
     _, history = sft()
     models = {"mine-base": history.artifacts[2], "mine-sft": history.artifacts[3]}
-    text = registration.of_set("mine", "full-1", models, {"eval/bits_per_byte": 1.25})
-    assert "- `mine-sft`: sft, key `a1a1a1a1a1a1`" in text and "**1.250**" in text and f"ttrain lineage {HERE}" in text
+    text = registration.of_set("mine", "full-1", models, {"eval/bits_per_byte": 1.25}, note="first")
+    assert text.startswith("bits per byte **1.250**. first\n\nModels of the run `full-1` of `mine`")
+    assert "- `mine-sft`: sft, key `a1a1a1a1a1a1`" in text and f"ttrain lineage {HERE}" in text
+    both = {"eval/bits_per_byte": 1.25, "eval/chat_loss_sft": 5.0}
+    text = registration.of_set("mine", "full-1", models, both, intervals={"chat_loss_sft": [4.9, 5.1]})
+    assert text.startswith("chats loss **5.000** (4.900 to 5.100)\n\n"), "of the last model that is judged"
 
 
 def test_a_text_of_ours_is_told_from_one_that_somebody_edited() -> None:

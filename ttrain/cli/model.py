@@ -25,10 +25,10 @@ from ttrain.cli.options import (
     resolved_models,
 )
 from ttrain.cli.registry import models_app
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, need_object, read_object
 from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.core.text import format_size
-from ttrain.errors import UsageError
+from ttrain.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -185,15 +185,15 @@ def adapter_show(
     as_json: AsJson = False,
 ) -> None:
     """Show an adapter: kind, rank or virtual tokens, targets, size, and the base model that it belongs to."""
-    from ttrain.pipeline.model_card import describe, parameters_of
     from ttrain.pipeline.names import resolve
+    from ttrain.store.model_files import parameters_of
 
     target = resolve(reference, base=base)
     if target.adapter is None:
         raise UsageError(
             f"'{reference}' is a full model, not an adapter; `ttrain adapter show lora` shows the newest adapter"
         )
-    description, of_base = describe(target.adapter), parameters_of(target.model)
+    description, of_base = _describe_adapter(target.adapter), parameters_of(target.model)
     recorded_base, parameters = description["base_weights_sha256"], description["parameters"]
     fits = recorded_base == target.base_digest if recorded_base else None
     values = {
@@ -217,6 +217,42 @@ def adapter_show(
     del shown["share_of_base"]
     lists = {name: ", ".join(value) for name, value in shown.items() if isinstance(value, list)}
     table(("", ""), [(name, value) for name, value in {**shown, **lists}.items() if value is not None])
+
+
+def _describe_adapter(directory: Path) -> JsonDict:
+    """An adapter's kind, the settings of its kind, its size and its base. Raises ArtifactError if a file is missing or
+    damaged."""
+    from ttrain.pipeline.names import ADAPTER_CONFIG, BASE
+    from ttrain.store.model_files import ADAPTER, numbers_in
+
+    config = _read(directory / ADAPTER_CONFIG)
+    base = _read(directory / BASE) if (directory / BASE).is_file() else {}
+    kind = "dora" if config.get("use_dora") else str(config.get("peft_type", "unknown")).lower()
+    settings: JsonDict = {}
+    try:
+        if kind in ("lora", "dora"):
+            settings = {"rank": config["r"], "alpha": config["lora_alpha"], "dropout": config.get("lora_dropout", 0.0)}
+            settings["targets"] = sorted([*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())])
+        elif kind == "prefix_tuning":
+            kind = "prefix"
+            settings = {"virtual_tokens": config["num_virtual_tokens"], "layers": config["num_layers"]}
+    except KeyError as error:
+        raise ArtifactError(f"{directory / ADAPTER_CONFIG} does not say {error}") from None
+    return {
+        "kind": kind,
+        **settings,
+        "parameters": numbers_in(directory / ADAPTER),
+        "bytes": (directory / ADAPTER).stat().st_size,
+        "base_weights_sha256": base.get("base_weights_sha256"),  # None: not recorded
+        "base_held_in": base.get("base_held_in"),  # how the base was quantized during training; None: not quantized
+    }
+
+
+def _read(path: Path) -> JsonDict:
+    try:
+        return need_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from None
 
 
 BYTES_PER_NUMBER = 4  # bytes of a weight, a gradient and a number of the optimizer's state: master weights are fp32

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ttrain import loggers
 from ttrain.config import Section, Settings, flatten, rules
 from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
@@ -26,6 +25,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.runs import RecordedRun
+from ttrain.tracking import loggers
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (

@@ -123,7 +123,8 @@ def _model(mirror: Mirror, content: RunContent, version: Version, bound: Bound) 
     holder = mirror.bound.get(_stage_id(content, version.stage)) if version.stage in content.made else None
     if holder is None:
         mirror.place_files(texts, files, bound)
-    words = model.descriptions(opens=any(path.endswith("/MLmodel") for path in texts))
+    opens = any(path.endswith("/MLmodel") for path in texts)
+    words = model.descriptions(opens=opens, note=str(content.record.get("note") or ""))
     source = f"{(holder or bound).artifact_uri}/{model.path}"
     return Registration(version.name, identity_of(version), source, (holder or bound).run_id, tags=model.tags, **words)
 
@@ -135,7 +136,9 @@ def _set(content: RunContent, model_set: ModelSet, numbers: dict[str, str], boun
     models = {
         member.name: content.artifacts[stage] for stage, member in model_set.members.items() if stage in content.artifacts
     }
-    text = registration.of_set(model_set.name, model_set.run, models, model_set.metrics)
+    note, evaluation = str(content.record.get("note") or ""), content.artifacts.get("evaluate")
+    intervals = evaluation.result.get("intervals", {}) if evaluation else {}
+    text = registration.of_set(model_set.name, model_set.run, models, model_set.metrics, intervals=intervals, note=note)
     if table := model_set.decided.get("table"):
         text += f"\n\n## Decision\n\n{table}"
     about = registration.SETS.format(name=model_set.name)

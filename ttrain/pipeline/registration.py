@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from ttrain.config.training import TRAINING_STAGES, model_order
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, model_order
+from ttrain.core.text import short_digest
 from ttrain.pipeline.lineage import History, seed_of
-from ttrain.pipeline.model_card import Exported, evaluation_rows, summary
+from ttrain.pipeline.model_card import Exported, summary
 from ttrain.reports import summary as report
 from ttrain.reports.facts import REFERENCE
 from ttrain.store.layout import Artifact, Artifacts
@@ -51,11 +53,7 @@ def tag_of_tables(names: Iterable[str]) -> dict[str, str]:
     return {LOGGED_TABLES: json.dumps([{"path": name, "type": "table"} for name in names])}
 
 
-SHORT = 12  # letters of a digest that are shown
-
-FILES = 3  # of a data set that are named
-
-NAME = 40  # characters of a file's name: MLflow takes 5,000 for everything
+SHOWN_FILES = 3  # of a data set: MLflow's database holds 5,000 characters of a description
 
 CHAT_STAGES = tuple(name for name, row in TRAINING_STAGES.items() if row.role != "base")  # their models chat
 # The title of a registered model; each version has its own description.
@@ -71,52 +69,77 @@ SETS = (  # the description of the registered model that holds the sets of a pip
 )
 
 
-def of_model(exported: Exported | None, history: History, *, opens: bool) -> str:
-    """Describe one version. `exported` is None for a tokenizer; `opens`: whether MLflow can open it.
+def of_model(exported: Exported | None, history: History, *, opens: bool, note: str = "") -> str:
+    """Describe one version: its metric and the run's note, then data, training, how to open it.
 
-    `HERE` stands for NAME/VERSION, which only MLflow knows.
+    `exported` is None for a tokenizer; `opens`: whether MLflow can open it. `HERE` stands for
+    NAME/VERSION, which only MLflow knows.
     """
     model = history.artifacts[-1]
+    result = history.evaluation.result if history.evaluation else {}
     parts = [
+        _headline([model.stage], result.get("metrics", {}), result.get("intervals", {}), note),
         summary(exported, model) if exported else _of_tokenizer(model.result),
         _list(_facts(model, history)),
-        *_metrics_section(evaluation_rows(history) if exported else []),
         _open(exported, model.stage, opens=opens),
         _lineage_hint(card=exported is not None),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
-def of_set(name: str, run: str, models: Artifacts, metrics: Mapping[str, float]) -> str:
-    """Describe a version of a set: `models` by their registered name, `metrics` of the run."""
-    chats = any(model.stage in CHAT_STAGES for model in models.values())
-    members = ((f"`{member}`", f"{model.stage}, key `{model.key[:SHORT]}`") for member, model in models.items())
+def of_set(
+    name: str,
+    run: str,
+    models: Artifacts,
+    metrics: Mapping[str, float],
+    *,
+    intervals: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    note: str = "",
+) -> str:
+    """Describe a version of a set: its metric and the run's note, then its models.
+
+    `models` by their registered name, `metrics` of the run, `intervals` of its evaluation.
+    """
+    evaluated = {metric.removeprefix(EVALUATED): value for metric, value in metrics.items()}
+    stages = [model.stage for model in models.values()]
     parts = [
-        f"The models of the run `{run}` of the pipeline `{name}`. As a whole it opens as the last one that MLflow can open.",
-        _list(members),
-        *_metrics_section(report.rows(metrics)),
-        _through_mlflow(chats=chats),
+        _headline(stages, evaluated, intervals, note),
+        f"Models of the run `{run}` of `{name}`; opens as the last one that MLflow can open.",
+        _list((f"`{name}`", f"{made.stage}, key `{short_digest(made.key)}`") for name, made in models.items()),
+        _through_mlflow(chats=any(stage in CHAT_STAGES for stage in stages)),
         _lineage_hint(card=False),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
+
+
+def _headline(
+    stages: Iterable[str],
+    metrics: Mapping[str, float],
+    intervals: Mapping[str, Sequence[float]],
+    note: str,
+) -> str:
+    """The metric that the last model is judged by, with its interval, and the run's note."""
+    text = ""
+    for stage in stages:
+        metric = PRIMARY_METRICS.get(stage)
+        if metric and metric.name in metrics:
+            text = f"{metric.label} **{metrics[metric.name]:.3f}**"
+            if bounds := intervals.get(metric.name):
+                text += f" ({bounds[0]:.3f} to {bounds[1]:.3f})"
+    return ". ".join(filter(None, (text, " ".join(note.split()))))
 
 
 def of_all_versions(stage: str, name: str) -> str:
     """Describe the registered model that holds the models of a stage."""
     return (
-        f"{TITLES[stage]} of the pipeline `{name}`, a version for each one that was made; each says what it is. `champion` "
-        f"and `challenger` are those of the set `{name}`."
+        f"{TITLES[stage]} of the pipeline `{name}`, a version for each one that was made. "
+        f"`champion` and `challenger` are those of the set `{name}`."
     )
 
 
 def _list(rows: Iterable[tuple[str, str]]) -> str:
     """A list instead of a table: MLflow's pages print a table's columns without a space between them."""
     return "\n".join(f"- {name}: {value}" for name, value in rows)
-
-
-def _metrics_section(rows: Sequence[report.EvaluationRow]) -> list[str]:
-    listing = _list((metric, f"**{value}**" + (f" ({remark})" if remark else "")) for metric, value, remark in rows)
-    return [f"On held-out data:\n\n{listing}"] if listing else []
 
 
 def _of_tokenizer(result: Mapping[str, Any]) -> str:
@@ -131,24 +154,22 @@ def _facts(model: Artifact, history: History) -> Iterator[tuple[str, str]]:
         for data in data_of(artifact):
             if data.context == "training" and (artifact is model or artifact.stage != "tokenizer"):
                 yield f"data, {data.name}", _data_summary(data)
-    for artifact in history.artifacts:
-        if "train_seconds" in (result := artifact.result):
-            hardware = f"{result.get('precision')} on {result.get('device')}, ranks {result.get('ranks')}"
-            took = f"{result.get('steps', 0):,} steps, {result.get('tokens', 0):,} tokens, {hardware}"
-            loss = result.get("validation_loss")
-            yield f"training, {artifact.stage}", took + (f", validation loss {loss:.4f}" if loss is not None else "")
-    provenance, settings = model.provenance, model.manifest["ingredients"].get("settings", {})
-    origin = {"run": provenance.get("run"), "key": model.key[:SHORT], "commit": (provenance.get("commit") or "")[:SHORT]}
-    origin["seed"] = seed_of(model.stage, settings)
+        if "train_seconds" in artifact.result:
+            yield f"training, {artifact.stage}", report.key_figures(artifact.stage, artifact.result)
+    origin = {
+        "run": model.provenance.get("run"),
+        "key": short_digest(model.key),
+        "commit": short_digest(model.provenance.get("commit") or ""),
+        "seed": seed_of(model.stage, model.manifest["ingredients"].get("settings", {})),
+    }
     yield "made", ", ".join(f"{name} `{value}`" for name, value in origin.items() if value not in (None, ""))
 
 
 def _data_summary(data: DataInput) -> str:
-    counts = {"records": data.counts.get("documents"), "tokens": data.tokens}
-    shown_counts = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
-    names = [f"`{str(file['name'])[:NAME].replace('`', '')}`" for file in data.files[:FILES]]
-    remainder = [f"{len(data.files) - FILES} more"] if len(data.files) > FILES else []
-    return ", ".join([*shown_counts, *names, *remainder, f"digest `{data.digest}`"])
+    counts = {"records": data.counts.get("documents"), "tokens": data.tokens, "files": len(data.files)}
+    shown = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
+    names = [f"`{str(file['name']).replace('`', '')}`" for file in data.files[:SHOWN_FILES]]
+    return ", ".join([*shown, *names, f"digest `{data.digest}`"])
 
 
 def _open(exported: Exported | None, stage: str, *, opens: bool) -> str:

@@ -11,11 +11,12 @@ from ttrain.config.training import MODEL_STAGES, TRAINING_STAGES
 from ttrain.core.files import read_object
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History
-from ttrain.pipeline.model_card import Exported, card, numbers_in, parameters_of
+from ttrain.pipeline.model_card import Exported, card
 from ttrain.pipeline.names import base_digest_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import ADAPTER as ADAPTER_WEIGHTS
+from ttrain.store.model_files import numbers_in, parameters_of
 from ttrain.store.registry import Registry, Version
 from ttrain.tracking.client import first_line
 from ttrain.tracking.loadable import ADAPTER, MODEL, LoadableModel, loadable
@@ -65,15 +66,15 @@ class Registered:
             return ""
         return self._attempt("a card", lambda: card(self._exported(), History.of(self.artifact, self.store))) or ""
 
-    def descriptions(self, *, opens: bool) -> dict[str, str]:
+    def descriptions(self, *, opens: bool, note: str = "") -> dict[str, str]:
         """Descriptions of the version and of its registered model for MLflow's pages; {} if its files cannot be read.
 
-        `opens`: whether MLflow can open it.
+        `opens`: whether MLflow can open it; `note`: of the run.
         """
 
         def words() -> dict[str, str]:
             exported = self._exported() if self.directory else None
-            text = registration.of_model(exported, History.of(self.artifact, self.store), opens=opens)
+            text = registration.of_model(exported, History.of(self.artifact, self.store), opens=opens, note=note)
             return {"description": text, "about": registration.of_all_versions(self.artifact.stage, self.pipeline)}
 
         return {} if self.artifact.absent else self._attempt("a description", words) or {}

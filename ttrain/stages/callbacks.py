@@ -24,9 +24,9 @@ from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.evaluate import samples, statistics
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.loggers.callback import Loggers
 from ttrain.stages.job import Figures, StageContext
 from ttrain.stages.shards import heldout_records
+from ttrain.tracking.loggers import Logger, make_loggers
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
@@ -73,8 +73,7 @@ def training_callbacks(
         ),
         LogLines(),
     ]
-    if job.runtime.loggers:
-        callbacks.append(Loggers(job.runtime.loggers, run, description(config, job.labels)))
+    callbacks += make_loggers(job.runtime.loggers, run, description(config, job.labels))
     if job.runtime.guards == "warn":
         callbacks += default_guards(run / GUARDS, loader)
     if ranks.first:
@@ -91,7 +90,7 @@ def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Fig
     return {
         "project": labels.get("experiment", "ttrain"),
         "group": run or None,
-        "kind": stage,
+        "job_type": stage,
         "name": f"{stage} {run.rpartition('-')[2]}".strip(),
         "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
     }
@@ -113,7 +112,7 @@ def language_model_callbacks(
         write = partial(samples.continuations, model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
-        writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Loggers)]
+        writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Logger)]
         measure = measure_of(config, job, model, encoder, ranks)
         callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
     return callbacks

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from ttrain.core.files import parse_json, parse_object
 from ttrain.core.hashing import digest_of, sha256_file
@@ -149,3 +152,17 @@ class Reference:
     def base_digest(self) -> str:
         """Digest of the full model's weights, which an adapter is bound to. Reads the files unless a manifest knows it."""
         return weights_digest(self.model)
+
+
+def parameters_of(model: Path) -> int:
+    """Count the parameters in a model's weights files; a tied tensor counts once."""
+    return sum(numbers_in(file) for file in weight_files(model, MODEL))
+
+
+def numbers_in(path: Path) -> int:
+    """Count the parameters in a safetensors file from its header alone."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  # it is not a mapping
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from None

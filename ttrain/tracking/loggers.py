@@ -1,0 +1,226 @@
+"""TensorBoard, Weights & Biases and SwanLab, each as a callback in the process of a training.
+
+`metrics.jsonl` stays the record: a logger that raises costs one warning and logs nothing more.
+One that hangs holds up the training.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import math
+import os
+import secrets
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, final
+
+from ttrain.errors import UsageError
+from ttrain.store.runs import read_rows
+from ttrain.train.callbacks import Callback, LogRecord
+
+# The packages that are imported, and the extra of ttrain that installs each.
+EXTRAS: Final = {"tensorboard": "tb", "wandb": "wandb", "swanlab": "swanlab"}
+METRICS, SAMPLES = "metrics.jsonl", "samples"  # samples/step-00000100.txt and so on
+
+log = logging.getLogger("ttrain")
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise UsageError, with the command that installs it, for a logger that is not installed."""
+    for name in names:
+        if getattr(find_spec(name), "origin", None) is None:  # or a directory, as wandb leaves one
+            raise UsageError(
+                f"runtime.loggers has {name}, which is not installed; "
+                f"run: pip install 'ttrain[{EXTRAS[name]}]', or leave {name} out of runtime.loggers"
+            )
+
+
+class Logger(Callback):
+    """Logs the metrics and the samples of a training in `directory` to one service.
+
+    It follows the callback that writes `metrics.jsonl` there. A training that continues logs the
+    rows up to its checkpoint again; each service keeps the values of a step once.
+    """
+
+    def __init__(self, name: str, directory: Path, description: Mapping[str, Any]) -> None:
+        """`description`: project, group, job_type, name and config, as the services take them."""
+        self._name, self._directory, self._description = name, directory, description
+        self._is_broken = False
+        self._last_step = -1
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Begin a run of the service, or continue the one of this directory."""
+
+    @abstractmethod
+    def _write(self, values: Mapping[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def _write_text(self, name: str, text: str, step: int) -> None: ...
+
+    @abstractmethod
+    def _close(self, *, failed: bool) -> None: ...
+
+    def start(self, step: int, steps: int) -> None:
+        self._attempt(self._begin)
+
+    def log(self, record: LogRecord) -> None:
+        self._attempt(self._log, record.step, record.tokens, record.metrics)
+
+    def end(self, step: int) -> None:
+        self._end(failed=False)
+
+    def failed(self, error: BaseException) -> None:
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        self._attempt(self._close, failed=failed)
+        for path in (self._directory / self._name).rglob("*"):
+            if path.is_symlink():  # wandb's to a log in its cache; an artifact has plain files only
+                path.unlink()
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        if self._is_broken:
+            return
+        try:
+            action(*arguments, **options)
+        except Exception as error:  # whatever the service raises
+            self._is_broken = True
+            log.warning(
+                "the logger %s raised %r and logs nothing more; training continues, "
+                "and %s has all metrics",
+                self._name, error, self._directory / METRICS,
+            )  # fmt: skip
+
+    def _begin(self) -> None:
+        self._open()
+        for row in read_rows(self._directory / METRICS):
+            self._log(row["step"], row["tokens"], row["metrics"])
+
+    def _log(self, step: int, tokens: int, metrics: Mapping[str, float | None]) -> None:
+        for path in sorted((self._directory / SAMPLES).glob("step-*.txt")):
+            sample = int(path.stem.removeprefix("step-"))
+            if self._last_step < sample <= step:  # services take no earlier step afterwards
+                self._write_text(SAMPLES, path.read_text(encoding="utf-8"), sample)
+        # A validation has a row of its own at the same step.
+        values = dict(metrics) if step == self._last_step else {"tokens": tokens, **metrics}
+        self._last_step = step
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write({name: known[name] for name in known if math.isfinite(known[name])}, step)
+
+    def _run_options(self, project_variable: str) -> dict[str, Any]:
+        """Arguments that begin a service's run, with the id of earlier attempts in this directory.
+
+        Removes the files of earlier attempts: all rows are logged again.
+        """
+        files = self._directory / self._name
+        files.mkdir(parents=True, exist_ok=True)
+        id_file = files / "id.txt"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(10))  # 20 letters, which both services take
+        run_id = id_file.read_text()
+        for path in files.glob(f"*run-*-{run_id}"):
+            shutil.rmtree(path)
+        return {
+            **self._description,
+            "project": os.environ.get(project_variable, self._description["project"]),
+            "id": run_id,
+            "resume": "allow",
+        }
+
+
+@final
+class TensorBoard(Logger):
+    """Event files in `tensorboard/`."""
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard drops what earlier attempts wrote: step 0 is the first row that comes again.
+        self._writer: Any = SummaryWriter(str(self._directory / "tensorboard"), purge_step=0)
+
+    def _write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self._writer.add_text(name, f"```\n{text}\n```", step)
+
+    def _close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+@final
+class Wandb(Logger):
+    """A run of Weights & Biases, with its files in `wandb/`; WANDB_MODE and the like count."""
+
+    def _open(self) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run = wandb.init(
+            dir=str(self._directory),
+            # Without the remote's address, which may hold a password.
+            settings=wandb.Settings(console="off", symlink=False, disable_git=True),
+            **self._run_options("WANDB_PROJECT"),
+        )
+
+    def _write(self, values: Mapping[str, Any], step: int) -> None:
+        if step >= self._run.starting_step:  # above 0 where the service has earlier steps
+            self._run.log(dict(values), step=step)
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        page = f"<pre>{html.escape(text)}</pre>"
+        self._write({name: self._wandb.Html(page, inject=False)}, step)
+
+    def _close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+        self._wandb.teardown()  # waits until its process has written the files
+
+
+@final
+class SwanLab(Logger):
+    """An experiment of SwanLab, with its files in `swanlab/`; SWANLAB_MODE and the like count."""
+
+    def _open(self) -> None:
+        import swanlab
+
+        # Without the remote's address, which may hold a password, and without the list of
+        # packages, for which it runs pip: 12 to 15 s at each start on a busy machine.
+        probe = swanlab.Settings.Probe(git=False, requirements=False)
+        self._run: Any = swanlab.init(
+            log_dir=str(self._directory / "swanlab"),
+            settings=swanlab.Settings(interactive=False, probe=probe),
+            **self._run_options("SWANLAB_PROJECT_NAME"),
+        )
+
+    def _write(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)  # it ignores steps that the experiment has
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self._run.log_text(key=name, data=text, step=step)
+
+    def _close(self, *, failed: bool) -> None:
+        state = {"state": "crashed", "error": "the training failed"} if failed else {}
+        self._run.finish(**state)
+
+
+LOGGERS: Mapping[str, type[Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "swanlab": SwanLab,
+}
+
+
+def make_loggers(
+    names: Iterable[str],
+    directory: Path,
+    description: Mapping[str, Any],
+) -> list[Logger]:
+    """A callback for each name. Raises UsageError for one that is not installed."""
+    check(names)
+    return [LOGGERS[name](name, directory, description) for name in names]
