@@ -46,7 +46,7 @@ def track_push(
     Exit code 1 if a run could not be pushed.
     """
     from ttrain.pipeline import pusher
-    from ttrain.pipeline.tracked_runs import waiting_records
+    from ttrain.pipeline.tracked_runs import is_tracked
     from ttrain.store import run_views
     from ttrain.tracking.client import need_mlflow
 
@@ -54,7 +54,7 @@ def track_push(
     root = usable_home()
     names = None if run is None else [run_views.find_record(root, run)["run"]]
     if everything:
-        names = [record["run"] for record in waiting_records(root)]
+        names = [record["run"] for record in reversed(runs.history(root)) if is_tracked(record)]
     screen = console(stderr=True)
     pushed = pusher.push(root, names, lambda name: print_plain(screen, name))
     if as_json:

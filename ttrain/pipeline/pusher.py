@@ -18,7 +18,7 @@ from ttrain.core.files import JsonDict, Taken, exclusive, refuse
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.pipeline import registration
-from ttrain.pipeline.tracked_runs import RunContent, id_of, waiting_records
+from ttrain.pipeline.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.store import runs
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.tracking.book import Book, noted_bytes
@@ -72,8 +72,10 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
 
 def waiting(home: Path) -> list[str]:
     """The runs that have changed since their last push, oldest first, but for those that are in progress."""
-    records = (record for record in waiting_records(home) if record["outcome"] != "running")
-    return list(Book(home, tracking_uri(home)).waiting(iter(records)))
+    book = Book(home, tracking_uri(home))
+    records = {name: runs.read(home, name) for name in reversed(book.lacking(runs.names(home)))}
+    book.note_untracked([name for name, record in records.items() if not is_tracked(record)])
+    return [name for name, record in records.items() if record and is_tracked(record) and record["outcome"] != "running"]
 
 
 def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | None:

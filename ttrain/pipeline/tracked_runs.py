@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -321,6 +321,8 @@ def source_tags(pipeline: str, user: str | None) -> dict[str, str]:
     return {**tags, "mlflow.user": user} if user else tags
 
 
-def waiting_records(home: Path) -> Iterable[JsonDict]:
-    """Records of the runs that can be pushed, oldest first: not those that were all cached, which no tracker shows."""
-    return [record for record in reversed(runs.history(home)) if record["outcome"] != "cached"]
+def is_tracked(record: JsonObject | None) -> bool:
+    """Whether trackers show a run: not one that found everything cached, or that is not to be tracked."""
+    if record is None or record["outcome"] == "cached":
+        return False
+    return bool(record.get("settings", {}).get("tracking", {}).get("enabled", True))

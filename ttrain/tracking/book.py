@@ -7,7 +7,7 @@ aliases that were pushed last, by which one that somebody moved on MLflow's page
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, read_object, write_json
@@ -64,17 +64,19 @@ class Book:
         with self._changing() as notes:
             notes.clear()
 
-    def waiting(self, records: Iterator[JsonDict]) -> Iterator[str]:
-        """The runs whose events were not all pushed: here, or to the MLflow that the run was for."""
-        everything = read_object(self._path)
-        for record in records:
-            run, settings = record["run"], record.get("settings", {}).get("tracking", {})
-            noted = {name: notes.get("runs", {}).get(run) for name, notes in everything.items()}
-            mine = noted.get(self._name)
-            is_elsewhere = mine is None and any(noted.values())
-            pushed = (mine or {}).get("noted")
-            if settings.get("enabled", True) and not is_elsewhere and pushed != noted_bytes(self._home, run):
-                yield run
+    def lacking(self, runs: Sequence[str]) -> list[str]:
+        """Those that have changed since their last push, here or to the MLflow that they were for."""
+        everything = [notes.get("runs", {}) for notes in read_object(self._path).values()]
+        mine = self.runs
+        known = [run for run in runs if run in mine or not any(run in theirs for theirs in everything)]
+        return [run for run in known if mine.get(run, {}).get("noted") != noted_bytes(self._home, run)]
+
+    def note_untracked(self, runs: Sequence[str]) -> None:
+        """Note that there is nothing to push of these runs as they are."""
+        if runs:
+            with self._changing() as notes:
+                known = notes.setdefault("runs", {})
+                known |= {run: {"noted": noted_bytes(self._home, run)} for run in runs}
 
     def _read(self) -> JsonDict:
         notes: JsonDict = read_object(self._path).get(self._name, {})
@@ -95,7 +97,8 @@ class Book:
 
 
 def noted_bytes(home: Path, run: str) -> int:
-    """Bytes of what the home has noted of a run, its events and evaluations: as these only grow, the same number is the
-    same run."""
-    paths = [events.path_of(home / "runs" / f"{run}.json"), *folder_of(home, run).glob("*.json")]
+    """Bytes of what the home has noted of a run, its record, events and evaluations: the last two only grow, so that the
+    same number is the same run."""
+    record = home / "runs" / f"{run}.json"
+    paths = [record, events.path_of(record), *folder_of(home, run).glob("*.json")]
     return sum(path.stat().st_size for path in paths if path.exists())
