@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
@@ -16,15 +15,13 @@ from ttrain.core.files import JsonDict
 from ttrain.data import chat, chat_shapes, records
 from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.encoder import Encoder
-from ttrain.data.tools import has_calls
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import generation, perplexity, tool_calls
+from ttrain.evaluate import generation, perplexity
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import UNSPACED, BadRow, Items, SuiteFiles
 from ttrain.evaluate.perplexity import Tokens
 from ttrain.evaluate.task_result import Metric, TaskResult
-from ttrain.evaluate.tool_calls import Budget, CallVerdict
 
 log = logging.getLogger("ttrain")
 
@@ -107,7 +104,6 @@ class AnsweredTurn:
     text       the model's answer
     ended      whether it ended by itself, before `new_tokens`
     markers    turn markers in the answer
-    calls      its calls judged by the reference; None where the chat offers no functions and the reference calls none
     cut        tokens cut from the beginning of the chat, which the model did not see
     """
 
@@ -116,7 +112,6 @@ class AnsweredTurn:
     text: str
     ended: bool
     markers: tuple[str, ...]
-    calls: CallVerdict | None
     cut: int
 
     def to_json(self) -> JsonDict:
@@ -124,10 +119,6 @@ class AnsweredTurn:
         fields: JsonDict = {"turn": self.number, "answer": self.text, "reference": self.reference, "ended": self.ended}
         fields |= {"markers": list(self.markers)} if self.markers else {}
         fields |= {"cut": self.cut} if self.cut else {}
-        calls = self.calls
-        if calls is not None and (calls.called or has_calls(self.reference)):
-            fields |= {"calls_valid": calls.valid, "calls_right": calls.right, "calls_wrong": list(calls.wrong)}
-            fields |= {"calls_unchecked": list(calls.unchecked)} if calls.unchecked else {}
         return fields
 
 
@@ -154,32 +145,19 @@ def ask(
                 refused.append(error)
     if refused:
         log.warning("%d answers of %s are skipped; the first error: %s", len(refused), subject.name, refused[0])
-    offered = [tool_calls.offered_functions(messages) for messages in chats]
-    budget = Budget()
     answers: list[list[AnsweredTurn]] = [[] for _ in chats]
     prompt_ids = [ids for ids, _ in prompts]
     generated = generation.answers(subject, prompt_ids, room, (), progress, chat.lead_text(subject.encoder))
     for (number, turn), (_, cut), (ids, text, ended) in zip(places, prompts, generated, strict=True):
         reference = chats[number][turn].content
-        has_functions = offered[number] or has_calls(reference)
-        judged = tool_calls.judge(text, reference, offered[number], budget) if has_functions else None
         marks = tuple(find_markers(subject.encoder, ids, text))
-        answers[number].append(AnsweredTurn(turn, reference, text, ended, marks, judged, cut))
-    unchecked = [reason for turns in answers for turn in turns if turn.calls for reason in turn.calls.unchecked]
-    if unchecked:
-        text = "%d calls of %s are not checked against their schema; the first reason: %s"
-        log.warning(text, len(unchecked), subject.name, unchecked[0])
-    if budget.refused:
-        log.warning("%d of these calls of %s are not checked because %s", budget.refused, subject.name, budget.reason)
+        answers[number].append(AnsweredTurn(turn, reference, text, ended, marks, cut))
     return answers
 
 
 def turns_of(messages: Messages, most: int) -> list[int]:
-    """Numbers of at most `most` assistant turns that answer something: those that call functions first, then the last
-    ones."""
-    numbers = [number for number, turn in enumerate(messages) if number and is_live(turn)]
-    first = sorted(numbers, key=lambda number: (not has_calls(messages[number].content), -number))
-    return sorted(first[:most])
+    """Numbers of at most `most` assistant turns that answer something, the last ones."""
+    return [number for number, turn in enumerate(messages) if number and is_live(turn)][-most:]
 
 
 def answer_metrics(chats: Chats) -> list[Metric]:
@@ -192,14 +170,6 @@ def answer_metrics(chats: Chats) -> list[Metric]:
     loops             share that ends in a loop
     distinct_1, 2, 3  different words, pairs and triples over all of them
     length            characters
-
-    and where chats offer functions or call some:
-
-    calls             of the answers whose reference calls functions, the share that call one
-    valid_calls       ... whose calls are all valid: JSON, an offered function, arguments that fit its schema
-    right_functions   ... that call the functions of the reference
-    right_calls       ... with the same arguments, too
-    needless_calls    of the other answers, the share that call one
     """
     words_by_chat = [[words(turn.text) for turn in turns] for turns in chats]
     metrics = [
@@ -217,19 +187,6 @@ def answer_metrics(chats: Chats) -> list[Metric]:
     metrics.append(_metric("length", [[(len(turn.text), 1) for turn in turns] for turns in chats], False, "characters"))
     if any(turn.cut for turns in chats for turn in turns):
         metrics.append(_share("cut", chats, lambda turn: turn.cut > 0, higher=False))
-    return metrics + _call_metrics(chats)
-
-
-def _call_metrics(chats: Chats) -> list[Metric]:
-    judged = [[(turn.calls, has_calls(turn.reference)) for turn in turns if turn.calls is not None] for turns in chats]
-    expected = [[calls for calls, is_expected in verdicts if is_expected] for verdicts in judged]
-    others = [[calls for calls, is_expected in verdicts if not is_expected] for verdicts in judged]
-    metrics: list[Metric] = []
-    if any(expected):
-        names = {"calls": "called", "valid_calls": "valid", "right_functions": "right_names", "right_calls": "right"}
-        metrics += [_share(name, expected, attrgetter(field)) for name, field in names.items()]
-    if any(others):
-        metrics.append(_share("needless_calls", others, lambda calls: calls.called, higher=False))
     return metrics
 
 

@@ -126,11 +126,9 @@ def references_of(evaluation: Manifest) -> dict[str, str]:
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
 )
-HIGHER = re.compile(
-    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d|calls|valid_calls|right_\w+)(/|$)"
-)
+HIGHER = re.compile(r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)")
 LOWER = re.compile(
-    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty|needless_calls)(/|$)"
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty)(/|$)"
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
