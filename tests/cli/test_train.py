@@ -189,7 +189,7 @@ def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(ru
     assert done.code == 2
     places = [done.err.find(command) for command in commands]
     assert -1 not in places and sorted(places) == places
-    assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full`" in done.err
+    assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full -c " in done.err
     assert "lora" not in done.err, "it does not need the adapter's data"
 
 
