@@ -17,7 +17,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy ttrain
 	$(BIN)/python tests/budgets.py
 
-# Records the statements of each package; refused where one that is over its budget has grown.
+# Records the statements of each package, but for one that is over its budget and has grown: that has to shrink again.
 budgets: $(VENV)/installed-test
 	$(BIN)/python tests/budgets.py --write
 

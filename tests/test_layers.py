@@ -40,7 +40,7 @@ LAYERS = (
     ("pipeline",),
     ("engine",),
     ("nightly", "doctor", "export"),
-    ("sweep",),
+    ("experiments",),
     ("tasks",),
     ("flows",),
     ("api",),
@@ -49,8 +49,8 @@ LAYERS = (
 RANK = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 # Packages that plan, store and report, so that `--help`, a plan and a cached run load neither torch, Prefect nor MLflow.
 LIGHT = (
-    "core", "config", "store", "data", "tracking", "pipeline", "engine", "nightly", "export", "reports", "sweep",
-    "flows", "api", "cli",
+    "core", "config", "store", "data", "tracking", "pipeline", "engine", "nightly", "export", "reports",
+    "experiments", "flows", "api", "cli",
 )  # fmt: skip
 # What a light package has for those who have decided to load a model, or a server, already
 LOADS = {

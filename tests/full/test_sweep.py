@@ -1,4 +1,4 @@
-"""`ttrain sweep` as a user runs it: killed and continued, side by side, pruned; what the study and MLflow have of it."""
+"""`ttrain sweep` as a user runs it: killed and continued, side by side; what its record and MLflow have of it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     assert [(trial["number"], trial["outcome"]) for trial in shown["trials"]] == [(n, "completed") for n in (1, 2, 3)]
     values = [trial["value"] for trial in shown["trials"]]
     assert shown["best"]["number"] == values.index(min(values)) + 1 == 3
-    assert Path(shown["page"]).stat().st_size > 10_000
     assert [trial["sweep"]["trial"] for trial in trials_of(fresh)] == [1, 2, 2, 3]
     assert built(fresh) == {"tokenizer": 1, "shards-pretrain": 1, "pretrain": 3}
     (continued,) = [s for s in trials_of(fresh)[2]["stages"] if s["name"] == "pretrain"]
@@ -121,19 +120,9 @@ def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_
 
 
 @pytest.mark.soak
-def test_trials_that_are_behind_end_early_that_diverge_are_bad_and_that_are_stopped_go_on(fresh: Cli) -> None:
-    decays = "pretrain.optim.weight_decay=choice(0.0,0.001,0.01,20.0,1e30)"
-    command = (
-        "sweep",
-        "full",
-        decays,
-        ADAMW,
-        "pretrain.optim.lr=0.02",
-        "pretrain.tokens=122880",
-        "pretrain.validate_every_steps=10",
-        "--prune",
-    )
-    command = (*command, "--sampler", "grid")
+def test_trials_that_diverge_are_bad_and_that_are_stopped_go_on(fresh: Cli) -> None:
+    decays = "pretrain.optim.weight_decay=choice(0.0,0.01,1e30)"
+    command = ("sweep", "full", decays, ADAMW, "pretrain.optim.lr=0.02", LONGER, "--sampler", "grid")
     process = fresh.start(*command)
     wait_until(lambda: process.poll() is not None or any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)), 240)
     process.send_signal(signal.SIGINT)
@@ -141,20 +130,14 @@ def test_trials_that_are_behind_end_early_that_diverge_are_bad_and_that_are_stop
     assert sweeps(fresh, "list")[0]["outcome"] == "interrupted"
     fresh(*command)
     shown = sweeps(fresh, "show")
-    assert [trial["outcome"] for trial in shown["trials"]] == [*["completed"] * 3, "pruned", "diverged"]
-    assert "is not finite" in shown["trials"][4]["error"]
-    pruned = shown["trials"][3]
-    assert 0.2 * 122880 <= pruned["curve"][-1][0] < 122880
-    stages = next(record["stages"] for record in trials_of(fresh) if record["run"] == pruned["run"])
-    key = next(stage["key"] for stage in stages if stage["name"] == "pretrain")
-    assert (fresh.home / "work" / "pretrain" / key / "output" / "checkpoints" / "latest").exists()
-    best = shown["best"]["values"]["pretrain.optim.weight_decay"]
-    assert best in (0.0, 0.001, 0.01)
+    assert [trial["outcome"] for trial in shown["trials"]] == ["completed", "completed", "diverged"]
+    assert "is not finite" in shown["trials"][2]["error"]
+    assert shown["best"]["values"]["pretrain.optim.weight_decay"] in (0.0, 0.01)
 
 
 @pytest.mark.soak
 def test_a_fault_that_no_trial_would_escape_ends_the_sweep_at_once(fresh: Cli) -> None:
-    (fresh.data / "docs-1.jsonl").write_text("not JSON\n" * 50, encoding="utf-8")
+    (fresh.data / "docs-1.jsonl").write_text('{"text": "one"}\n' * 20 + "not JSON\n" * 500, encoding="utf-8")
     said = fresh("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02)", code=1)
     assert len(trials_of(fresh)) == 1
     assert "docs-1.jsonl" in said

@@ -1,9 +1,8 @@
-"""What became of the last nights: told by their records, in a table and on a page."""
+"""What became of the last nights: told by their records, in a table."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,8 +91,6 @@ def test_of_texts_of_too_few_records_no_change_is_told(nights: Nights) -> None:
     assert told.worst is None and history.lost_text(told) == "not judged (3 of 20 held-out records)"
     some = replace(told, texts=(*few[:2], replace(few[2], records=20)))
     assert history.lost_text(some) == "nothing; worst: source <i> +1.0%"
-    page = history.render("mine", [told])
-    assert "not judged (3 of 20 held-out records)" in page and "+10.0%" not in page
 
 
 def test_the_number_of_nights_and_the_pipeline_can_be_chosen(nights: Nights, tmp_path: Path) -> None:
@@ -118,27 +115,11 @@ def test_a_record_of_an_earlier_version_is_told_as_far_as_it_goes(nights: Nights
     assert (found.began, found.learnt, found.texts, found.lost) == (1.0, {}, (), ())
 
 
-def test_the_command_prints_the_table_writes_the_page_and_gives_json(nights: Nights, tmp_path: Path) -> None:
-    cli, page = Cli(tmp_path, tmp_path), tmp_path / "nights.html"
-    said = cli.here("models", "history", "--html", str(page), settings=False)
-    assert "night-000002" in said and "written to" in said and page.read_text(encoding="utf-8").startswith("<!doctype html>")
+def test_the_command_prints_the_table_and_gives_json(nights: Nights, tmp_path: Path) -> None:
+    cli = Cli(tmp_path, tmp_path)
+    assert "night-000002" in cli.here("models", "history", settings=False)
     told = json.loads(cli.in_process("models", "history", "--json", "--nights", "1", settings=False))
     assert (told["name"], [night["night"] for night in told["nights"]]) == ("mine", ["night-000004"])
-    nowhere = str(tmp_path / "no" / "page.html")
-    assert "does not exist" in cli.here("models", "history", "--html", nowhere, settings=False, code=2)
-
-
-def test_the_page_shows_every_night_and_lets_nothing_of_a_file_s_name_be_markup(nights: Nights) -> None:
-    page = history.render("mine", of_home(nights))
-    for night in of_home(nights):
-        assert page.count(night.night) >= 1
-    assert "&lt;b&gt;.jsonl" in page and "<b>.jsonl" not in page and "source &lt;i&gt;" in page
-    assert "10.0% worse" in page
-    assert "340,000 tokens, 3 rows left out, 10,000 tokens replayed, 12 chats" in page
-    assert re.search(r'<td class="number lost">2.2000<small> \+10.0%', page)
-    assert "default-src &#x27;none&#x27;" in page or "default-src 'none'" in page
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
-    assert history.render("mine", []), "a pipeline without nights has a page, too"
 
 
 def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None:

@@ -237,7 +237,9 @@ def test_a_library_that_does_not_draw_is_an_error_with_its_fix(monkeypatch: pyte
     with pytest.raises(
         TTrainError, match="does not work here: no engine; `pip install --force-reinstall vl-convert-python`"
     ):
-        drawings.page_drawings([drawings.Scatter("x", [(1.0, 1.0, "", False)])], axis="tokens", log=False)
+        drawings.page_drawings(
+            [charts.Chart("x", "", (charts.Line("x", 0, tuple(points([1.0]))),))], axis="tokens", log=False
+        )
 
 
 def test_a_process_that_was_started_early_draws_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def pipeline_words(incomplete: str) -> list[str]:
 
 def sweep_words(incomplete: str) -> list[str]:
     """The sweeps of the home that begin so."""
-    from ttrain.sweep.records import list_sweeps
+    from ttrain.experiments.records import list_sweeps
 
     return [
         name for name in ("latest", *(sweep.name for sweep in list_sweeps(layout.home()))) if name.startswith(incomplete)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit
 
-from ttrain.cli.options import AsJson, app, argument, check_output_file, command, command_group, option, with_settings_file
-from ttrain.core.files import write_output
+from ttrain.cli.options import AsJson, app, argument, command, command_group, option, with_settings_file
 from ttrain.core.terminal import console, escaped, outlast_output, print_escaped, print_json, table
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
@@ -66,28 +65,21 @@ def models_list(
         print_escaped(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
 
 
-@command(models_app, "Examples:  ttrain models history\n\nttrain models history --html nights.html")
+@command(models_app, "Examples:  ttrain models history\n\nttrain models history --nights 5 --json")
 def models_history(
     name: Name = None,
     nights: Annotated[int, option("how many, the newest first", min=1, max=1000)] = 30,
-    page: Annotated[Path | None, option("write a page to this file", "--html", metavar="FILE", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
     from ttrain.nightly import history
 
-    if page:
-        check_output_file(page)
     pipeline, listed = history.history(home(), name, nights)
-    if page:
-        write_output(page, history.render(pipeline, listed))
     if as_json:
-        print_json({
-            "name": pipeline, "page": str(page) if page else None, "nights": [night.to_json() for night in listed],
-        })  # fmt: skip
+        print_json({"name": pipeline, "nights": [night.to_json() for night in listed]})
         return
     table(history.HEADER, [history.row(night) for night in listed])
-    print(escaped(history.summary_line(listed) + (f"; written to {page}" if page else "")))
+    print(escaped(history.summary_line(listed)))
 
 
 @command(models_app, "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b")

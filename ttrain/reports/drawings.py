@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -50,19 +49,7 @@ FIGURE = "abs(datum.value) >= 10000 ? format(datum.value, '~s') : format(datum.v
 PACKAGE = "vl-convert-python"
 
 SIZE = re.compile(r'^<svg [^>]*?(viewBox="[^"]*")>')
-DOT = re.compile(r'<path aria-label="([^"]*)"([^>]*)/>')
 UNSEEN = re.compile(r'<path class="foreground"[^>]*/>')
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """Dots with tooltips, (x, y, tooltip, whether it is the best); `x` is a word or a number, `line` is drawn below them."""
-
-    title: str
-    dots: Sequence[tuple[str | float, float, str, bool]]
-    log: bool = False
-    line: Sequence[tuple[float, float]] = ()
-    is_whole: bool = False  # whether x has whole numbers only
 
 
 def colour_of(chart: Chart, number: int) -> int:
@@ -154,65 +141,20 @@ def curves_spec(chart: Chart, axis: str, *, log: bool, colours: Sequence[str], k
     }
 
 
-def scatter_spec(scatter: Scatter, colours: Sequence[str]) -> Spec:
-    """Dots, the best one larger and in the second colour."""
-    dots = [
-        {"x": escaped(x) if isinstance(x, str) else x, "y": y, "best": best, "tooltip": escaped(tooltip)}
-        for x, y, tooltip, best in sorted(scatter.dots, key=lambda dot: dot[3])
-        if math.isfinite(y)
-    ]
-    x: Spec = {"field": "x", "axis": {"title": None, "labelLimit": 100, "labelAngle": 0, "tickCount": 5}}
-    if any(isinstance(dot[0], str) for dot in scatter.dots):
-        x |= {"type": "ordinal", "sort": None}
-    else:
-        scale = {"type": "log" if scatter.log else "linear", "zero": False, "nice": False, "padding": 16}
-        x |= {"type": "quantitative", "scale": scale}
-        x["axis"] |= {"labelExpr": FIGURE}
-        values = [float(dot[0]) for dot in scatter.dots]
-        if scatter.log:
-            x["axis"] |= {"values": _round_values(values)}
-        elif scatter.is_whole and max(values) - min(values) < 5:  # else Vega marks halves between
-            x["axis"] |= {"values": list(range(int(min(values)), int(max(values)) + 1))}
-    y = {"field": "y", "type": "quantitative", "scale": {"zero": False, "padding": 12}, "axis": {"title": None}}
-    first, second, *_ = colours
-    mark = {"type": "point", "filled": True, "opacity": 1}
-    look = {
-        "color": {"condition": {"test": "datum.best", "value": second}, "value": first},
-        "size": {"condition": {"test": "datum.best", "value": 110}, "value": 50},
-        "description": {"field": "tooltip"},
-    }
-    line = {"data": {"values": [{"x": x, "y": y} for x, y in scatter.line]}, "mark": {"type": "line", "color": first}}
-    return {
-        "data": {"values": dots},
-        "encoding": {"x": x, "y": y},
-        "layer": [*([line] if scatter.line else []), {"mark": mark, "encoding": look}],
-    }
-
-
-def _round_values(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 times the powers of ten among the values; the powers alone where these are many."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    factors = (1, 2, 5) if high - low < 4 else (1,)
-    return [float(f"{factor}e{exponent}") for exponent in range(low, high + 1) for factor in factors]
-
-
 def _look(ink: str, grid: str, size: float) -> Spec:
     axis = {"labelColor": ink, "labelFontSize": size, "gridColor": grid, "domain": False, "ticks": False}
     axis |= {"labelPadding": 6, "labelOverlap": True}
     return {"background": None, "view": {"stroke": None}, "axis": axis}
 
 
-def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) -> list[str]:
+def page_drawings(charts: Sequence[Chart], *, axis: str, log: bool) -> list[str]:
     """The drawings of a page as SVG elements, in the colours of its style sheet. Raises TTrainError."""
     colours = [f"var(--run{number})" for number in range(len(COLOURS))]
     frame = {"width": WIDTH, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}, "padding": 2}
     frame["config"] = _look("var(--faint)", "var(--grid)", 10.5)
     if not charts:
         return []
-    specs = (
-        scatter_spec(chart, colours) if isinstance(chart, Scatter) else curves_spec(chart, axis, log=log, colours=colours)
-        for chart in charts
-    )
+    specs = (curves_spec(chart, axis, log=log, colours=colours) for chart in charts)
     try:
         svgs = map(parse_json, drawing_process.draw(json.dumps(frame | spec) for spec in specs))
     except RuntimeError as error:
@@ -220,13 +162,8 @@ def page_drawings(charts: Sequence[Chart | Scatter], *, axis: str, log: bool) ->
             f"{PACKAGE} {version(PACKAGE)}, which draws charts, does not work here: {error}; "
             f"`pip install --force-reinstall {PACKAGE}`"
         ) from None
-    return [_for_page(svg, isinstance(chart, Scatter)) for chart, svg in zip(charts, svgs, strict=True)]
-
-
-def _for_page(svg: str, has_tooltips: bool) -> str:
-    """The drawing without a size, so that it takes that of its place, and with the tooltips of its dots."""
-    svg = UNSEEN.sub("", SIZE.sub(r'<svg class="drawing" \1>', svg))
-    return DOT.sub(r"<path\2><title>\1</title></path>", svg) if has_tooltips else svg
+    # Without a size, so that a drawing takes that of its place.
+    return [UNSEEN.sub("", SIZE.sub(r'<svg class="drawing" \1>', svg)) for svg in svgs]
 
 
 def picture(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> Spec:

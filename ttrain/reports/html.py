@@ -21,7 +21,7 @@ from ttrain.core.machine import VERSION
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import drawings
 from ttrain.reports.charts import TITLES, Chart
-from ttrain.reports.drawings import COLOURS, Scatter
+from ttrain.reports.drawings import COLOURS
 from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table
 
 TILES = 7  # per row at most; .of4 ... of page.css
@@ -124,7 +124,7 @@ class Page:
     axis: str = "tokens"
     log: bool = False
     _sections: list[tuple[str, Markup]] = field(default_factory=list)
-    _charts: list[Chart | Scatter] = field(default_factory=list)
+    _charts: list[Chart] = field(default_factory=list)
 
     def section(self, title: str, *blocks: Block | Markup) -> None:
         """A part of the page under a heading; left out where there is nothing in it."""
@@ -132,7 +132,7 @@ class Page:
         if content:
             self._sections.append((title, content))
 
-    def charts(self, charts: Sequence[Chart | Scatter]) -> Markup:
+    def charts(self, charts: Sequence[Chart]) -> Markup:
         """The charts side by side, each with a place for its drawing."""
         first = len(self._charts)
         self._charts += charts
@@ -141,8 +141,6 @@ class Page:
     def _figure(self, number: int) -> Markup:
         chart = self._charts[number]
         drawing = Markup(f"<!--drawing {number}-->")
-        if isinstance(chart, Scatter):
-            return tag("figure", tag("figcaption", chart.title), drawing, class_="dots")
         unit = tag("span", chart.unit, class_="unit") if chart.unit else ""
         caption = tag("figcaption", chart.title, unit, tag("span", class_="where"))
         return tag("figure", caption, drawing, tag("div", *self._legend(chart), class_="legend"), data_chart=number)
@@ -196,15 +194,13 @@ class Page:
         ]
         return "".join(text)
 
-    def _points(self) -> list[dict[str, Any] | None]:
+    def _points(self) -> list[dict[str, Any]]:
         """The points of each chart, for the values under the pointer."""
         return [
             {
                 "axis": drawings.axis_of(chart, self.axis),
                 "lines": [list(zip(*rows, strict=True)) for rows in drawings.rows_of(chart, self.axis, log=self.log)],
             }
-            if isinstance(chart, Chart)
-            else None
             for chart in self._charts
         ]
 

@@ -10,8 +10,7 @@ import pytest
 
 from ttrain.config.loading import layers, settings_of
 from ttrain.errors import UsageError
-from ttrain.sweep.space import (
-    IntegerRange,
+from ttrain.experiments.space import (
     Interval,
     Space,
     ValueList,
@@ -31,9 +30,9 @@ LR = "pretrain.optim.lr"
         ("log(1e-4,3e-3)", Interval(1e-4, 3e-3, log=True)),
         (" log( 0.0001 , 3.0e-3 ) ", Interval(1e-4, 3e-3, log=True)),
         ("uniform(0,0.2)", Interval(0.0, 0.2)),
-        ("int(2,8)", IntegerRange(2, 8)),
-        ("int(64,256,64)", IntegerRange(64, 256, 64)),
-        ("logint(4,64)", IntegerRange(4, 64, log=True)),
+        ("int(2,8)", ValueList(range(2, 9), ordered=True)),
+        ("int(64,256,64)", ValueList(range(64, 257, 64), ordered=True)),
+        ("logint(4,64)", Interval(4, 64, log=True, whole=True)),
         ("choice(muon,adamw)", ValueList(("muon", "adamw"))),
         ("choice(1,2.5,null,true)", ValueList((1, 2.5, None, True))),
         ("choice(1e-3,2e-3)", ValueList((1e-3, 2e-3))),
@@ -55,16 +54,13 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("uniform(0,a)", "it takes numbers"),
         ("uniform(0,.inf)", "it takes numbers"),
         ("uniform(1)", "it has 1 value, with"),
-        ("log(1,2,1000000000)", "whole number from 2 to 10,000"),
-        ("int(0,9223372036854775807)", "a whole number is at most 9,007,199,254,740,992"),
+        ("log(1,2,2.5)", "the count of values must be a whole number"),
         ("choice(&a [*a],1)", "values cannot be read"),
         ("int(1,2.5)", "it takes whole numbers"),
-        ("int(1,9,0)", "the step must be 1 or more"),
-        ("logint(0,8)", "numbers from 1 on"),
+        ("int(1,9,0)", "the third 1 or more"),
+        ("logint(0,8)", "a logarithm needs numbers above 0"),
         ("choice(a)", "two values or more"),
-        ("choice(a,b,a)", '"a" is listed twice'),
         ("choice([a,b)", "cannot be read"),
-        ("logg(1e-4,1e-3)", "a sweep takes log(low,high)"),
         ("log(1e-4;1e-3)", "it has 1 value, with commas between"),
     ],
 )
@@ -105,11 +101,11 @@ def test_drawn_values_take_the_place_of_their_ranges_in_the_settings() -> None:
 
 
 def test_a_grid_has_each_combination_once_the_last_setting_fastest() -> None:
-    space = Space({"a": IntegerRange(1, 2), "b": ValueList(("x", "y", "z"))}, {})
+    space = Space({"a": ValueList((1, 2)), "b": ValueList(("x", "y", "z"))}, {})
     assert space.size == 6
     found = [space.combination(number) for number in range(6)]
     assert found == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
-    assert Space({"a": IntegerRange(1, 2), "b": Interval(0.0, 1.0)}, {}).size is None
+    assert Space({"a": ValueList((1, 2)), "b": Interval(0.0, 1.0)}, {}).size is None
 
 
 def test_drawn_numbers_are_short_and_stay_within_their_ends() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ttrain.config import Settings, text_values
 from ttrain.config.loading import Override
@@ -18,29 +16,31 @@ from ttrain.core import redact
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 
-MOST_VALUES, LARGEST = 10_000, 2**53  # points of an interval; a whole number that a float holds exactly
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
 Values = Mapping[str, Any]  # of the settings that vary, by name
 FORMS = {
     "log": "log(low,high) or log(low,high,count)",
     "uniform": "uniform(low,high) or uniform(low,high,count)",
     "int": "int(low,high) or int(low,high,step)",
-    "logint": "logint(low,high)",
+    "logint": "logint(low,high) or logint(low,high,count)",
     "choice": "choice(a,b,...)",
 }
-FOREIGN_FORMS = ("loguniform", "range", "randint", "interval", "linspace")  # the names in other programs
-_CALL = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
-_UNCLOSED = re.compile(rf"\s*({'|'.join(FORMS)})\s*\([^)]*")
+_RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm."""
+    """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm; with `whole` rounded."""
 
     low: float
     high: float
     log: bool = False
-    values: ClassVar[None] = None  # which cannot be counted
+    whole: bool = False
+
+    @property
+    def values(self) -> Sequence[Any] | None:
+        """All whole numbers; None where they cannot be counted."""
+        return range(int(self.low), int(self.high) + 1) if self.whole else None
 
     @property
     def probes(self) -> tuple[Any, ...]:
@@ -49,59 +49,33 @@ class Interval:
 
     def at(self, share: float) -> Any:
         """The value at a share of the range, from 0 to 1."""
-        return self.nearest(
-            self.low * (self.high / self.low) ** share if self.log else self.low + (self.high - self.low) * share
-        )
+        evenly = self.low + (self.high - self.low) * share
+        return self.nearest(self.low * (self.high / self.low) ** share if self.log else evenly)
 
     def nearest(self, drawn: float) -> float:
         """The number that is used for the one that was drawn: rounded to DIGITS, within the ends."""
-        return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
-
-
-@dataclass(frozen=True)
-class IntegerRange:
-    """The whole numbers low, low + step, ... up to `high`; with `log` drawn evenly in their logarithm."""
-
-    low: int
-    high: int
-    step: int = 1
-    log: bool = False
-
-    @property
-    def values(self) -> Sequence[int]:
-        """All of them."""
-        return range(self.low, self.high + 1, self.step)
-
-    @property
-    def probes(self) -> tuple[Any, ...]:
-        """The ends."""
-        return (self.low, self.values[-1])
-
-    def at(self, share: float) -> Any:
-        """The value at a share of the range, from 0 to 1."""
-        if self.log:
-            return round(self.low * (self.high / self.low) ** share)
-        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        rounded = round(drawn) if self.whole else float(f"{drawn:.{DIGITS}g}")
+        return min(self.high, max(self.low, rounded))
 
 
 @dataclass(frozen=True)
 class ValueList:
     """The values that are listed; `ordered` where they are points of an interval, so that near ones are alike."""
 
-    values: tuple[Any, ...]
+    values: Sequence[Any]
     ordered: bool = False
 
     @property
-    def probes(self) -> tuple[Any, ...]:
-        """All of them."""
-        return self.values
+    def probes(self) -> Sequence[Any]:
+        """Values that stand for all: of an interval its ends and one between."""
+        return (self.values[0], self.values[-1], self.at(0.5)) if self.ordered else self.values
 
     def at(self, share: float) -> Any:
         """The value at a share of the list, from 0 to 1."""
         return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
 
 
-Dimension = Interval | IntegerRange | ValueList
+Dimension = Interval | ValueList
 
 
 @dataclass(frozen=True)
@@ -138,7 +112,7 @@ def parse_space(overrides: Sequence[Override]) -> Space:
     """The settings that vary among the overrides. A plain value in a stronger layer removes a weaker layer's range. Raises
     UsageError where a range cannot be read, or there is none."""
     last = {item.key: item.value for item in overrides}
-    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _looks_like_range(value)}
+    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _RANGE.match(value)}
     if not texts:
         raise UsageError(
             f"a sweep needs a setting that varies; write one as {', '.join(FORMS.values())}, "
@@ -177,82 +151,50 @@ def parse(key: str, text: str) -> Dimension:
             f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs must not be; "
             f"put them where the library that opens the URL finds them, such as its environment variables"
         )
-    match = _CALL.fullmatch(text)
-    kind, inside = (match[1], match[2]) if match else ("", "")
-    if kind not in FORMS:
-        raise UsageError(f"{key} is '{text}', but a sweep takes {', '.join(FORMS.values())}")
+    kind, _, inside = text.strip().removesuffix(")").partition("(")
+    kind = kind.strip()
     try:
         element = text_values.type_of(Settings, key) if kind == "choice" else float
         arguments = text_values.read(f"[{inside}]", list[element])  # type: ignore[valid-type]
     except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     try:
-        if kind == "choice":
-            return _choice(arguments)
-        return _whole(kind, arguments) if kind in ("int", "logint") else _interval(kind, arguments)
-    except _InvalidArgumentsError as wrong:
+        if kind != "choice":
+            return _range(kind, _numbers(arguments))
+        if len(arguments) < 2:
+            raise ValueError("a choice needs two values or more")
+        return ValueList(tuple(arguments))
+    except ValueError as wrong:
         raise UsageError(f"{key} is '{text}', but {wrong}; write {FORMS[kind]}") from None
 
 
-class _InvalidArgumentsError(Exception):
-    """A range has wrong arguments; the message says which rule they break."""
-
-
-def _looks_like_range(text: str) -> bool:
-    """Whether the text is a call of a form or of a similar name, or the beginning of a form; other text is a plain value."""
-    if (match := _CALL.fullmatch(text)) is None:
-        return _UNCLOSED.fullmatch(text) is not None
-    return bool(difflib.get_close_matches(match[1].lower(), [*FORMS, *FOREIGN_FORMS], n=1))
-
-
-def _choice(arguments: Sequence[Any]) -> ValueList:
-    if len(arguments) < 2:
-        raise _InvalidArgumentsError("a choice needs two values or more")
-    texts = sorted(map(json.dumps, arguments))
-    twice = [a for a, b in itertools.pairwise(texts) if a == b]
-    if twice:
-        raise _InvalidArgumentsError(f"{twice[0]} is listed twice")
-    return ValueList(tuple(arguments))
-
-
-def _whole(kind: str, arguments: Sequence[Any]) -> IntegerRange:
-    numbers = _numbers(arguments, 2 if kind == "logint" else 3)
-    if any(number != int(number) for number in numbers):
-        raise _InvalidArgumentsError("it takes whole numbers")
-    if max(map(abs, numbers)) > LARGEST:
-        raise _InvalidArgumentsError(f"a whole number is at most {LARGEST:,}")
-    low, high, step = (*map(int, numbers), 1)[:3]
-    if step < 1:
-        raise _InvalidArgumentsError("the step must be 1 or more")
-    if kind == "logint" and low < 1:
-        raise _InvalidArgumentsError("a logarithm needs numbers from 1 on")
-    return IntegerRange(low, high, step, kind == "logint")
-
-
-def _interval(kind: str, arguments: Sequence[Any]) -> Interval | ValueList:
-    low, high, *count_arguments = _numbers(arguments, 3)
-    if kind == "log" and low <= 0:
-        raise _InvalidArgumentsError("a logarithm needs numbers above 0")
-    interval = Interval(low, high, kind == "log")
-    if not count_arguments:
+def _range(kind: str, numbers: Sequence[float]) -> Dimension:
+    """The values of every form but `choice`. Raises ValueError, which names the rule that the numbers break."""
+    low, high, *third = numbers
+    whole, log = kind in ("int", "logint"), kind in ("log", "logint")
+    if log and low <= 0:
+        raise ValueError("a logarithm needs numbers above 0")
+    if any(number != int(number) for number in (numbers if whole else third)):
+        raise ValueError("it takes whole numbers" if whole else "the count of values must be a whole number")
+    if kind == "int":
+        return ValueList(range(int(low), int(high) + 1, *map(int, third)), ordered=True)
+    interval = Interval(int(low) if whole else low, int(high) if whole else high, log, whole)
+    if not third:
         return interval
-    count = int(count_arguments[0])
-    if count != count_arguments[0] or not 2 <= count <= MOST_VALUES:
-        raise _InvalidArgumentsError(f"the count of values must be a whole number from 2 to {MOST_VALUES:,}")
-    shares = [index / (count - 1) for index in range(count)]
+    shares = [index / max(1, third[0] - 1) for index in range(int(third[0]))]
     return ValueList(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
 
 
-def _numbers(arguments: Sequence[Any], most: int) -> list[float]:
-    """The arguments as two or more finite numbers, the first of them below the second."""
-    if not 2 <= len(arguments) <= most:
-        raise _InvalidArgumentsError(f"it has {counted(len(arguments), 'value')}, with commas between")
+def _numbers(arguments: Sequence[Any]) -> list[float]:
+    """The arguments as two or three finite numbers, the first of them below the second."""
+    if not 2 <= len(arguments) <= 3:
+        raise ValueError(f"it has {counted(len(arguments), 'value')}, with commas between")
     try:
         numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
-        raise _InvalidArgumentsError("it takes numbers")
-    if numbers[0] >= numbers[1]:
-        raise _InvalidArgumentsError("the first number must be below the second")
+        raise ValueError("it takes numbers")
+    if numbers[0] >= numbers[1] or (numbers[2:] and numbers[2] < 1):
+        raise ValueError("the first number must be below the second, and the third 1 or more")
     return numbers

@@ -14,17 +14,17 @@ from ttrain.cli.main import app
 from ttrain.config import Runtime
 from ttrain.config.loading import layers, settings_of
 from ttrain.errors import UsageError
-from ttrain.flows import sweep
+from ttrain.experiments import measure, records, request
+from ttrain.flows.full import full
 from ttrain.pipeline import names, processes
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.sweep import measure, records
 
 LR = "pretrain.optim.lr=log(1e-4,3e-3)"
 
 
-def asked(*overrides: str, **options: Any) -> sweep.SweepRequest:
-    return sweep.sweep_request("full", layers(overrides), **options)
+def asked(*overrides: str, **options: Any) -> request.SweepRequest:
+    return request.sweep_request(full, layers(overrides), **options)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,8 @@ def test_the_metric_is_that_of_the_last_training_and_only_what_it_needs_is_run(
     assert not {"lora", "evaluate"} & {*found.stages()[0]}
 
 
-def test_until_runs_more_and_bits_per_byte_need_no_model_but_the_base() -> None:
+def test_stages_up_to_the_metric_run_and_bits_per_byte_need_no_model_but_the_base() -> None:
     assert asked(LR).stages() == (["source", "tokenizer", "shards-pretrain"], ["pretrain"])
-    assert asked(LR, until="evaluate").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
     assert asked(LR, metric="eval/bits_per_byte").stages()[1] == ["pretrain", "evaluate"]
     assert asked(LR, metric="eval/chat_loss_sft").stages()[1] == ["pretrain", "sft", "lora", "evaluate"]
 
@@ -75,9 +74,6 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         ([LR], {"sampler": "grid"}, "add a count: log(1e-4,3e-3,5)"),
         ([LR], {"metric": "validation_loss"}, "a metric is STAGE/FIGURE"),
         ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),
-        ([LR], {"metric": "sft/validation_loss", "until": "pretrain"}, "--until pretrain leaves out stage sft"),
-        ([LR], {"prune": True}, "pretrain.validate_every_steps is 0"),
-        ([LR, "pretrain.validate_every_steps=9"], {"prune": True, "metric": "eval/bits_per_byte"}, "known at the end only"),
         (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or"),
         (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
         (["pretrain.optim.kind=choice(muon,sgd)"], {}, "cannot try pretrain.optim.kind=sgd"),
@@ -115,7 +111,7 @@ def test_a_grid_is_all_of_its_combinations_and_no_sweep_is_larger_than_its_space
     assert asked(*grid, sampler="grid").trials == 6
     assert asked(*grid, sampler="grid", trials=4).trials == 4
     assert asked(*grid, trials=50).trials == 6
-    assert asked(LR).trials == sweep.TRIALS
+    assert asked(LR).trials == request.TRIALS
 
 
 def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_code_is_another(tmp_path: Path) -> None:
@@ -123,24 +119,20 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
     docs.write_text(json.dumps({"text": "one"}) + "\n", encoding="utf-8")
     remember_modules(tmp_path / "home")
     store, data = ArtifactStore(tmp_path / "home"), f"data.pretrain={docs}"
-    first = asked(LR, data)
-    begun = records.begin(store.root, first.to_json(), first.ingredients(store))
+    begun = request.find_or_begin(asked(LR, data), store)
     for same in (asked(LR, data, trials=20), asked(LR, data, parallel=2), asked(data, LR, "runtime.threads=1")):
-        found, changed = sweep.find_resumable(same, store)
-        assert found is not None and (found.name, changed) == (begun.name, "")
+        assert request.find_or_begin(same, store).name == begun.name
     for other in (asked(LR, data, seed=2), asked(LR, data, "pretrain.tokens=5000"), asked(LR, data, sampler="random")):
-        assert sweep.find_resumable(other, store) == (None, "")
+        assert records.find_same(store.root, other.identity(store)) is None
     docs.write_text(json.dumps({"text": "another"}) + "\n", encoding="utf-8")
-    found, changed = sweep.find_resumable(asked(LR, data), store)
-    assert found is None
-    assert changed == f"{begun.name} was of other data of tokenizer, data of shards-pretrain"
+    assert records.find_same(store.root, asked(LR, data).identity(store)) is None
 
 
 def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no sweep 'latest'; there is none yet, begin with `ttrain sweep full"):
         records.find_sweep(tmp_path)
     found = asked(LR)
-    first, second = (records.begin(tmp_path, found.to_json(), {}) for _ in range(2))
+    first, second = (records.begin(tmp_path, found.identity(ArtifactStore(tmp_path))) for _ in range(2))
     assert records.find_sweep(tmp_path, first.name[-5:]).name == first.name
     assert records.find_sweep(tmp_path).name == second.name
     with pytest.raises(UsageError, match="'sweep-' is the beginning or end of 2 sweeps: "):
@@ -162,19 +154,21 @@ def test_trials_share_the_gpus_or_the_cores(tmp_path: Path) -> None:
         (tmp_path / f"nvidia{number}").touch()
     (tmp_path / "nvidiactl").touch()
     pairs = Runtime(devices=2)
-    found = sweep.assigned_gpus(pairs, devices=tmp_path)
+    found = request.assigned_gpus(pairs, devices=tmp_path)
     assert found == [0, 1, 2, 3]
-    assert sweep.parallel_trials(pairs, found) == 2
-    assert [sweep.trial_device(pairs, found, slot, 3) for slot in range(3)] == [
+    assert request.parallel_trials(pairs, found) == 2
+    assert [request.trial_device(pairs, found, slot, 3) for slot in range(3)] == [
         {"runtime.gpus": [0, 1]}, {"runtime.gpus": [2, 3]}, {"runtime.gpus": [0, 1]},
     ]  # fmt: skip
-    assert sweep.assigned_gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
-    assert sweep.assigned_gpus(pairs, devices=tmp_path, chosen="GPU-8f6a") == [], "the numbers of the machine may be others'"
-    assert sweep.assigned_gpus(Runtime(device="cpu"), devices=tmp_path) == []
-    assert sweep.parallel_trials(Runtime(), []) == 1
-    assert sweep.trial_device(Runtime(), [], 0, 1) == {}
-    assert sweep.trial_device(Runtime(), [], 0, 10_000) == {"runtime.threads": 1}
-    assert sweep.trial_device(Runtime(threads=3), [], 0, 2) == {}
+    assert request.assigned_gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
+    assert request.assigned_gpus(pairs, devices=tmp_path, chosen="GPU-8f6a") == [], (
+        "the numbers of the machine may be others'"
+    )
+    assert request.assigned_gpus(Runtime(device="cpu"), devices=tmp_path) == []
+    assert request.parallel_trials(Runtime(), []) == 1
+    assert request.trial_device(Runtime(), [], 0, 1) == {}
+    assert request.trial_device(Runtime(), [], 0, 10_000) == {"runtime.threads": 1}
+    assert request.trial_device(Runtime(threads=3), [], 0, 2) == {}
 
 
 def test_the_place_of_a_trial_is_no_part_of_what_it_computes_and_its_stages_see_its_gpus_alone() -> None:

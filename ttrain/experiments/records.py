@@ -1,46 +1,66 @@
-"""Sweeps on disk: `sweeps/<sweep>/` under the home, with `sweep.json` (the request), the study, its lock, its page."""
+"""Sweeps on disk: `sweeps/<sweep>/sweep.json` under the home has the request and the trials."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import exclusive, read_object, write_json
-from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
+from ttrain.experiments.measure import Measure
+from ttrain.experiments.space import Space, Values, parse
 from ttrain.store import references, runs
-from ttrain.sweep.measure import Measure
-from ttrain.sweep.space import Space, parse
 
-DIRECTORY, FILE, JOURNAL, PAGE = "sweeps", "sweep.json", "study.journal", "sweep.html"
+DIRECTORY, FILE = "sweeps", "sweep.json"
 BEGIN = "begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
+COMPLETED, DIVERGED, FAILED, RUNNING = "completed", "diverged", "failed", "running"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice of settings, and its outcome."""
+
+    number: int  # from 1
+    values: Values
+    outcome: str = RUNNING  # also of one that was interrupted, and will continue
+    value: float | None = None
+    seconds: float | None = None
+    run: str | None = None  # its newest pipeline run
+    error: str | None = None
 
 
 class Sweep:
-    """One sweep's directory. The request does not change; the sweep's progress is recorded beside it."""
+    """One sweep's record. The request does not change; trials and progress are noted beside it, also by threads."""
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
         self.path, self._data = path, data
-        self.journal, self.page = path / JOURNAL, path / PAGE
         self.name: str = data["sweep"]
+        self._noting = threading.RLock()
 
     def __getitem__(self, name: str) -> Any:
         return self._data.get(name)
 
     @property
+    def trials(self) -> list[Trial]:
+        """All trials, by their numbers."""
+        return [Trial(**entry) for entry in self._data["trials"]]
+
+    @property
     def space(self) -> Space:
         """The settings that vary."""
-        texts: Mapping[str, str] = self._data["asked"]["space"]
+        texts: Mapping[str, str] = self._data["request"]["space"]
         return Space({key: parse(key, text) for key, text in texts.items()}, texts)
 
     @property
     def measure(self) -> Measure:
         """The metric by which its trials are compared."""
-        return Measure(**self._data["asked"]["measure"])
+        return Measure(**self._data["request"]["measure"])
 
     @property
     def outcome(self) -> str:
@@ -49,18 +69,18 @@ class Sweep:
         is_local = process["host"] == platform.node()
         return "crashed" if word == "running" and is_local and not runs.is_alive(process) else word
 
-    @property
-    def has_current_page(self) -> bool:
-        """Whether its page is newer than all that it shows."""
-        if not self.page.exists():
-            return False
-        shown = [path for path in (self.path / FILE, self.journal) if path.exists()]
-        return self.page.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in shown)
-
     def note(self, **values: Any) -> None:
         """Record values about the sweep."""
-        self._data.update(values)
-        write_json(self.path / FILE, self._data)
+        with self._noting:
+            self._data.update(values)
+            write_json(self.path / FILE, self._data)
+
+    def put(self, trial: Trial) -> Trial:
+        """Record a trial in place of the one of its number, and return it."""
+        with self._noting:
+            trials = {each.number: each for each in self.trials} | {trial.number: trial}
+            self.note(trials=[asdict(each) for _, each in sorted(trials.items())])
+        return trial
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -75,36 +95,27 @@ class Sweep:
             yield
 
 
-def begin(home: Path, request: Mapping[str, Any], ingredients: Mapping[str, Any]) -> Sweep:
-    """Create a sweep. `request`: what was asked for, as JSON; `ingredients`: digests of the data and code of each stage."""
+def begin(home: Path, request: Mapping[str, Any]) -> Sweep:
+    """Create a sweep. `request`: what identifies it, as JSON."""
     name = runs.new_name("sweep", (sweep.name for sweep in list_sweeps(home)))
     path = home / DIRECTORY / name
     path.mkdir(parents=True)
-    data = {
-        "sweep": name,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "outcome": "running",
-        "process": runs.this_process(),
-        "asked": request,
-        "asked_digest": digest_of(request),
-        "ingredients": ingredients,
-    }
-    sweep = Sweep(path, data)
-    sweep.note()
+    sweep = Sweep(path, {"sweep": name, "request": request, "trials": []})
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    sweep.note(started=started, outcome="running", process=runs.this_process())
     return sweep
 
 
 def list_sweeps(home: Path) -> list[Sweep]:
     """All sweeps, the newest first."""
     records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
-    sweeps = [Sweep(path, data) for path, data in records if "asked" in data]
+    sweeps = [Sweep(path, data) for path, data in records if "trials" in data]
     return sorted(sweeps, key=lambda sweep: sweep.name, reverse=True)
 
 
 def find_same(home: Path, request: Mapping[str, Any]) -> Sweep | None:
-    """The newest sweep of an equal request, whatever its data and code were."""
-    digest = digest_of(request)
-    return next((sweep for sweep in list_sweeps(home) if sweep["asked_digest"] == digest), None)
+    """The newest sweep of an equal request."""
+    return next((sweep for sweep in list_sweeps(home) if sweep["request"] == request), None)
 
 
 def find_sweep(home: Path, name: str = references.LATEST) -> Sweep:
@@ -116,11 +127,12 @@ def find_sweep(home: Path, name: str = references.LATEST) -> Sweep:
     return sweeps[match]
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The differences between the ingredients of two sweeps: "code of pretrain"."""
-    return [
-        f"{ingredient} of {stage}"
-        for stage in new
-        for ingredient in new[stage]
-        if (old.get(stage) or {}).get(ingredient) != new[stage][ingredient]
-    ]
+def ranked(trials: Iterable[Trial], *, maximize: bool) -> list[Trial]:
+    """The trials with a metric, the best first, the earlier of equals."""
+    done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
+    return sorted(done, key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
+
+
+def best_of(trials: Iterable[Trial], *, maximize: bool) -> Trial | None:
+    """The trial with the best metric; None if there is none with one."""
+    return next(iter(ranked(trials, maximize=maximize)), None)

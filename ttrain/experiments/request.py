@@ -14,7 +14,9 @@ from ttrain.config.loading import Override, settings_of
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.errors import UsageError
-from ttrain.flows import recipe
+from ttrain.experiments import measure, records, space
+from ttrain.experiments.measure import Measure
+from ttrain.experiments.space import Space
 from ttrain.pipeline.input_files import check_first_rows, file_digests, named_shards
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.provenance import with_absolute_paths
@@ -22,19 +24,16 @@ from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_de
 from ttrain.pipeline.system_metrics import visible
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.sweep import measure, records, space
-from ttrain.sweep.measure import Measure
-from ttrain.sweep.space import Space
 
-MOST_TRIALS_OF_A_GRID = 1000
 TRIALS = 8
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What a sweep is to do. `overrides`: all settings that are given, with their ranges."""
+    """What a sweep is to do. `recipe`: the pipeline `full`, without the stages that the measure
+    does not need; `overrides`: all settings that are given, with their ranges."""
 
-    pipeline: str
+    recipe: Recipe
     overrides: Sequence[Override]
     space: Space
     measure: Measure
@@ -43,7 +42,6 @@ class SweepRequest:
     trials: int
     parallel: int
     gpus: Sequence[int]
-    prune: bool
 
     def settings(self, values: Mapping[str, Any], slot: int = 0) -> Settings:
         """The settings of a trial with these values, in one of the slots of parallel trials."""
@@ -58,14 +56,9 @@ class SweepRequest:
         """The first value of each setting."""
         return next(self.space.probes())
 
-    def recipe(self) -> Recipe:
-        """The recipe of the pipeline, without the stages that the measure does not need."""
-        whole = recipe(self.pipeline)
-        return _base_only(whole) if self.measure.base_only else whole
-
     def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> list[Planned]:
         """The plan of a trial with these values."""
-        return plan(self.recipe(), self.settings(values, slot), store, selection=Selection(until=self.measure.until))
+        return plan(self.recipe, self.settings(values, slot), store, selection=Selection(until=self.measure.stage))
 
     def check_data(self) -> None:
         """Raise UsageError for data that the trials cannot read, before the first of them."""
@@ -74,9 +67,8 @@ class SweepRequest:
 
     def graph(self) -> dict[str, frozenset[str]]:
         """The stages of a trial, each with those that it reads."""
-        graph = graph_of(self.recipe(), self.settings(self.first))
-        needed = with_dependencies(self.measure.until, graph)
-        return {name: inputs for name, inputs in graph.items() if name in needed}
+        graph = graph_of(self.recipe, self.settings(self.first))
+        return {name: graph[name] for name in graph if name in with_dependencies(self.measure.stage, graph)}
 
     def stages(self) -> tuple[list[str], list[str]]:
         """(stages that all trials share, stages that each trial makes for itself), in their order."""
@@ -84,20 +76,19 @@ class SweepRequest:
         per_trial = measure.affected_by(measure.directly_affected(self.space.dimensions, graph), graph)
         return [name for name in graph if name not in per_trial], [name for name in graph if name in per_trial]
 
-    def to_json(self) -> JsonDict:
+    def identity(self, store: ArtifactStore) -> JsonDict:
         """What identifies the sweep when it is requested again; the number of trials may grow."""
         tree = with_absolute_paths(self.settings(self.first)).model_dump(mode="json")
         return {
-            "pipeline": self.pipeline,
             "settings": {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT},
             "space": dict(self.space.texts),
             "measure": dataclasses.asdict(self.measure),
             "sampler": self.sampler,
             "seed": self.seed,
-            "prune": self.prune,
+            "ingredients": self._ingredients(store),
         }
 
-    def ingredients(self, store: ArtifactStore) -> dict[str, dict[str, str]]:
+    def _ingredients(self, store: ArtifactStore) -> dict[str, dict[str, str]]:
         """Digests of the data and the code of each stage: where they differ, earlier values cannot be compared."""
         probes = list(self.space.probes())
         if not any(key.startswith("data.") for key in self.space.dimensions):
@@ -110,17 +101,15 @@ class SweepRequest:
 
 
 def sweep_request(
-    pipeline: str,
+    whole: Recipe,
     overrides: Sequence[Override],
     *,
     trials: int | None = None,
     sampler: str = "tpe",
     metric: str = "",
-    until: str = "",
     maximize: bool | None = None,
     seed: int = 1,
     parallel: int | None = None,
-    prune: bool = False,
 ) -> SweepRequest:
     """Check and complete a request. Raises UsageError where a value or the metric is invalid."""
     search_space = space.parse_space(overrides)
@@ -130,8 +119,6 @@ def sweep_request(
             f"--sampler is grid, but {endless} is {search_space.texts[endless]}, which has no finite grid; add a count: "
             f"{search_space.texts[endless][:-1]},5)"
         )
-    if sampler == "grid" and trials is None and (search_space.size or 0) > MOST_TRIALS_OF_A_GRID:
-        raise UsageError(f"--sampler is grid, and the grid has {search_space.size} combinations; set a number with --trials")
     settings = _check_values(overrides, search_space)
     if settings.runtime.nodes > 1:
         raise UsageError(f"runtime.nodes is {settings.runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
@@ -140,15 +127,12 @@ def sweep_request(
             "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
             "run the pipeline once before: what trials share is then in the store"
         )
-    graph = graph_of(recipe(pipeline), settings)
-    keys = list(search_space.dimensions)
-    chosen = measure.choose(settings, keys, graph, metric=metric, until=until, maximize=maximize)
-    if prune:
-        _check_pruning(settings, chosen, keys)
+    graph = graph_of(whole, settings)
+    chosen = measure.choose(settings, list(search_space.dimensions), graph, metric=metric, maximize=maximize)
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
     trial_count = trials or (sampler == "grid" and search_space.size) or TRIALS
     return SweepRequest(
-        pipeline=pipeline,
+        recipe=_base_only(whole) if chosen.base_only else whole,
         overrides=overrides,
         space=search_space,
         measure=chosen,
@@ -157,27 +141,23 @@ def sweep_request(
         trials=min(trial_count, search_space.size or trial_count),
         parallel=parallel or parallel_trials(settings.runtime, gpus),
         gpus=gpus,
-        prune=prune,
     )
 
 
-def find_resumable(request: SweepRequest, store: ArtifactStore) -> tuple[records.Sweep | None, str]:
-    """(the sweep of an equal request that can be continued, or None; why the newest one cannot)."""
-    sweep = records.find_same(store.root, request.to_json())
-    if sweep is None:
-        return None, ""
-    changed = records.changes(sweep["ingredients"], request.ingredients(store))
-    return (None, f"{sweep.name} was of other {', '.join(changed)}") if changed else (sweep, "")
+def find_or_begin(request: SweepRequest, store: ArtifactStore) -> records.Sweep:
+    """The requested sweep: one to continue, or a new one."""
+    identity = request.identity(store)
+    return records.find_same(store.root, identity) or records.begin(store.root, identity)
 
 
 def preview(request: SweepRequest, store: ArtifactStore) -> JsonDict:
     """The plan of a sweep, from what it has done so far and from its seed, as `--dry-run --json` prints it."""
-    from ttrain.sweep.study import Study, upcoming
+    from ttrain.experiments.sampler import TrialSampler
 
-    sweep, _ = find_resumable(request, store)
-    options: JsonDict = {"sampler": request.sampler, "seed": request.seed, "maximize": request.measure.maximize}
-    earlier = Study.of(sweep).trials() if sweep else []
-    planned_trials = [*earlier, *upcoming(request.space, earlier, request.trials - len(earlier), **options)]
+    sweep = records.find_same(store.root, request.identity(store))
+    earlier = sweep.trials if sweep else []
+    sampler = TrialSampler(request.space, request.sampler, request.seed, request.measure.maximize)
+    planned_trials = [*earlier, *sampler.upcoming(earlier, request.trials - len(earlier))]
     trials = [
         {
             "trial": trial.number,
@@ -190,7 +170,7 @@ def preview(request: SweepRequest, store: ArtifactStore) -> JsonDict:
     return {
         "space": dict(request.space.texts),
         "metric": request.measure.metric,
-        "direction": "maximize" if request.measure.maximize else "minimize",
+        "direction": request.measure.direction,
         "sampler": request.sampler,
         "once": once,
         "each": each,
@@ -209,18 +189,6 @@ def _check_values(overrides: Sequence[Override], search_space: Space) -> Setting
             tried = " ".join(space.assignment(key, value) for key, value in values.items())
             raise UsageError(f"the sweep cannot try {tried}: {error}") from None
     return settings[0]
-
-
-def _check_pruning(settings: Settings, chosen: Measure, keys: Sequence[str]) -> None:
-    """Raise UsageError where a trial has no curve before its end."""
-    if chosen.curve is None:
-        raise UsageError(
-            f"--prune ends trials by their curves, but {chosen.metric} is known at the end only; leave --prune out"
-        )
-    training = getattr(settings, chosen.stage)
-    setting = f"{chosen.stage}.validate_every_steps"
-    if chosen.curve == measure.LOSS and not training.validate_every_steps and setting not in keys:
-        raise UsageError(f"--prune needs validations while training, but {setting} is 0; set it, for example to 50")
 
 
 def _base_only(whole: Recipe) -> Recipe:

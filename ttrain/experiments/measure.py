@@ -15,40 +15,32 @@ from ttrain.pipeline.recipe import with_dependencies
 from ttrain.reports import facts, summary
 from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
-LOSS = VALIDATION_LOSS
-BITS = BITS_PER_BYTE.of_run
-CURVES = {LOSS: LOSS, "best_validation_loss": LOSS, "loss": "loss"}  # figure of a stage: its name in the stage's curve
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
-LATER = [row for row in TRAINING_STAGES.values() if row.role != "base"]
-AFTER_BASE = frozenset(name for row in LATER for name in (row.name, SHARDS[row.dataset].name))  # bits per byte need none
+AFTER_BASE = frozenset(  # stages that bits per byte of the base model do not need
+    name for row in TRAINING_STAGES.values() if row.role != "base" for name in (row.name, SHARDS[row.dataset].name)
+)
 
 Graph = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to `until` run; with `base_only`
+    """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to it run; with `base_only`
     no model is trained on top of the base model, since the metric is of that alone."""
 
     metric: str
     stage: str
-    until: str
     maximize: bool = False
     base_only: bool = False
 
     @property
-    def figure(self) -> str:
-        """The metric's name within its stage."""
-        return self.metric.partition("/")[2]
-
-    @property
-    def curve(self) -> str | None:
-        """Its name in the curve that the stage writes while it trains; None where there is none."""
-        return CURVES.get(self.figure) if STAGES[self.stage].uses_ranks else None
+    def direction(self) -> str:
+        """Whether it is maximized or minimized."""
+        return "maximize" if self.maximize else "minimize"
 
     def of(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
         """The metric of a trial, from the results of its stages; None where it has none."""
-        value = results.get(self.stage, {}).get(self.figure)
+        value = results.get(self.stage, {}).get(self.metric.partition("/")[2])
         if is_number(value):
             return float(value)
         return summary.metrics_of(results).get(self.metric)
@@ -60,7 +52,6 @@ def choose(
     graph: Graph,
     *,
     metric: str = "",
-    until: str = "",
     maximize: bool | None = None,
 ) -> Measure:
     """Choose the metric of a sweep over the settings `keys`: the requested one, else the validation loss of the last
@@ -83,19 +74,17 @@ def choose(
     stage = PREFIXES.get(prefix, prefix)
     if not slash:
         raise UsageError(
-            f"--metric is {metric_name}, but a metric is STAGE/FIGURE; try {settings.trainings[0]}/{LOSS}, or {BITS}"
+            f"--metric is {metric_name}, but a metric is STAGE/FIGURE; "
+            f"try {settings.trainings[0]}/{VALIDATION_LOSS}, or {BITS_PER_BYTE.of_run}"
         )
-    for name in filter(None, (stage, until)):
-        if name not in graph:
-            raise no_stage(name, graph, settings)
+    if stage not in graph:
+        raise no_stage(stage, graph, settings)
     if stage not in shaped:
         raise UsageError(
             f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
             f"{', '.join(name for name in graph if name in shaped)}"
         )
-    if until and stage not in with_dependencies(until, graph):
-        raise UsageError(f"--until {until} leaves out stage {stage}, which --metric {metric_name} is of; remove one of them")
-    return Measure(metric_name, stage, until or stage, maximize, base_only=metric_name == BITS and not until)
+    return Measure(metric_name, stage, maximize, base_only=metric_name == BITS_PER_BYTE.of_run)
 
 
 def affected_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
@@ -131,7 +120,7 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
     """The metric of a sweep over the settings `keys`, which affect the stages `shaped`, where none is requested."""
     if TOKENIZER.name in shaped:  # nats per token cannot be compared across tokenizers
         if "pretrain" in shaped:
-            return BITS
+            return BITS_PER_BYTE.of_run
         raise UsageError(
             f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
         )
@@ -142,4 +131,4 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
     row = TRAINING_STAGES[(varied_trainings or affected[:1])[-1]]
     if row.rows == "pairs" and row.metric:  # whose loss is measured in units of beta, so that other betas have others
         return row.metric.of_run
-    return f"{row.name}/{LOSS}"
+    return f"{row.name}/{VALIDATION_LOSS}"
