@@ -1,4 +1,4 @@
-"""Reports as sections of tables and texts, and these as Markdown and on a terminal; `ttrain.reports.html` makes pages."""
+"""Reports as sections of tables and texts, printed on a terminal; `ttrain.reports.html` makes pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ttrain.core import terminal
 from ttrain.core.text import truncated
-from ttrain.reports import summary
 
 LONGEST_CELL = 160  # characters on a terminal
 
@@ -85,22 +84,6 @@ class Section:
 def table_of(header: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> list[Block]:
     """The table, if it has rows."""
     return [Table(header, rows, numbers)] if rows else []
-
-
-def markdown(block: Section | Block) -> str:
-    """A section or a block as Markdown; "" of a section without blocks."""
-    match block:
-        case Section(title, blocks):
-            return "\n\n".join([f"## {title}", *map(markdown, blocks)]) if blocks else ""
-        case Table(header, rows):
-            return summary.markdown(rows, header)
-        case Code(text, language):
-            return f"```{language}\n{text}\n```"
-        case Fold(title, inside):
-            return f"<details><summary>{title}</summary>\n\n{markdown(inside)}\n\n</details>"
-        case Answers(texts):
-            return summary.markdown([[text for _, text in texts]], [title for title, _ in texts])
-    return str(block.text)
 
 
 def print_section(section: Section) -> None:
