@@ -58,6 +58,7 @@ from ttrain.core.terminal import (
     escaped_lines,
     guard_streams,
     outlast_output,
+    print_escaped,
     print_json,
     show_warnings,
     table,
@@ -227,12 +228,15 @@ def up(
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
     pages = {"prefect": addresses.prefect_url, "mlflow": addresses.mlflow_url}
     pages = {name: server_records.page_with_token(home, url) for name, url in pages.items()}
+    links: dict[str, str] = {}
     try:
-        links = tracking.links_of(home, addresses.mlflow_url, runs) if runs or opens else {}
-    except UsageError:
-        if missing:
-            print("the servers are running; stop them with: ttrain down", file=sys.stderr)
-        raise
+        links = tracking.links_of(home, addresses.mlflow_url, runs)
+    except UsageError as error:
+        if runs or opens:
+            if missing:
+                print("the servers are running; stop them with: ttrain down", file=sys.stderr)
+            raise
+        print_escaped(str(error), stderr=True)
     if as_json:
         print_json({**pages, **links})
     else:
@@ -240,7 +244,7 @@ def up(
         print("".join(f"{name:<8} {link}\n" for name, link in links.items() if name != "experiment"), end="")
         print("stop them with: ttrain down")
     if opens:
-        tracking.open_in_browser(home, links["url"])
+        tracking.open_in_browser(home, links.get("url", links["table"]))
 
 
 @command(app, "Example:  ttrain down", "Servers")

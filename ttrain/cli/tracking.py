@@ -70,11 +70,14 @@ def track_push(
 
 
 def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
-    """The pages of runs on the MLflow server at this address, with its token; without runs, those of the table of all."""
+    """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
+    runs of the same `name`."""
     from ttrain.store.server_records import page_with_token
 
     pages = _pages(root, runs)
-    links = {"url": pages.first, "table": pages.table, "curves": pages.curves}
+    links = {"table": pages.table, "curves": pages.curves}
+    if runs:
+        links = {"url": pages.first, **links}
     return {
         **{name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()},
         "experiment": pages.experiment,
@@ -114,12 +117,17 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
             raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
         ids.append(run_id)
         experiments.append(noted["experiment_id"])
-    newest = next((notes[name] for name in runs.names(root) if notes.get(name, {}).get("run_id")), None)
+    newest = next((name for name in runs.names(root) if notes.get(name, {}).get("run_id")), None)
     if newest is None:
         raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
-    settings = (runs.read(root, names[0][0] if names else runs.names(root)[0]) or {}).get("settings", {})
-    experiment = settings.get("tracking", {}).get("experiment") or Tracking().experiment
-    return Addresses(experiment, tuple(dict.fromkeys(experiments or [newest["experiment_id"]])), tuple(ids))
+    record = runs.read(root, names[0][0] if names else newest) or {}
+    settings = record.get("settings", {})
+    return Addresses(
+        settings.get("tracking", {}).get("experiment") or Tracking().experiment,
+        tuple(dict.fromkeys(experiments or [notes[newest]["experiment_id"]])),
+        str(settings.get("name", "")),
+        tuple(ids),
+    )
 
 
 def _run_and_stage(root: Path, text: str) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.core.redact import masked, without_user
+from ttrain.core.redact import without_user
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.pipeline import launch, processes, run_summary
 from ttrain.pipeline.labels import NO_LABELS, Labels
@@ -84,7 +84,6 @@ class PipelineRun(StopRequest):
         self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
         self._began = time.monotonic()
         self._forced: set[tuple[str, str]] = set()  # (stage, key) of artifacts that --force rebuilt
-        self._changed = masked(run_summary.deviations(settings))
         self.record.note(commit=commit(), user=user_name(), **part_of)
         self._models = RunModels(settings.name, store, self.record.run)
         self._pusher: Pusher | None = None
@@ -222,9 +221,9 @@ class PipelineRun(StopRequest):
         return {**stage_results, **self._champion}
 
     def description(self) -> str:
-        """The run's settings and results so far, in markdown."""
+        """The run and its results so far, in markdown."""
         run, table = self.record.snapshot(), self.evaluation_table()
-        return run_summary.description(run, self._changed, self.metrics(), table, self._models.versions)
+        return run_summary.description(self.store.root, run, self.metrics(), table, self._models.versions)
 
     @contextlib.contextmanager
     def recorded(

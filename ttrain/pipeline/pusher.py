@@ -25,7 +25,7 @@ from ttrain.tracking.book import Book, noted_bytes
 from ttrain.tracking.client import cannot_be_asked, is_installed, rename_aside, tracking_uri
 from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
 from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
-from ttrain.tracking.views import refresh_views
+from ttrain.tracking.views import NAME, refresh_view
 
 log = logging.getLogger("ttrain")
 
@@ -94,7 +94,7 @@ def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | 
         return None
     if content.has_ended:
         _register(mirror, content, bound)
-        refresh_views(mirror, run.experiment)
+        refresh_view(mirror, run.experiment, run.tags[NAME])
     stages = {stage.tags["ttrain.stage"]: mirror.bound[stage.id].run_id for stage in run.stages if stage.id in mirror.bound}
     known = book.runs.get(name, {}).get("stages", {})
     book.note_run(name, run_id=bound.run_id, experiment_id=bound.experiment_id, stages={**known, **stages})

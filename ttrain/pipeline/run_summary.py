@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from ttrain.config import Settings, by_weight, flatten
-from ttrain.config.training import BITS_PER_BYTE
+from ttrain.config import by_weight, flatten
+from ttrain.config.training import BITS_PER_BYTE, TRAININGS
 from ttrain.core.files import JsonDict, read_object
-from ttrain.core.redact import HIDDEN
+from ttrain.core.redact import HIDDEN, masked
 from ttrain.core.text import truncated
 from ttrain.evaluate.task_result import FILE, scores_in
 from ttrain.reports import facts, summary
+from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
@@ -32,15 +34,22 @@ SECTION = "Curves"
 
 QUICK = "validation_loss_quick"
 
-CURVES = {
-    "loss": f"{SECTION}/{{stage}} loss",
-    "validation_loss": f"{SECTION}/{{stage}} validation",
-    QUICK: f"{SECTION}/{{stage}} validation",
-}
+TITLES = {"loss": "loss", "validation_loss": "validation", QUICK: "validation"}
 
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 
 SHOWN_SETTINGS = 6
+EARLIER_RUNS = 20  # of which the most common settings are usual
+
+
+def curve_name(stage: str, metric: str) -> str:
+    """The name of a curve on the pipeline's run.
+
+    MLflow sorts charts by name, so `then` moves a stage behind those before it: `then lora loss`.
+    """
+    before = TRAININGS[: TRAININGS.index(stage)] if stage in TRAININGS else ()
+    prefix = "then " if any(name > stage for name in before) else ""
+    return f"{SECTION}/{prefix}{stage} {TITLES[metric]}"
 
 
 def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
@@ -57,21 +66,15 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     losses_of_quick = [rows[number]["metrics"][QUICK] for number in quick]
     offset = facts.quick_offset(losses_of_quick, whole[0] if len(whole) == 1 else None)
     for number, row in enumerate(rows):
-        names = [name for name in CURVES if name in row["metrics"]]
+        names = [name for name in TITLES if name in row["metrics"]]
         names = [name for name in names if name != "loss" or number in shown_losses]
         if offset is not None and number == quick[-1]:
             names.remove(QUICK)  # the full validation of the same step is the end
         if names:
-            metrics = {CURVES[name].format(stage=stage): row["metrics"][name] for name in names}
+            metrics = {curve_name(stage, name): row["metrics"][name] for name in names}
             if QUICK in names and offset is not None and row["metrics"][QUICK] is not None:
-                metrics[CURVES[QUICK].format(stage=stage)] += offset
+                metrics[curve_name(stage, QUICK)] += offset
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
-
-
-def deviations(settings: Settings) -> JsonDict:
-    """The settings that differ from the defaults, by dotted name."""
-    changed = facts.changed_settings(dict(flatten(settings.model_dump(mode="json"))))
-    return {name: value for name, (value, _) in changed.items()}
 
 
 def as_yaml(changed: Mapping[str, Any], everything: Mapping[str, Any]) -> str:
@@ -97,22 +100,20 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def description(
+    home: Path,
     run: RecordedRun,
-    changed: Mapping[str, Any],
     metrics: Mapping[str, float],
     measured: Sequence[summary.EvaluationRow] = (),
     registered: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Describe a run and its results in markdown; the first line says most, since tables show only that. The user's note
-    comes first.
+    """Describe a run and its results in markdown.
 
-    `run` is its record, `changed` the settings that are not the defaults, `measured` the table of its evaluation,
-    `registered` the versions that it registered, by name, which become links in MLflow.
+    It begins with the note, what is unusual, and the metric: a table of runs shows no more.
+    `run` is its record, `measured` the table of its evaluation, `registered` the versions that it
+    registered, by name, which become links in MLflow.
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
-    headline = f"{bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else str(run["outcome"])
-    changes = [_cell(f"{name}={_value(changed[name])}") for name in sorted(changed, key=by_weight)]
-    rest_note = [f"and {len(changes) - SHOWN_SETTINGS} more settings"] if len(changes) > SHOWN_SETTINGS else []
+    metric = "" if bits is None else f"{bits:.4f} {BITS_PER_BYTE.label}"
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
     links = [
         f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
@@ -120,7 +121,8 @@ def description(
     ]
     parts = [
         note(run["note"]) if run.get("note") else "",
-        f"{headline}: {', '.join([*changes[:SHOWN_SETTINGS], *rest_note]) or 'the default settings'}",
+        _cell(difference(home, run)),
+        metric,
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
@@ -129,6 +131,35 @@ def description(
         f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def difference(home: Path, run: RecordedRun) -> str:
+    """How the settings of a run differ from the usual ones of its `name`.
+
+    The usual value of a setting is the most common one of the earlier runs, the newest of them
+    if several are. So an experiment that changed one setting is not held against the next one.
+    """
+    name = run["settings"].get("name")
+    earlier = []
+    for record in runs.newest_first(home, [f'"name": "{name}"']):
+        is_earlier = runs.time_in_name(record["run"]) < runs.time_in_name(run["run"])
+        if is_earlier and record["settings"].get("name") == name:
+            earlier.append(dict(flatten(record["settings"])))
+        if len(earlier) == EARLIER_RUNS:
+            break
+    if not earlier:
+        return f"the first run of {name}"
+    settings = masked(dict(flatten(run["settings"])))
+    by_rule = facts.set_by_rule(settings)  # they follow from other settings
+    changes = []
+    for setting in sorted(settings, key=by_weight):
+        values = [str(record.get(setting)) for record in earlier]
+        is_usual = str(settings[setting]) == Counter(values).most_common(1)[0][0]
+        if not is_usual and setting not in by_rule and settings[setting] != HIDDEN:
+            changes.append(f"{setting}={_value(settings[setting])}")
+    if len(changes) > SHOWN_SETTINGS:
+        changes[SHOWN_SETTINGS:] = [f"and {len(changes) - SHOWN_SETTINGS} more settings"]
+    return ", ".join(changes) or "the usual settings"
 
 
 def note(text: str) -> str:

@@ -32,6 +32,7 @@ from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
 from ttrain.store.run_views import decision_metrics
 from ttrain.tracking import datasets
 from ttrain.tracking.mirror import FAILED, FINISHED, KILLED, RUN, RUNNING, TrackedRun
+from ttrain.tracking.views import NAME
 
 log = logging.getLogger("ttrain")
 
@@ -163,7 +164,7 @@ class RunContent:
             **self._common_tags(),
             **by_rule,
             "ttrain.pipeline": record["pipeline"],
-            "ttrain.name": str(record["settings"].get("name", "")),
+            NAME: str(record["settings"].get("name", "")),
             **source_tags(record["pipeline"], record.get("user")),
             **{name: str(value) for name, value in named.items() if value is not None},
             **(record.get("tags") or {}),
@@ -179,7 +180,7 @@ class RunContent:
         record, rows = self.record, [tuple(row) for row in self.record.get("evaluation") or ()]
         versions = {version.name: version.version for version in self.versions()}
         cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
-        text = run_summary.description(record, self._changed, record["metrics"], rows, versions)
+        text = run_summary.description(self.home, record, record["metrics"], rows, versions)
         run.tags = {**run.tags, NOTE: text, "ttrain.cached": cached, "ttrain.outcome": record["outcome"]}
         texts, files = dict(run.texts), dict[str, Path]()
         if evaluation := self.artifacts.get("evaluate"):
