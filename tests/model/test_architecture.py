@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.foreign_weights import TINYSEEK
 from support.refusals import settings_file
 
 from ttrain.config import Model, PretrainConfig, Settings
@@ -96,6 +95,13 @@ def test_a_field_takes_any_value_that_json_has_and_one_within_a_mapping_may_be_s
     model = model_of("model.fields.rope_parameters.factor=4.0", files=[path])
     assert model.fields == {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
     assert model_of("model.fields={}", files=[path]).fields == {}
+
+
+TINYSEEK = {
+    "vocab_size": 23, "device": "cuda", "n_layer": 2, "n_head": 4, "d_model": 16, "d_c": 6, "d_r": 4, "hidden": 5,
+    "other_experts": 6, "shared_experts": 2, "keep": 3, "ro_theta": 500.0, "dropout": 0.1, "scale": 0.02, "alpha": 0.02,
+    "pad_idx": 0,
+}  # fmt: skip
 
 
 def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from support.comparing import same
 from support.tiny_adapters import random_ids, save_base
 from support.tiny_trainers import tiny_model
-from torch import nn
+from torch import Tensor, nn
 
 from ttrain.model import factory
 
@@ -133,6 +133,71 @@ def test_experts_in_groups_compute_what_they_do_one_by_one() -> None:
     assert all(float(tensor.abs().max()) > 0 for tensor in found[0][:1])
     for grouped, plain in zip(*found, strict=True):
         torch.testing.assert_close(grouped, plain, rtol=1e-4, atol=1e-5)
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """Neighbours 2i and 2i+1 turn together, by a base of ten thousand."""
+    angles = position * 10_000.0 ** (-torch.arange(0, len(x), 2) / len(x))
+    pairs = torch.view_as_complex(x.view(-1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(pairs).flatten()
+
+
+def normalized(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return norm.weight * (x - x.mean()) / (x.var(unbiased=False) + norm.eps).sqrt() + norm.bias
+
+
+def attended(attention: Any, xs: list[Tensor]) -> list[Tensor]:
+    """Each position over itself and what is before it; the rotated parts are the same for all heads."""
+    count = attention.config.num_attention_heads
+    queries, keys, values = [], [], []
+    for position, x in enumerate(xs):
+        q, kv = attention.q_a_proj(x), attention.kv_a_proj(x)
+        turned_q = turned(attention.q_rope_proj(q), position)
+        turned_k = turned(attention.k_rope_proj(x), position)
+        queries.append([torch.cat((part, turned_q)) for part in attention.q_b_proj(q).chunk(count)])
+        keys.append([torch.cat((part, turned_k)) for part in attention.k_b_proj(kv).chunk(count)])
+        values.append(attention.v_b_proj(kv).chunk(count))
+    mixed = []
+    for position, of_heads in enumerate(queries):
+        heads = []
+        for head, query in enumerate(of_heads):
+            scores = torch.stack([query @ keys[s][head] for s in range(position + 1)]) / math.sqrt(len(query))
+            seen = torch.stack([values[s][head] for s in range(position + 1)])
+            heads.append(scores.softmax(0) @ seen)
+        mixed.append(attention.o_proj(torch.cat(heads)))
+    return mixed
+
+
+def through_experts(moe: Any, x: Tensor) -> Tensor:
+    """The experts of the largest scores, weighted by the softmax over these alone, and the shared one."""
+    scores = moe.gate.weight @ x
+    chosen = scores.argsort(descending=True)[: moe.gate.top_k]
+    output = moe.shared_experts(x)
+    for expert, weight in zip(chosen.tolist(), scores[chosen].softmax(0), strict=True):
+        inner = (moe.experts.up_proj[expert] @ x + moe.experts.up_proj_bias[expert]).relu()
+        output = output + weight * (moe.experts.down_proj[expert] @ inner + moe.experts.down_proj_bias[expert])
+    return output
+
+
+@pytest.mark.parametrize("expert_size", [8, 9])
+@pytest.mark.parametrize("share_layers", [False, True])
+def test_tinyseek_gives_the_logits_of_a_slow_reference(share_layers: bool, expert_size: int) -> None:
+    """Position by position and expert by expert; experts of 9 are not computed in groups."""
+    fields = {"share_layers": share_layers, "rope_head_dim": 4}
+    model = tiny_model(kind="tinyseek", moe={**EXPERTS, "expert_size": expert_size}, fields=fields, init_std=0.3).eval()
+    ids = random_ids(4, 1, 9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
+                parameter.normal_(float("norm.weight" in name), 0.3)
+        xs = [*model.model.embed_tokens(ids[0])]
+        for number in range(model.config.num_hidden_layers):
+            layer = model.model.layers[0 if share_layers else number]
+            mixed = attended(layer.self_attn, xs)
+            xs = [normalized(layer.post_attention_layernorm, x + m) for x, m in zip(xs, mixed, strict=True)]
+            xs = [normalized(layer.post_mlp_layernorm, x + through_experts(layer.mlp, x)) for x in xs]
+        assert len(model.model.layers) == (1 if share_layers else 2)
+        torch.testing.assert_close(model(ids).logits[0], model.lm_head(torch.stack(xs)), rtol=1e-4, atol=1e-4)
 
 
 # --- both ---------------------------------------------------------------------------------------------------------------

@@ -183,6 +183,8 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     house.write("empty/README.md", "")
     house.write("pickled/config.json", "{}")
     house.write("pickled/pytorch_model.bin", "")
+    house.write("state/config.json", "{}")
+    house.write("state/full_sft.pth", "")
     house.write("half/config.json", "{}")
     house.write("half/model.safetensors.index.json", json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     house.write("list/config.json", "[]")
@@ -193,6 +195,8 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
         "artifact": r"is an adapter; merge it into a model first: `ttrain export .*artifact --merge --to FOLDER`",
         "empty": r"which has no config.json",
         "pickled": r"holds neither model.safetensors .*; pytorch_model.bin is a pickle",
+        "state": r"holds neither model.safetensors .*; full_sft.pth is a pickle, which may run code and is not opened",
+        "state/full_sft.pth": r"sft.start_from is '.*full_sft.pth', a pickle, which may run code and is not opened; load it",
         "half": r"lists model-1.safetensors, but .* holds no such file",
         "list": r"it is not a JSON object",
         "nowhere": r"'.*nowhere' but there is no such folder",

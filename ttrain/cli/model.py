@@ -1,4 +1,4 @@
-"""`ttrain export`, `ttrain models size`, `ttrain models import` and `ttrain adapter`: arguments and output."""
+"""`ttrain export`, `ttrain models size` and `ttrain adapter`: arguments and output."""
 
 from __future__ import annotations
 
@@ -34,42 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ttrain.config import Model, Settings
-
-
-@command(
-    models_app,
-    "Examples:  ttrain models import TinySeek_Pre_final.pkl --out tinyseek\n\n"
-    "ttrain models import full_sft_512.pth --out minimind --tokenizer minimind/model",
-)
-def models_import(
-    source: Annotated[
-        Path, argument("a state dict of TinySeek's or MiniMind's code, or a directory with one", metavar="SOURCE")
-    ],
-    out: Annotated[Path, option("directory to write; it must be empty or missing")],
-    config: Annotated[Path | None, option("its model_config.json, if it is not beside the source")] = None,
-    tokenizer: Annotated[
-        Path | None,
-        option("directory of a Hugging Face tokenizer to include; default: the one beside the source"),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Convert a model of TinySeek or MiniMind to a Hugging Face directory with the same logits, in fp32."""
-    from ttrain.model import convert
-
-    done = convert.import_model(source, out, config=config, tokenizer=tokenizer)
-    if as_json:
-        print_json(done)
-        return
-    assumed = ", ".join(f"{name} {value}" for name, value in done.assumed.items())
-    table(("property", "value"), [
-        ("layout", done.layout),
-        ("model.kind", done.kind),
-        ("parameters", f"{done.parameters:,}"),
-        ("second head", "beside the weights" if done.second_head else "none"),
-        ("tokenizer", "beside the weights" if done.tokenizer else "none: give one with --tokenizer"),
-        ("assumed, because the source does not say", assumed or "nothing"),
-    ])  # fmt: skip
-    print(f"the model is in {out}; start from it with, for example, sft.start_from={out}")
 
 
 SHOWN_KINDS = 6  # in a line

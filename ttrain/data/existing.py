@@ -238,6 +238,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
 MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
+PICKLES = (".bin", ".pkl", ".pt", ".pth")
+NOT_OPENED = "which may run code and is not opened; load it elsewhere and name the folder that save_pretrained writes"
 # Config keys of architectures for the number of positions that they accept.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
 
@@ -258,8 +260,8 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
     try:
         weights = weight_files(directory)
     except ArtifactError as error:
-        pickles = next(directory.glob("pytorch_model*.bin"), None)
-        hint = f"; {pickles.name} is a pickle, which may run code: load and save_pretrained it elsewhere" if pickles else ""
+        pickled = next((path for path in sorted(directory.iterdir()) if path.suffix in PICKLES), None)
+        hint = f"; {pickled.name} is a pickle, {NOT_OPENED}" if pickled else ""
         raise UsageError(f"{setting} is '{start_from}': {error}{hint}") from None
     config = [directory / name for name in (CONFIG, GENERATION, MODEL + INDEX_SUFFIX)]
     if weights == [directory / MODEL]:
@@ -294,6 +296,8 @@ def _directory(start_from: str, setting: str) -> Path:
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory
+    if directory.suffix in PICKLES and directory.is_file():
+        raise UsageError(f"{setting} is '{start_from}', a pickle, {NOT_OPENED}")
     near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
     fix = f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]"
     return from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
