@@ -22,7 +22,7 @@ from ttrain.cli.main import main
 from ttrain.core.files import PRIVATE_FILE, read_json, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TrackingError, UsageError
-from ttrain.flows import history_database, prefect_run
+from ttrain.flows import servers
 from ttrain.pipeline.track_repair import repair
 from ttrain.tracking import TrackedRun
 
@@ -81,7 +81,7 @@ def test_a_file_is_set_aside_with_what_sqlite_keeps_beside_it(tmp_path: Path) ->
     for name in ("a.db", "a.db-wal", "a.db-shm", "b.db"):
         (tmp_path / name).write_text(name)
     aside = set_aside(tmp_path / "a.db")
-    assert aside.name.startswith("a-damaged-20") and aside.suffix == ".db"
+    assert aside.name.startswith("a.db.damaged-20")
     assert sorted(path.name for path in tmp_path.iterdir()) == [aside.name, f"{aside.name}-shm", f"{aside.name}-wal", "b.db"]
 
 
@@ -95,12 +95,14 @@ def test_a_damaged_history_of_prefect_gives_way_to_a_new_one(
         db.execute("CREATE TABLE flow_run (id INTEGER PRIMARY KEY, name TEXT)")
         db.executemany("INSERT INTO flow_run (name) VALUES (?)", [("a run" * 50,)] * 2000)
         db.commit()
-    assert not history_database.set_damaged_aside(tmp_path) and database.exists()
+    assert not servers.set_database_aside(tmp_path) and database.exists()
     damage(database)
-    assert history_database.set_damaged_aside(tmp_path, prefect_run.HISTORY_CHECK_SECONDS)
-    [kept] = database.parent.glob("*.db")
-    assert kept.name in caplog.text and "is damaged" in caplog.text and kept.name.startswith("prefect-damaged-")
-    assert not history_database.set_damaged_aside(tmp_path)
+    assert servers.set_database_aside(tmp_path)
+    [kept] = database.parent.glob("*.db.damaged-*[0-9]")
+    assert kept.name in caplog.text and "cannot be used" in caplog.text and kept.name.startswith("prefect.db.damaged-")
+    assert not servers.set_database_aside(tmp_path)
+    database.write_bytes(kept.read_bytes())
+    assert servers.set_database_aside(tmp_path, "alembic: Can't locate revision identified by 'ffff'"), "another version"
 
 
 def runs_of(home: Path) -> dict[str, dict[str, Any]]:
@@ -152,7 +154,7 @@ def test_a_run_keeps_what_it_has_to_tell_and_a_repair_brings_all_of_it(
     assert ended.value.code == 0 and "logged again: 2 runs" in said.out and "champions" in said.out
     named = "not logged again, because a server that may have used this database has them: full-20260103-000000-cccc\n"
     assert named in said.out
-    assert "mlflow-damaged-" in said.err and len([*runs_home.glob("mlflow/mlflow-damaged-*.db")]) == 1
+    assert "mlflow.db.damaged-" in said.err and len([*runs_home.glob("mlflow/mlflow.db.damaged-*[0-9]")]) == 1
 
     found = runs_of(runs_home)
     assert found.keys() == {"full-20260101-000000-aaaa", "full-20260102-000000-bbbb", "pretrain aaaa", "sft bbbb",
@@ -254,7 +256,7 @@ def test_a_repair_waits_for_runs_that_are_in_progress(runs_home: Path) -> None:
     make_run(runs_home, "full-20260104-000000-dddd", [], number=4, outcome="running", process=alive())
     with pytest.raises(UsageError, match="full-20260104-000000-dddd is in progress"):
         repair(runs_home, lambda line: None)
-    assert not [*runs_home.glob("mlflow/mlflow-damaged-*.db")]
+    assert not [*runs_home.glob("mlflow/mlflow.db.damaged-*[0-9]")]
 
 
 @pytest.fixture
